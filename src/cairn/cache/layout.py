@@ -1,0 +1,73 @@
+"""What a model must remember, in bytes: the only thing the cache knows of a model.
+
+A *page* holds `tokens_per_page` tokens of keys and values of all layers of one attention group; every page has the
+same bytes, whatever the group. A *checkpoint* is a file of `pages_per_checkpoint` pages of the same pool:
+
+    page        [unit][layer][k|v][token][dim]
+    checkpoint  [header | unit 0 | unit 1 | ...]   header: what every tensor-parallel rank keeps whole
+                                                   unit:   [layer][conv | ssm] of one smallest share
+
+A unit is the smallest share that tensor parallelism may cut: a kv head of a page; of a checkpoint one state head with
+its own convolution channels or, where several heads share B and C, one such group of heads with its B and C.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["AttentionGroup", "CacheLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Attention layers of one reach. `reach` None: every earlier token; otherwise the last `reach` tokens."""
+
+    name: str
+    tokens_per_page: int
+    reach: int | None = None
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold the first `num_tokens` tokens."""
+        return -(-num_tokens // self.tokens_per_page)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Sizes of pages and checkpoints of one model on one rank. All sizes in bytes.
+
+    `page_units` and `state_units` count the units of a page and of a checkpoint; the bytes of a page divide evenly
+    among its units. `state_bytes` 0 means a model without recurrent state: any matched length can be resumed.
+    """
+
+    block_size: int
+    page_bytes: int
+    page_units: int
+    groups: tuple[AttentionGroup, ...]
+    header_bytes: int
+    state_bytes: int
+    state_units: int
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.page_bytes < 1:
+            raise ValueError(f"block_size and page_bytes must be positive: {self.block_size}, {self.page_bytes}")
+        if self.page_units < 1 or self.page_bytes % self.page_units:
+            raise ValueError(f"page_bytes {self.page_bytes} do not divide among {self.page_units} units")
+        if self.header_bytes < 0 or self.state_bytes < 0:
+            raise ValueError(f"sizes must not be negative: {self.header_bytes}, {self.state_bytes}")
+        if self.state_bytes and (self.state_units < 1 or self.state_bytes % self.state_units):
+            raise ValueError(f"state_bytes {self.state_bytes} do not divide among {self.state_units} units")
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.header_bytes + self.state_bytes
+
+    @property
+    def pages_per_checkpoint(self) -> int:
+        return max(1, -(-self.checkpoint_bytes // self.page_bytes))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of keys and values of one token, over all groups."""
+        return sum(self.page_bytes / group.tokens_per_page for group in self.groups)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold the first `num_tokens` tokens, over all groups."""
+        return sum(group.pages_for(num_tokens) for group in self.groups)

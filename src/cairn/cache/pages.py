@@ -1,0 +1,48 @@
+"""The pool: page numbers, how often each is referred to, and which are free."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.types import Pages
+
+__all__ = ["PagePool"]
+
+
+class PagePool:
+    """`num_pages` interchangeable pages. A page is free exactly when its count is 0.
+
+    The free pages are a stack in `_free[:num_free]`, so that pages in recent use are used again first.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if not 1 <= num_pages <= np.iinfo(np.int32).max:
+            raise ValueError(f"num_pages must be between 1 and 2**31 - 1, not {num_pages}")
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self.counts: NDArray[np.int32] = np.zeros(num_pages, np.int32)
+        self._free: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+
+    def allocate(self, num: int) -> Pages:
+        """`num` free pages, shape [num], each with count 1. The caller has seen to it that there are so many."""
+        assert num <= self.num_free, f"{num} pages asked for, {self.num_free} free"
+        self.num_free -= num
+        pages = self._free[self.num_free : self.num_free + num][::-1].copy()
+        self.counts[pages] = 1
+        return pages
+
+    def acquire(self, pages: Pages) -> None:
+        """Refer once more to each of `pages`, which must be distinct and in use."""
+        self.counts[pages] += 1
+
+    def release(self, pages: Pages) -> int:
+        """Refer once less to each of `pages`, which must be distinct. Returns how many became free."""
+        counts = self.counts[pages] - 1
+        self.counts[pages] = counts
+        freed = pages[counts == 0]
+        self._free[self.num_free : self.num_free + len(freed)] = freed
+        self.num_free += len(freed)
+        return len(freed)
+
+    def free_pages(self) -> Pages:
+        """The free pages, for the audit."""
+        return self._free[: self.num_free].copy()

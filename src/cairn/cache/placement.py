@@ -1,0 +1,161 @@
+"""Where a prompt's state is kept: one small object behind the `Placement` protocol, chosen by `--mamba-cache-mode`.
+
+A policy sees facts of one prompt and answers with positions inside the chunk at hand; it never asks for another
+scheduling step or a smaller chunk.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Protocol
+
+from cairn.cache.checkpoint import GRID, Kind
+
+__all__ = ["Align", "All", "Auto", "Junction", "Placement", "PromptFacts", "Wanted", "placement_for"]
+
+MAX_UNALIGNED = 6
+"""Positions off the 64-token grid that one request may name: each costs a state product per layer."""
+
+MAX_GRID = 64
+"""Grid checkpoints of one request, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
+    seen, dropped ones included), where its messages end, and whether only grid states can be continued from."""
+
+    num_tokens: int
+    hit: int
+    matched: int
+    seen: int
+    boundaries: tuple[int, ...] = ()
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A position worth a checkpoint. Kind GRID is probationary: made from plentifully free pages or not at all."""
+
+    position: int
+    kind: Kind
+
+
+class Placement(Protocol):
+    """Chooses checkpoint positions."""
+
+    min_cacheable: int
+    """The shortest prompt that can ever be hit, in tokens."""
+    min_shared: int
+    """The shortest beginning shared by two prompts that can be hit, in tokens."""
+    keeps_answer_end: bool
+    """Whether the state at an answer's end is kept."""
+
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+        """Positions p, start < p <= end, ascending and distinct, of the prefill chunk [start, end)."""
+        ...
+
+    def in_decode(self, position: int) -> Wanted | None:
+        """Whether the state after `position` tokens is worth keeping while an answer is being generated."""
+        ...
+
+
+class Align:
+    """The last block boundary of each step, as vLLM's `--mamba-cache-mode align`."""
+
+    keeps_answer_end = False
+
+    def __init__(self, block_size: int, exact: bool) -> None:
+        self._stride = lcm(GRID, block_size) if exact else block_size
+        self.min_cacheable = self.min_shared = self._stride
+
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+        last = end // self._stride * self._stride
+        return [Wanted(last, Kind.BLOCK)] if last > start else []
+
+    def in_decode(self, position: int) -> Wanted | None:
+        return Wanted(position, Kind.BLOCK) if position % self._stride == 0 else None
+
+
+class All(Align):
+    """Each block boundary."""
+
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+        first = (start // self._stride + 1) * self._stride
+        return [Wanted(position, Kind.BLOCK) for position in range(first, end + 1, self._stride)]
+
+
+class Junction:
+    """The last block boundary of the prompt, and where it left a known path: hits at the third sighting."""
+
+    keeps_answer_end = False
+
+    def __init__(self, block_size: int, exact: bool) -> None:
+        self._stride = lcm(GRID, block_size) if exact else block_size
+        self.min_cacheable = self.min_shared = self._stride
+
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+        last = facts.num_tokens // self._stride * self._stride
+        left = facts.seen // self._stride * self._stride
+        wanted = {last: Kind.PROMPT_END}
+        if left > facts.hit:
+            wanted.setdefault(left, Kind.JUNCTION)
+        return [Wanted(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
+
+    def in_decode(self, position: int) -> Wanted | None:
+        return None
+
+
+class Auto:
+    """Every position that earns a checkpoint by what it is, and a probationary grid for sharing nobody announced.
+
+    In exact mode a state off the grid serves only a prompt that ends there, so the grid point below each such
+    position is kept with it.
+    """
+
+    min_cacheable = 1
+    min_shared = GRID
+    keeps_answer_end = True
+
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+        wanted = self._earned(facts)
+        stride = _grid_stride(facts.num_tokens)
+        for position in range((start // stride + 1) * stride, end + 1, stride):
+            wanted.setdefault(position, Kind.GRID)
+        return [Wanted(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
+
+    def in_decode(self, position: int) -> Wanted | None:
+        return Wanted(position, Kind.GRID) if position % _grid_stride(position) == 0 else None
+
+    def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
+        n = facts.num_tokens
+        kinds = {n: Kind.PROMPT_END}
+        ends = [p for p in facts.boundaries if p < n]
+        for position in reversed(ends):
+            kinds.setdefault(position, Kind.SYSTEM_END if position == ends[0] and len(ends) > 1 else Kind.MESSAGE_END)
+        if facts.hit < facts.seen < n:
+            kinds.setdefault(facts.seen, Kind.JUNCTION)
+        # dicts keep the order of insertion, which is that of worth: prompt end, messages from the last, junction
+        unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
+        earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
+        if facts.exact:
+            for position in [p for p in earned if p % GRID and p > GRID]:
+                earned.setdefault(position // GRID * GRID, earned[position])
+        return earned
+
+
+def _grid_stride(num_tokens: int) -> int:
+    return GRID * max(1, -(-num_tokens // (GRID * MAX_GRID)))
+
+
+def placement_for(mode: str, block_size: int, exact: bool) -> Placement:
+    """The policy that `--mamba-cache-mode` names. `none` is not a policy: it switches the cache off."""
+    match mode:
+        case "align":
+            return Align(block_size, exact)
+        case "all":
+            return All(block_size, exact)
+        case "junction":
+            return Junction(block_size, exact)
+        case "auto":
+            return Auto()
+    raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, junction or auto")

@@ -1,0 +1,360 @@
+"""The cache's only door: look a prompt up, extend it, commit what was computed, release it.
+
+    lookup    prompt -> Lease: hit c, match m, the shared pages, the checkpoint to restore, the reason for no more
+    extend    pages for more tokens, and the page copy that writing into a shared page needs
+    want      a file for a checkpoint that the plan is going to keep
+    commit    computed tokens and kept checkpoints enter the tree, for everybody
+    release   the request's own references end
+
+Pages that an unapplied step still names are kept by `hold_until(step)` until `step_applied(step)`. Nothing here knows
+of tensors: pages are numbers, and what is in them is the runner's affair.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.cache.checkpoint import GRID, Checkpoint, Kind, Origin
+from cairn.cache.eviction import Eviction
+from cairn.cache.layout import CacheLayout
+from cairn.cache.lease import Lease, Namespace, PageTable, PendingFile
+from cairn.cache.pages import PagePool
+from cairn.cache.placement import Placement, Wanted
+from cairn.cache.reasons import Reason
+from cairn.cache.residents import Residents
+from cairn.cache.tree import KEY_BYTES, Node, Walk, common_prefix, page_span, walk
+from cairn.errors import ConfigError
+from cairn.step import PageCopy
+from cairn.types import Keys, Pages
+
+__all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
+
+GHOST_FACTOR = 4
+"""Key tokens remembered of dropped runs, as a multiple of the tokens that fit the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePolicy:
+    """How the cache behaves. `placement` None switches it off: every prompt is computed, nothing is kept."""
+
+    placement: Placement | None
+    eviction: Eviction
+    exact: bool = False
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """In prompt tokens (`queries`, `hits`, `lost`) and in requests (`reasons`) or checkpoints (`used`)."""
+
+    queries: int = 0
+    hits: int = 0
+    reasons: Counter[Reason] = field(default_factory=Counter)
+    lost: Counter[Reason] = field(default_factory=Counter)
+    used: Counter[Kind] = field(default_factory=Counter)
+
+
+class PrefixCache:
+    """Pages, tree and leases of one model on one rank. Not thread-safe: it belongs to the scheduler's thread."""
+
+    def __init__(self, layout: CacheLayout, num_pages: int, policy: CachePolicy) -> None:
+        if any(group.reach is not None for group in layout.groups):
+            raise ConfigError("attention layers with a limited reach (sliding window, chunked) are not supported yet")
+        self.layout = layout
+        self.policy = policy
+        self.pool = PagePool(num_pages)
+        tokens_per_page = max((group.tokens_per_page for group in layout.groups), default=layout.block_size)
+        self.residents = Residents(layout, self.pool, policy.eviction, GHOST_FACTOR * num_pages * tokens_per_page)
+        self.leases: dict[int, Lease] = {}
+        self.held: dict[int, list[Pages]] = {}
+        self.counters = CacheCounters()
+
+    @property
+    def enabled(self) -> bool:
+        return self.policy.placement is not None
+
+    # -- lookup --------------------------------------------------------------------------------------------------
+
+    def lookup(self, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None = None) -> Lease:
+        """Find the longest usable prefix of `keys` (shape [n], n >= 1) and lease it.
+
+        `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
+        generated, and the lookup is not counted as a prompt.
+        """
+        raw = keys.tobytes()
+        length = len(keys)
+        root = self.residents.roots.get(namespace) if self.enabled else None
+        found = walk(root, raw, self._usable_run(request_id, resumed_from)) if root is not None else Walk()
+        checkpoint = self._deepest(found, length, request_id, resumed_from)
+        hit = checkpoint.position if checkpoint is not None else 0
+        if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
+            # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
+            hit, checkpoint = min(found.matched, length - 1), None
+        lease = Lease(
+            purpose=f"running {request_id}" if resumed_from is None else f"resuming {request_id}",
+            request_id=request_id,
+            namespace=namespace,
+            num_prompt_tokens=length if resumed_from is None else resumed_from,
+            hit=hit,
+            matched=found.matched,
+            seen=found.seen,
+            reason=Reason.NONE,
+            checkpoint=checkpoint,
+            tables=self._tables(found),
+            node=found.path[-1] if found.path else None,
+            decode_from=length if resumed_from is None or not self.policy.exact else resumed_from,
+            _keys=keys,
+            num_tokens=length,
+            committed=found.matched,
+        )
+        lease.reason = self._reason(lease, found, raw)
+        self._open(lease, counted=resumed_from is None)
+        return lease
+
+    def _open(self, lease: Lease, counted: bool) -> None:
+        self.leases[id(lease)] = lease
+        for table in lease.tables:
+            self.pool.acquire(table.pages)
+        if lease.node is not None:
+            self.residents.lock(lease.node)
+        if lease.checkpoint is not None:
+            self.pool.acquire(lease.checkpoint.pages)
+            lease.transient.append(lease.checkpoint.pages)
+            self.residents.use(lease.checkpoint, hit=True)
+            self.counters.used[lease.checkpoint.kind] += 1
+        if counted:
+            self.counters.queries += lease.num_prompt_tokens
+            self.counters.hits += lease.hit
+            self.counters.reasons[lease.reason] += 1
+            self.counters.lost[lease.reason] += lease.num_prompt_tokens - lease.hit
+
+    def _usable_run(self, request_id: str, resumed_from: int | None) -> Callable[[Node], int]:
+        """Up to which token a node's keys and values may be read: DESIGN section 6."""
+        if not self.policy.exact:
+            return lambda node: node.end
+        prompt_end = 1 << 62 if resumed_from is None else resumed_from
+
+        def usable(node: Node) -> int:
+            if node.decode_by is None:
+                return min(node.end, prompt_end)
+            return node.end if resumed_from is not None and node.decode_by == request_id else node.start
+
+        return usable
+
+    def _deepest(self, found: Walk, length: int, request_id: str, resumed_from: int | None) -> Checkpoint | None:
+        prompt_end = length if resumed_from is None else resumed_from
+        for node in reversed(found.path):
+            checkpoint = node.checkpoint
+            if checkpoint is None or node.end > found.matched:
+                continue
+            if not self.policy.exact:
+                return checkpoint
+            match checkpoint.origin:
+                case Origin.GRID if node.end <= prompt_end:
+                    return checkpoint
+                case Origin.TAIL if node.end == prompt_end:
+                    return checkpoint
+                case Origin.DECODE if resumed_from is not None and checkpoint.maker == request_id:
+                    return checkpoint
+        return None
+
+    def _tables(self, found: Walk) -> tuple[PageTable, ...]:
+        tables = []
+        for index, group in enumerate(self.layout.groups):
+            pages = np.empty(group.pages_for(found.matched), np.int32)
+            for node in found.path:
+                assert node.pages is not None
+                span = page_span(group, node.start, min(node.end, found.matched))
+                pages[span] = node.pages[index][: span.stop - span.start]
+            tables.append(PageTable(pages))
+        return tuple(tables)
+
+    def _reason(self, lease: Lease, found: Walk, raw: bytes) -> Reason:
+        placement = self.policy.placement
+        if placement is None:
+            return Reason.DISABLED
+        length = lease.num_tokens
+        if lease.hit == length:
+            return Reason.NONE
+        if length < placement.min_cacheable:
+            return Reason.TOO_SHORT
+        known = found.path + found.beyond
+        losses = [node.loss for node in known if node.loss is not None and lease.hit < node.end <= found.seen]
+        ghosts = any(not node.resident for node in found.beyond)
+        if lease.hit < found.seen:
+            if Reason.PREEMPTED in losses:
+                return Reason.PREEMPTED
+            if found.seen < placement.min_shared:
+                return Reason.TOO_SHORT
+            if ghosts or losses:
+                return Reason.EVICTED
+        if self._being_computed(lease, raw) >= max(found.seen, lease.hit + 1):
+            return Reason.IN_PROGRESS
+        if lease.hit < found.seen:
+            return Reason.NO_CHECKPOINT
+        return self._new_or_elsewhere(lease, raw)
+
+    def _being_computed(self, lease: Lease, raw: bytes) -> int:
+        """The longest prefix that this prompt shares with one that is still in prefill."""
+        longest = 0
+        for other in self.leases.values():
+            if other.namespace != lease.namespace or other.committed >= other.num_prompt_tokens:
+                continue
+            if other.num_tokens > lease.hit and other.keys[lease.hit] == lease.keys[lease.hit]:
+                run = Node(None, other.keys.tobytes(), 0)
+                longest = max(longest, common_prefix(run, raw, 0))
+        return longest
+
+    def _new_or_elsewhere(self, lease: Lease, raw: bytes) -> Reason:
+        # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
+        plain = Namespace(lease.namespace.adapter)
+        root = self.residents.roots.get(plain) if lease.namespace != plain else None
+        if root is not None and walk(root, raw, lambda node: node.end).seen > lease.seen:
+            return Reason.NAMESPACE
+        return Reason.NEVER_SEEN
+
+    # -- growing -------------------------------------------------------------------------------------------------
+
+    def extend(self, lease: Lease, num_tokens: int) -> list[PageCopy] | None:
+        """Hold pages for the first `num_tokens` tokens, dropping cached ones if need be.
+
+        Returns the page copies that have to be made first, or None when there is no room; then nothing has changed
+        but that cached pages may have gone.
+        """
+        groups = self.layout.groups
+        need = lease.missing_pages(groups, num_tokens)
+        if lease.copied:
+            if need == 0:
+                return []
+            shared = []
+        else:
+            shared = [
+                (table, lease.matched // group.tokens_per_page)
+                for group, table in zip(groups, lease.tables, strict=True)
+                if lease.matched % group.tokens_per_page and num_tokens > lease.matched
+            ]
+        if not self.residents.make_room(need + len(shared)):
+            return None
+        copies = [self._copy_on_write(lease, table, index) for table, index in shared]
+        lease.copied = lease.copied or num_tokens > lease.matched
+        for group, table in zip(groups, lease.tables, strict=True):
+            missing = group.pages_for(num_tokens) - table.length
+            if missing > 0:
+                table.append(self.pool.allocate(missing))
+        return copies
+
+    def _copy_on_write(self, lease: Lease, table: PageTable, index: int) -> PageCopy:
+        # page `index` holds tokens of the tree up to `matched`; its other tokens may be somebody's already
+        assert index == table.length - 1
+        source = table.pages[index : index + 1].copy()
+        target = self.pool.allocate(1)
+        table.replace_last(int(target[0]))
+        lease.transient.append(source)
+        return PageCopy(int(source[0]), int(target[0]))
+
+    def want(self, lease: Lease, wanted: Wanted) -> Pages | None:
+        """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no
+        room for it. Grid checkpoints take free pages only, and only while a quarter of the pool is free."""
+        size = self.layout.pages_per_checkpoint
+        if not self.enabled or wanted.position in lease.files:
+            return None
+        if self.layout.state_bytes == 0 and wanted.position != lease.num_prompt_tokens:
+            return None
+        if wanted.kind is Kind.GRID:
+            if 4 * self.pool.num_free < self.pool.num_pages or self.pool.num_free < size:
+                return None
+        elif not self.residents.make_room(size):
+            return None
+        pages = self.pool.allocate(size)
+        lease.files[wanted.position] = PendingFile(pages, wanted.kind)
+        return pages
+
+    # -- commit and release --------------------------------------------------------------------------------------
+
+    def commit(self, lease: Lease, num_tokens: int, kept: Iterable[int] = ()) -> None:
+        """The first `num_tokens` tokens have been computed, and the wanted files at positions `kept` are filled:
+        from now on every lookup may find them."""
+        if not self.enabled:
+            return
+        if num_tokens > lease.committed:
+            node = self._insert(lease, num_tokens)
+            old, lease.node, lease.committed = lease.node, node, num_tokens
+            self.residents.lock(node)
+            if old is not None:
+                self.residents.unlock(old)
+        for position in sorted(kept, reverse=True):
+            self._attach(lease, position)
+
+    def _insert(self, lease: Lease, upto: int) -> Node:
+        if lease.node is not None and lease.node.end == lease.committed:
+            node = lease.node
+        else:
+            node = self.residents.root(lease.namespace)
+        position = base = node.end
+        raw = lease.keys[base:upto].tobytes()
+        while position < upto:
+            decoded = position >= lease.decode_from
+            stop = upto if decoded else min(upto, lease.decode_from)
+            maker = lease.request_id if decoded else None
+            offset = (position - base) * KEY_BYTES
+            child = node.children.get(raw[offset : offset + KEY_BYTES])
+            if child is None:
+                run = raw[offset : (stop - base) * KEY_BYTES]
+                return_to = self.residents.add(node, run, self._span(lease, position, stop), maker)
+                node, position = return_to, stop
+                continue
+            end = min(stop, position + common_prefix(child, raw, position - base))
+            if end < child.end:
+                child = self.residents.cut(child, end)
+            better = self.policy.exact and child.decode_by is not None and not decoded
+            if child.pages is None or better:
+                self.residents.fill(child, self._span(lease, position, end), maker)
+            node, position = child, end
+        return node
+
+    def _span(self, lease: Lease, start: int, end: int) -> tuple[Pages, ...]:
+        return tuple(lease.span(group, index, start, end) for index, group in enumerate(self.layout.groups))
+
+    def _attach(self, lease: Lease, position: int) -> None:
+        file = lease.files.pop(position)
+        node = lease.node
+        while node is not None and node.start >= position:
+            node = node.parent
+        assert node is not None and node.start < position <= node.end, f"{position} is not on the committed path"
+        if position < node.end:
+            node = self.residents.cut(node, position)
+        if position > lease.decode_from:
+            origin = Origin.DECODE
+        else:
+            origin = Origin.TAIL if position % GRID else Origin.GRID
+        if not self.residents.attach(node, file.pages, file.kind, origin, lease.request_id):
+            self.pool.release(file.pages)
+
+    def release(self, lease: Lease, loss: Reason | None = None) -> None:
+        """End a lease. No unapplied step may name its pages. `loss`: why no checkpoint was kept at its end."""
+        assert not lease.closed, f"released twice: {lease.purpose}"
+        lease.closed = True
+        del self.leases[id(lease)]
+        for table in lease.tables:
+            self.pool.release(table.pages)
+        for pages in [file.pages for file in lease.files.values()] + lease.transient:
+            self.pool.release(pages)
+        lease.files.clear()
+        lease.transient.clear()
+        if lease.node is not None:
+            if loss is not None and lease.node.checkpoint is None and lease.node.end == lease.committed:
+                lease.node.loss = loss
+            self.residents.unlock(lease.node)
+
+    def hold_until(self, step: int, lease: Lease) -> None:
+        """Pages that `lease` needs only for step `step` (the hit's file, the source of a page copy) are kept until
+        that step has been applied, whatever becomes of the lease."""
+        if lease.transient:
+            self.held.setdefault(step, []).extend(lease.transient)
+            lease.transient = []
+
+    def step_applied(self, step: int) -> None:
+        """Let go of what step `step` named."""
+        for pages in self.held.pop(step, ()):
+            self.pool.release(pages)

@@ -1,0 +1,230 @@
+"""What the cache holds when nobody runs: the trees of all namespaces, their checkpoints, and what goes first.
+
+When room is needed, runs of tokens without a checkpoint at or below them (*barren*: they can never be hit) go first,
+the longest unused before others; then the checkpoint that the eviction policy names, which may make a run barren.
+A dropped run stays as a ghost for a while: its key tokens alone, a thousandth of its bytes, say what was lost.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+
+from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.eviction import CheckpointFacts, Eviction, EvictionQueue
+from cairn.cache.layout import CacheLayout
+from cairn.cache.lease import Namespace
+from cairn.cache.pages import PagePool
+from cairn.cache.reasons import Reason
+from cairn.cache.tree import Node, split
+from cairn.types import Pages
+
+__all__ = ["Residents"]
+
+
+class Residents:
+    """Nodes, checkpoints and ghosts, and the references they hold on pages.
+
+    `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 8 bytes.
+    """
+
+    def __init__(self, layout: CacheLayout, pool: PagePool, eviction: Eviction, ghost_tokens: int) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.roots: dict[Namespace, Node] = {}
+        self._names: dict[Node, Namespace] = {}
+        self.barren: OrderedDict[Node, None] = OrderedDict()
+        self.ghosts: OrderedDict[Node, None] = OrderedDict()
+        self.num_ghost_tokens = 0
+        self.queue = EvictionQueue(eviction)
+        self.taken: Counter[Kind] = Counter()
+        self.evicted: Counter[Kind] = Counter()
+        self._ghost_limit = ghost_tokens
+        self._tick = 0
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def root(self, namespace: Namespace) -> Node:
+        """The root of a namespace, made if need be."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(None, b"", 0)
+            self._names[root] = namespace
+        return root
+
+    def add(self, parent: Node, raw: bytes, pages: tuple[Pages, ...], decode_by: str | None) -> Node:
+        """A new node below `parent` for the key tokens `raw`, referring to `pages` (per group)."""
+        node = Node(parent, raw, parent.end)
+        parent.children[node.key()] = node
+        self.fill(node, pages, decode_by)
+        return node
+
+    def fill(self, node: Node, pages: tuple[Pages, ...], decode_by: str | None) -> None:
+        """Give `node` other pages: a new node, a ghost that comes back, or a run that was computed anew."""
+        for new in pages:
+            self.pool.acquire(new)
+        if node.pages is None:
+            assert node.parent is not None
+            node.parent.resident_children += 1
+            self.barren.pop(node.parent, None)
+            if node in self.ghosts:
+                del self.ghosts[node]
+                self.num_ghost_tokens -= node.num_tokens
+        else:
+            for old in node.pages:
+                self.pool.release(old)
+        node.pages, node.decode_by, node.loss = pages, decode_by, None
+        self._note_if_barren(node)
+
+    def cut(self, node: Node, at: int) -> Node:
+        """Cut `node` at token `at`; returns the upper part, the lower one stays the same object."""
+        upper, shared = split(node, at, self.layout.groups)
+        for pages in shared:
+            self.pool.acquire(pages)
+        if node in self.ghosts:
+            self.ghosts[upper] = None
+        return upper
+
+    def lock(self, node: Node) -> None:
+        """One more lease goes through `node` and all above it."""
+        step: Node | None = node
+        while step is not None:
+            step.locks += 1
+            self.barren.pop(step, None)
+            step = step.parent
+
+    def unlock(self, node: Node) -> None:
+        """One lease less goes through `node` and all above it."""
+        step: Node | None = node
+        while step is not None:
+            step.locks -= 1
+            top, step = step, step.parent
+        self._note_if_barren(node)
+        self._forget_root(top)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def attach(self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str) -> bool:
+        """Hang a checkpoint file at the end of `node`, taking over the caller's reference to its pages.
+
+        False if one hangs there already that serves as well; then the caller keeps its pages.
+        """
+        old = node.checkpoint
+        if old is not None and not (old.origin is Origin.DECODE and origin is not Origin.DECODE):
+            if old.kind is Kind.GRID and kind is not Kind.GRID:
+                old.kind = kind
+                self.use(old, hit=False)
+            return False
+        if old is not None:
+            self.queue.remove(old)
+            self.pool.release(old.pages)
+        node.checkpoint = checkpoint = Checkpoint(node, pages, kind, origin, maker)
+        node.loss = None
+        self.barren.pop(node, None)
+        self.taken[kind] += 1
+        self.use(checkpoint, hit=False)
+        return True
+
+    def use(self, checkpoint: Checkpoint, hit: bool) -> None:
+        """Note that a checkpoint was hit, or made anew."""
+        self._tick += 1
+        checkpoint.last_used = self._tick
+        checkpoint.hits += hit
+        self.queue.push(checkpoint, self._facts(checkpoint))
+
+    def _facts(self, checkpoint: Checkpoint) -> CheckpointFacts:
+        node = checkpoint.node
+        above = node.parent
+        while above is not None and above.checkpoint is None:
+            above = above.parent
+        pages = len(checkpoint.pages)
+        if node.resident_children == 0 and node.pages is not None:
+            pages += sum(len(group) for group in node.pages)
+        return CheckpointFacts(
+            kind=checkpoint.kind,
+            saved_tokens=node.end - (above.end if above is not None else 0),
+            freed_bytes=pages * self.layout.page_bytes,
+            hits=checkpoint.hits,
+            last_used=checkpoint.last_used,
+        )
+
+    # -- room ----------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_pages: int) -> bool:
+        """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
+        passed: list[Checkpoint] = []
+        while self.pool.num_free < num_pages:
+            if self.barren:
+                self._drop_run(next(iter(self.barren)))
+                continue
+            popped = self.queue.pop()
+            if popped is None:
+                break
+            checkpoint, priority = popped
+            if self.pool.counts[checkpoint.pages[0]] > 1:
+                # a step that has not been applied reads the file: dropping it would free nothing
+                passed.append(checkpoint)
+                continue
+            self.queue.evicted(priority)
+            self._drop_checkpoint(checkpoint)
+        for checkpoint in passed:
+            self.queue.push(checkpoint, self._facts(checkpoint))
+        return self.pool.num_free >= num_pages
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents before children."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    def is_barren(self, node: Node) -> bool:
+        """Whether nothing can ever be hit in `node`, and nobody is writing below it."""
+        return (
+            node.parent is not None
+            and node.pages is not None
+            and node.checkpoint is None
+            and node.resident_children == 0
+            and node.locks == 0
+        )
+
+    def _note_if_barren(self, node: Node) -> None:
+        if self.is_barren(node):
+            self.barren[node] = None
+            self.barren.move_to_end(node)
+
+    def _drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        node = checkpoint.node
+        node.checkpoint, node.loss = None, Reason.EVICTED
+        self.evicted[checkpoint.kind] += 1
+        self.pool.release(checkpoint.pages)
+        self._note_if_barren(node)
+
+    def _drop_run(self, node: Node) -> None:
+        assert node.pages is not None and node.parent is not None
+        del self.barren[node]
+        for pages in node.pages:
+            self.pool.release(pages)
+        node.pages = None
+        node.parent.resident_children -= 1
+        self._note_if_barren(node.parent)
+        self.ghosts[node] = None
+        self.num_ghost_tokens += node.num_tokens
+        while self.num_ghost_tokens > self._ghost_limit:
+            self._forget(next(iter(self.ghosts)))
+
+    def _forget(self, ghost: Node) -> None:
+        """Take a ghost and all ghosts below it out of the tree."""
+        assert ghost.parent is not None
+        del ghost.parent.children[ghost.key()]
+        self._forget_root(ghost.parent)
+        stack = [ghost]
+        while stack:
+            node = stack.pop()
+            del self.ghosts[node]
+            self.num_ghost_tokens -= node.num_tokens
+            stack.extend(node.children.values())
+
+    def _forget_root(self, node: Node) -> None:
+        if node.parent is None and not node.children and node.locks == 0:
+            del self.roots[self._names.pop(node)]

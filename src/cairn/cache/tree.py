@@ -1,0 +1,156 @@
+"""The radix tree over key tokens: nodes, the walk along a prompt, and the split.
+
+A node covers tokens [start, end) of every path through it and lists, per attention group, the pages that hold them:
+
+    group pages   start // t  ...  ceil(end / t) - 1        (t = tokens per page)
+
+A node that starts inside a page lists that page, too: its own copy, which holds the last tokens of its parent as
+well, or the parent's page itself where the same request wrote on. Along a path the page of the deepest node wins.
+
+A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.cache.checkpoint import Checkpoint
+from cairn.cache.layout import AttentionGroup
+from cairn.cache.reasons import Reason
+from cairn.types import Pages
+
+__all__ = ["KEY_BYTES", "Node", "Walk", "common_prefix", "page_span", "split", "walk"]
+
+KEY_BYTES = 8
+
+
+class Node:
+    """One run of key tokens. `raw` is their bytes (int64), so that comparing a run is one memcmp.
+
+    `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
+    `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone.
+    """
+
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "decode_by",
+        "end",
+        "locks",
+        "loss",
+        "pages",
+        "parent",
+        "raw",
+        "resident_children",
+        "start",
+    )
+
+    def __init__(self, parent: "Node | None", raw: bytes, start: int) -> None:
+        self.parent = parent
+        self.raw = raw
+        self.start = start
+        self.end = start + len(raw) // KEY_BYTES
+        self.children: dict[bytes, Node] = {}
+        self.resident_children = 0
+        self.pages: tuple[Pages, ...] | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.decode_by: str | None = None
+        self.locks = 0
+        self.loss: Reason | None = None
+
+    @property
+    def resident(self) -> bool:
+        return self.pages is not None or self.parent is None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    def key(self) -> bytes:
+        """Under which the parent lists this node."""
+        return self.raw[:KEY_BYTES]
+
+
+@dataclass(slots=True)
+class Walk:
+    """How far a prompt is known. `path`: resident nodes in order, the last one perhaps matched in part.
+
+    `matched` tokens have usable keys and values; `seen` >= `matched` tokens were seen at some time. `beyond`: the
+    nodes that only `seen` counts.
+    """
+
+    path: list[Node] = field(default_factory=list)
+    beyond: list[Node] = field(default_factory=list)
+    matched: int = 0
+    seen: int = 0
+
+
+def common_prefix(child: Node, raw: bytes, position: int) -> int:
+    """How many of the node's tokens equal those of `raw` from token `position` on."""
+    if raw.startswith(child.raw, position * KEY_BYTES):
+        return child.num_tokens
+    count = min(child.num_tokens, len(raw) // KEY_BYTES - position)
+    ours = np.frombuffer(raw, np.int64, count, position * KEY_BYTES)
+    differs = ours != np.frombuffer(child.raw, np.int64, count)
+    return int(differs.argmax()) if differs.any() else count
+
+
+def walk(root: Node, raw: bytes, usable: Callable[[Node], int]) -> Walk:
+    """Follow `raw` down from `root`. `usable(node)` says up to which position its keys and values may be used."""
+    result = Walk()
+    node, position, length = root, 0, len(raw) // KEY_BYTES
+    open_path = True
+    while position < length:
+        child = node.children.get(raw[position * KEY_BYTES : (position + 1) * KEY_BYTES])
+        if child is None:
+            break
+        step = common_prefix(child, raw, position)
+        end = position + step
+        limit = min(end, usable(child)) if open_path and child.pages is not None else position
+        if limit > position:
+            result.path.append(child)
+            result.matched = limit
+        if limit < end:
+            open_path = False
+            result.beyond.append(child)
+        result.seen = end
+        if step < child.num_tokens:
+            break
+        node, position = child, end
+    return result
+
+
+def page_span(group: AttentionGroup, start: int, end: int) -> slice:
+    """Which entries of a path's page list a run of tokens [start, end) touches."""
+    return slice(start // group.tokens_per_page, group.pages_for(end))
+
+
+def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node, list[Pages]]:
+    """Cut `node` at token `at`; it keeps its end, its checkpoint and its identity. Returns the new upper node and
+    the pages that both now list (a cut inside a page), which the caller has to count once more.
+
+        before   parent -- [start ............ end)
+        after    parent -- [start .. at) -- [at .. end)
+    """
+    assert node.parent is not None and node.start < at < node.end
+    cut = (at - node.start) * KEY_BYTES
+    upper = Node(node.parent, node.raw[:cut], node.start)
+    upper.locks, upper.decode_by = node.locks, node.decode_by
+    node.parent.children[upper.key()] = upper
+    shared: list[Pages] = []
+    if node.pages is not None:
+        above, below = [], []
+        for group, pages in zip(groups, node.pages, strict=True):
+            first = node.start // group.tokens_per_page
+            high = pages[: group.pages_for(at) - first]
+            low = pages[at // group.tokens_per_page - first :]
+            if at % group.tokens_per_page:
+                shared.append(low[:1])
+            above.append(high)
+            below.append(low)
+        upper.pages, node.pages = tuple(above), tuple(below)
+        upper.resident_children = 1
+    node.raw, node.start, node.parent = node.raw[cut:], at, upper
+    upper.children[node.key()] = node
+    return upper, shared

@@ -1,0 +1,279 @@
+"""What the HTTP room knows of the engine: plain records, and three small protocols.
+
+    server --GenerateRequest--> EngineClient --wire--> EngineCore (scheduler + runner)
+           <--GenerateOutput--              <--wire--
+
+`EngineCore` is synchronous and lives wherever it is put (a thread, a process of its own); `EngineClient` is its
+asynchronous face. All records are msgspec structs, so the process wire is their msgpack form and nothing else.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+__all__ = [
+    "CacheReport",
+    "EngineClient",
+    "EngineConfig",
+    "EngineCore",
+    "EngineInfo",
+    "EngineStats",
+    "FinishReason",
+    "GenerateOutput",
+    "GenerateRequest",
+    "RenderedPrompt",
+    "TextStream",
+    "TextTokenizer",
+    "Timings",
+]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that building an engine takes. Sizes in bytes and tokens; `seed` is the default of unseeded sampling."""
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    block_size: int = 16
+    kv_cache_memory_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 1024
+    enable_prefix_caching: bool = True
+    mamba_cache_mode: Literal["none", "align", "all", "junction", "auto"] = "auto"
+    eviction: Literal["lru", "value"] = "value"
+    exact: bool = False
+    seed: int = 0
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to be continued.
+
+    `prompt` is the token ids as raw little-endian int64. `max_tokens` None means as many as fit. `boundaries` are
+    the token positions at which the leading system segment and the last message end, ascending, each in 1..n.
+    `seed` None lets the engine choose one.
+    """
+
+    request_id: str
+    prompt: bytes
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    cache_salt: str | None = None
+    boundaries: list[int] = []
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prefix cache did for one request: the response's `cairn.cache`.
+
+    `matched_tokens`: tokens whose keys and values were found; `cached_tokens`: tokens that were not computed again;
+    `computed_tokens`: prompt tokens that went through the model, recomputation after preemption included;
+    `reason`: why `cached_tokens` is not more, a name of `cairn.cache.reasons.Reason`.
+    """
+
+    prompt_tokens: int
+    matched_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    reason: str
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds one request spent waiting, in prefill and in decode."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
+class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request. `text` and `token_ids` are what has been added since the last output.
+
+    `finish_reason` is set on the last output only; `cache` and `timings` come with it. `stop_reason` is the stop
+    string or stop token that ended the answer (None for end-of-sequence). With finish reason `error`, `error` says
+    what happened and `status` is the HTTP status to answer with.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    cache: CacheReport | None = None
+    timings: Timings | None = None
+    error: str | None = None
+    status: int = 500
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was built: constant for the engine's life. `num_pages` of `page_bytes` each are the whole pool.
+
+    `min_cacheable_tokens`: a prompt shorter than this cannot be hit.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_pages: int
+    page_bytes: int
+    bytes_per_token: float
+    checkpoint_bytes: int
+    pages_per_checkpoint: int
+    max_num_seqs: int
+    min_cacheable_tokens: int
+    mamba_cache_mode: str
+    enable_prefix_caching: bool
+    exact: bool
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start (monotone) and gauges of this moment.
+
+    `held_pages`: pages that open leases refer to; `cached_pages`: pages that only the tree refers to. The prefix
+    cache counters are in prompt tokens. `reasons`: requests by miss reason. `lost_tokens`: prompt tokens not cached,
+    by the same reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was
+    recounted and found right.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    free_pages: int = 0
+    held_pages: int = 0
+    cached_pages: int = 0
+    open_leases: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    forward_passes: int = 0
+    audits: int = 0
+    reasons: dict[str, int] = {}
+    lost_tokens: dict[str, int] = {}
+    checkpoints_taken: dict[str, int] = {}
+    checkpoints_hit: dict[str, int] = {}
+    checkpoints_evicted: dict[str, int] = {}
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat as token ids, with the positions at which messages end (see `GenerateRequest.boundaries`)."""
+
+    token_ids: list[int]
+    boundaries: list[int]
+
+
+class TextStream(Protocol):
+    """Turns one answer's tokens into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is still open."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when the answer ends, a cut character as U+FFFD."""
+        ...
+
+
+class TextTokenizer(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> RenderedPrompt:
+        """The chat template applied. Raises InvalidRequest when the template refuses the messages."""
+        ...
+
+    def stream(self) -> TextStream: ...
+
+
+class EngineCore(Protocol):
+    """The engine's inside, one thread only: submit and abort requests, and turn the handle."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def has_work(self) -> bool:
+        """False when `step` would have nothing to do."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Take a request. Raises RequestError (InvalidRequest, Overloaded); then nothing was taken."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored, nothing more is put out for it."""
+        ...
+
+    def step(self) -> list[GenerateOutput]:
+        """One plan, run, apply. Outputs of requests that moved."""
+        ...
+
+    def idle(self) -> None:
+        """Called when there is no work: recounts the accounting. Raises AuditError."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class EngineClient(Protocol):
+    """The engine as the server sees it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine has ended, or None while it lives."""
+        ...
+
+    async def start(self) -> None:
+        """Bring the engine up. Raises ConfigError or ModelError from building it, EngineDead if it fell over."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """The outputs of one request, until its finish reason. Closing the iterator early aborts the request.
+
+        Raises RequestError when the core refuses it and EngineDead when the engine ends meanwhile.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Raises EngineDead, also when no answer comes within the deadline."""
+        ...
+
+    async def wait_dead(self) -> str:
+        """Returns the reason when the engine has ended without being told to."""
+        ...
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Take nothing new, let open requests finish for at most `drain_seconds`, then end the engine."""
+        ...

@@ -1,0 +1,79 @@
+"""Every error cairn raises on purpose.
+
+    CairnError
+    ├── ConfigError            a flag, an environment variable or a settings file is wrong; exit code 2
+    │   └── ModelError         the checkpoint folder cannot be served: config, tensors, tokenizer; exit code 2
+    ├── RequestError           one request is wrong; HTTP `status`, OpenAI `code` and `param`
+    │   ├── InvalidRequest     400
+    │   ├── NotFound           404
+    │   └── Overloaded         503, the request may be tried again later
+    ├── EngineDead             503, the engine process is gone; nothing will come any more
+    └── AuditError             our own accounting does not add up: a bug in cairn, never the user's fault
+
+Asserts are for our own bugs on the spot; everything that a user, a file or a peer can cause is one of these.
+"""
+
+__all__ = [
+    "AuditError",
+    "CairnError",
+    "ConfigError",
+    "EngineDead",
+    "InvalidRequest",
+    "ModelError",
+    "NotFound",
+    "Overloaded",
+    "RequestError",
+]
+
+
+class CairnError(Exception):
+    """Base of all errors that cairn raises on purpose."""
+
+
+class ConfigError(CairnError):
+    """A setting is wrong. The text names the flag and the fix."""
+
+
+class ModelError(ConfigError):
+    """A checkpoint folder cannot be served. The text names the file, the field or the tensor."""
+
+
+class RequestError(CairnError):
+    """One request is refused; the engine lives.
+
+    `param` names the field of the request, `status` is the HTTP status, `code` the OpenAI error code.
+    """
+
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """The request cannot be served as it stands."""
+
+
+class NotFound(RequestError):
+    """The named thing (a model) is not served here."""
+
+    status = 404
+    code = "not_found_error"
+
+
+class Overloaded(RequestError):
+    """The server takes no more work at the moment: its queue is full, or it is draining."""
+
+    status = 503
+    code = "service_unavailable"
+
+
+class EngineDead(CairnError):
+    """The engine process has ended; every open request ends with this."""
+
+
+class AuditError(CairnError):
+    """The accounting of pages, nodes and leases does not add up."""

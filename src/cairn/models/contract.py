@@ -1,0 +1,50 @@
+"""What a model family gives the engine: a parsed config, its tensors by name, its layout, and the model itself.
+
+A family is three steps, each usable without the next: `parse` needs only config.json, `tensors` and `layout` only the
+parsed config (so `cairn check` accounts for a checkpoint without loading it), `build` the weights.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from cairn.cache.layout import CacheLayout
+
+__all__ = ["Family", "ModelFacts", "TensorLoader"]
+
+Config = TypeVar("Config")
+
+TensorLoader = Callable[[str, tuple[int, ...]], torch.Tensor]
+"""Name and expected shape -> the tensor, in the dtype the model is served with. Raises ModelError naming it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine needs to know of any model, whatever its family."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Family(Protocol, Generic[Config]):
+    """One model family. Stateless; `Config` is its own frozen dataclass."""
+
+    model_type: str
+    architectures: tuple[str, ...]
+
+    def parse(self, raw: Mapping[str, object]) -> Config:
+        """config.json -> config. Raises ModelError that names the field and the fix."""
+        ...
+
+    def facts(self, config: Config) -> ModelFacts: ...
+
+    def tensors(self, config: Config) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint, by its published name, with its shape."""
+        ...
+
+    def layout(self, config: Config, block_size: int, dtype_bytes: int) -> CacheLayout: ...

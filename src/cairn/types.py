@@ -1,0 +1,62 @@
+"""Words that every room uses: ids, sampling parameters and the clock."""
+
+import time
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Clock", "Keys", "ManualClock", "Pages", "RequestId", "SamplingParams", "SystemClock"]
+
+RequestId = NewType("RequestId", str)
+
+Keys = NDArray[np.int64]
+"""Key tokens, shape [n]: vocabulary ids >= 0; negative ids are reserved for content that has no vocabulary id."""
+
+Pages = NDArray[np.int32]
+"""Page numbers of the pool, shape [k], in the order of the bytes they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one token is drawn from its logits.
+
+    `temperature` 0 takes the largest logit. `top_k` 0 and `top_p` 1.0 switch the filters off. The draw for the
+    token at absolute position p depends on (`seed`, p) alone, so neither batching nor preemption changes it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Clock(Protocol):
+    """Where time comes from, so that tests can hold it still."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start, never going backwards."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time does not go backwards: {seconds}")
+        self._now += seconds

@@ -1,0 +1,214 @@
+"""A pool whose pages remember what was written to them, and requests that write as a runner would.
+
+Every token slot holds a tag that names the whole prefix up to that token and how it was computed, every file the
+prefix whose state it is. A wrong page, a stale file, a write into a shared slot: each shows as a wrong tag.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.cache.audit import audit
+from cairn.cache.checkpoint import Kind
+from cairn.cache.eviction import Eviction
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.lease import Lease, Namespace
+from cairn.cache.placement import Placement, PromptFacts, Wanted
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.reasons import Reason
+
+PLAIN = Namespace()
+Prefix = tuple[int, ...]
+Tag = tuple[str, Prefix]
+
+
+def small_layout(block_size: int = 4, state_bytes: int = 100) -> CacheLayout:
+    """Pages of 64 bytes; with the default state a checkpoint is two pages."""
+    return CacheLayout(
+        block_size=block_size,
+        page_bytes=64,
+        page_units=1,
+        groups=(AttentionGroup("full", block_size),),
+        header_bytes=8,
+        state_bytes=state_bytes,
+        state_units=1,
+    )
+
+
+@dataclass(eq=False)
+class Request:
+    """One simulated request. `computed` tokens of its lease have been computed."""
+
+    name: str
+    namespace: Namespace
+    prompt: Prefix
+    answer: list[int]
+    lease: Lease
+    facts: PromptFacts
+    computed: int
+
+    @property
+    def keys(self) -> Prefix:
+        return self.prompt + tuple(self.answer)
+
+
+@dataclass(eq=False)
+class Simulation:
+    """The cache under test beside the naive model: every prefix ever committed, and every state ever kept."""
+
+    cache: PrefixCache
+    slots: dict[tuple[int, int], Tag] = field(default_factory=dict)
+    files: dict[int, Tag] = field(default_factory=dict)
+    committed: set[tuple[Namespace, Prefix]] = field(default_factory=set)
+    kept: set[tuple[Namespace, Prefix]] = field(default_factory=set)
+    requests: list[Request] = field(default_factory=list)
+    step: int = 0
+
+    @classmethod
+    def build(cls, num_pages: int, placement: Placement | None, eviction: Eviction, exact: bool = False, **layout: int):
+        return cls(PrefixCache(small_layout(**layout), num_pages, CachePolicy(placement, eviction, exact)))
+
+    # -- what a request does -------------------------------------------------------------------------------------
+
+    def start(self, name: str, prompt: Prefix, namespace: Namespace = PLAIN, boundaries=()) -> Request:
+        lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
+        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, boundaries, self.cache.policy.exact)
+        request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
+        self.requests.append(request)
+        self.check_hit(request)
+        self._hold(request)
+        return request
+
+    def resume(self, request: Request) -> None:
+        keys = np.array(request.keys, np.int64)
+        request.lease = self.cache.lookup(request.namespace, keys, request.name, resumed_from=len(request.prompt))
+        request.computed = request.lease.hit
+        self.requests.append(request)
+        self.check_hit(request)
+        self._hold(request)
+
+    def prefill(self, request: Request, end: int) -> bool:
+        """Compute the prompt up to `end`, in one step, keeping what the placement wants. False: no room."""
+        lease, start = request.lease, request.computed
+        if not self._extend(request, end):
+            return False
+        placement = self.cache.policy.placement
+        wanted = placement.in_prefill(request.facts, start, end) if placement is not None else []
+        kept = [w for w in wanted if self._fill(request, w)]
+        for position in range(max(start, lease.kv_write_from), end):
+            self._write(request, position)
+        self._commit(request, end, [w.position for w in kept])
+        return True
+
+    def decode(self, request: Request, token: int) -> bool:
+        """Compute the last token and append `token`, which has not been computed. False: no room."""
+        lease = request.lease
+        if request.computed < lease.num_tokens:
+            if not self._extend(request, request.computed + 1):
+                return False
+            if request.computed >= lease.kv_write_from:
+                self._write(request, request.computed)
+            request.computed += 1
+        request.answer.append(token)
+        lease.append(token)
+        return True
+
+    def finish(self, request: Request, loss: Reason | None = None, kind: Kind = Kind.ANSWER_END) -> None:
+        """Commit what was computed, with a checkpoint at its end if there is room, and release."""
+        position = request.computed
+        kept = []
+        if loss is None and position > request.lease.hit and self._fill(request, Wanted(position, kind)):
+            kept.append(position)
+        self._commit(request, position, kept)
+        self.end(request, loss)
+
+    def end(self, request: Request, loss: Reason | None = None) -> None:
+        self.cache.release(request.lease, loss)
+        self.requests.remove(request)
+
+    def apply(self) -> None:
+        """All steps so far have been applied."""
+        for step in list(self.cache.held):
+            self.cache.step_applied(step)
+
+    # -- what is checked -----------------------------------------------------------------------------------------
+
+    def check_hit(self, request: Request) -> None:
+        lease, keys = request.lease, request.keys
+        space = request.namespace
+        assert 0 <= lease.hit <= lease.num_tokens and lease.matched <= lease.seen <= lease.num_tokens
+        if lease.matched:
+            assert (space, keys[: lease.matched]) in self.committed, "matched what was never committed"
+        for position in range(lease.matched):
+            tag = self._tag(request, position)
+            found = self.slots[self._slot(lease, position)]
+            if self.cache.policy.exact:
+                assert found == tag, f"token {position}: {found[0]}, expected {tag[0]}"
+            else:
+                assert found[1] == tag[1], f"token {position} holds another prefix"
+        if lease.checkpoint is not None:
+            assert lease.hit == lease.checkpoint.position
+            assert (space, keys[: lease.hit]) in self.kept, "hit where no state was ever kept"
+            for page in lease.checkpoint.pages.tolist():
+                maker, prefix = self.files[page]
+                assert prefix == keys[: lease.hit], "the file holds another state"
+                if self.cache.policy.exact:
+                    assert maker == self._tag(request, lease.hit - 1)[0], f"a state made by {maker}"
+                    assert lease.hit % 64 == 0 or lease.hit >= len(request.prompt), "a state off the grid"
+        elif self.cache.layout.state_bytes:
+            assert lease.hit == 0
+
+    def check(self) -> None:
+        audit(self.cache)
+
+    # -- how it is simulated -------------------------------------------------------------------------------------
+
+    def _tag(self, request: Request, position: int) -> Tag:
+        decoded = position >= request.lease.decode_from
+        return (request.name if decoded else "prefill", request.keys[: position + 1])
+
+    def _slot(self, lease: Lease, position: int) -> tuple[int, int]:
+        size = self.cache.layout.block_size
+        return int(lease.pages[0][position // size]), position % size
+
+    def _write(self, request: Request, position: int) -> None:
+        slot = self._slot(request.lease, position)
+        page = slot[0]
+        for other in self.requests:
+            if other is not request:
+                taken = {self._slot(other.lease, p) for p in range(other.computed)}
+                assert slot not in taken, f"{request.name} writes into a slot of {other.name}"
+        assert page not in self.files or self.cache.pool.counts[page] > 0
+        self.files.pop(page, None)
+        self.slots[slot] = self._tag(request, position)
+
+    def _extend(self, request: Request, num_tokens: int) -> bool:
+        copies = self.cache.extend(request.lease, num_tokens)
+        if copies is None:
+            return False
+        for copy in copies:
+            for slot in range(self.cache.layout.block_size):
+                if (copy.source, slot) in self.slots:
+                    self.slots[(copy.target, slot)] = self.slots[(copy.source, slot)]
+        self._hold(request)
+        return True
+
+    def _fill(self, request: Request, wanted: Wanted) -> bool:
+        pages = self.cache.want(request.lease, wanted)
+        for page in pages.tolist() if pages is not None else ():
+            for slot in range(self.cache.layout.block_size):
+                self.slots.pop((page, slot), None)
+            self.files[page] = self._tag(request, wanted.position - 1)
+        return pages is not None
+
+    def _commit(self, request: Request, end: int, kept: list[int]) -> None:
+        request.computed = max(request.computed, end)
+        self.cache.commit(request.lease, end, kept)
+        if self.cache.enabled:
+            keys = request.keys
+            self.committed.update((request.namespace, keys[:p]) for p in range(1, end + 1))
+            self.kept.update((request.namespace, keys[:p]) for p in kept)
+
+    def _hold(self, request: Request) -> None:
+        self.step += 1
+        self.cache.hold_until(self.step, request.lease)

@@ -1,0 +1,145 @@
+"""The contracts of placement and eviction, run on every policy, and what each one is for."""
+
+import heapq
+
+import pytest
+
+from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.eviction import CheckpointFacts, EvictionQueue, LeastRecentlyUsed, ValuePerByte, eviction_for
+from cairn.cache.placement import PromptFacts, Wanted, placement_for
+from cairn.cache.tree import Node
+
+MODES = ["align", "all", "junction", "auto"]
+
+
+def in_chunks(mode, facts, chunk, block_size=16):
+    placement = placement_for(mode, block_size, facts.exact)
+    start, wanted = facts.hit, []
+    while start < facts.num_tokens:
+        end = min(facts.num_tokens, (start // 64 + chunk) * 64)
+        wanted += placement.in_prefill(facts, start, end)
+        start = end
+    return wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 1000, 4096, 5000, 131072])
+def test_every_placement_keeps_the_contract(mode, exact, length):
+    facts = PromptFacts(length, 0, length // 2, length * 3 // 4, (1, length // 3 + 1, length), exact)
+    for chunk in (1, 3, 1 << 20):
+        positions = [w.position for w in in_chunks(mode, facts, chunk)]
+        assert positions == sorted(set(positions))
+        assert all(0 < position <= length for position in positions)
+        assert sum(position % 64 != 0 for position in positions) <= 6 or mode == "all"
+        if exact and mode != "auto":
+            assert all(position % 64 == 0 for position in positions)
+
+
+@pytest.mark.parametrize("mode", ["junction", "auto"])
+def test_chunking_does_not_change_what_is_kept(mode):
+    facts = PromptFacts(3000, 0, 100, 1500, (70, 2900))
+    assert in_chunks(mode, facts, 1) == in_chunks(mode, facts, 32)
+
+
+def test_auto_names_every_position_that_earns_it():
+    facts = PromptFacts(2200, 0, 1500, 1500, (300, 2190))
+    kinds = {w.position: w.kind for w in in_chunks("auto", facts, 100)}
+    assert kinds[2200] is Kind.PROMPT_END and kinds[2190] is Kind.MESSAGE_END
+    assert kinds[300] is Kind.SYSTEM_END and kinds[1500] is Kind.JUNCTION
+    assert [p for p, kind in kinds.items() if kind is Kind.GRID] == list(range(64, 2200, 64))
+
+
+def test_auto_in_exact_mode_keeps_the_grid_point_below():
+    facts = PromptFacts(100_000, 0, 0, 0, (333,), exact=True)
+    kinds = {w.position: w.kind for w in in_chunks("auto", facts, 2000)}
+    assert kinds[320] is Kind.MESSAGE_END and kinds[333] is Kind.MESSAGE_END
+
+
+def test_the_grid_has_at_most_64_points():
+    for length in (4096, 4097, 8192, 8193, 131072):
+        grid = [w for w in in_chunks("auto", PromptFacts(length, 0, 0, 0), 64) if w.kind is Kind.GRID]
+        assert 30 <= len(grid) <= 64
+
+
+def test_align_keeps_the_last_boundary_of_each_step():
+    facts = PromptFacts(200, 0, 0, 0)
+    assert [w.position for w in in_chunks("align", facts, 2, block_size=48)] == [96, 192]
+    assert [w.position for w in in_chunks("all", facts, 2, block_size=48)] == [48, 96, 144, 192]
+    assert placement_for("align", 48, False).in_decode(240) == Wanted(240, Kind.BLOCK)
+    assert placement_for("align", 48, False).in_decode(241) is None
+
+
+def test_junction_hits_only_what_was_seen_before():
+    assert in_chunks("junction", PromptFacts(200, 0, 0, 0), 9) == [Wanted(192, Kind.PROMPT_END)]
+    wanted = in_chunks("junction", PromptFacts(200, 0, 100, 100), 9)
+    assert wanted == [Wanted(96, Kind.JUNCTION), Wanted(192, Kind.PROMPT_END)]
+
+
+def test_unknown_policies_are_named():
+    with pytest.raises(ValueError, match="bogus"):
+        placement_for("bogus", 16, False)
+    with pytest.raises(ValueError, match="bogus"):
+        eviction_for("bogus")
+
+
+def checkpoint(kind=Kind.PROMPT_END):
+    return Checkpoint(Node(None, b"", 0), None, kind, Origin.GRID, "r")
+
+
+def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0):
+    return CheckpointFacts(kind, saved, freed, hits, last_used)
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
+def test_every_eviction_queue_keeps_the_contract(policy):
+    queue = EvictionQueue(policy())
+    kept = [checkpoint() for _ in range(50)]
+    for tick, item in enumerate(kept):
+        queue.push(item, facts(last_used=tick))
+    for _ in range(20):
+        for item in kept:
+            queue.push(item, facts(last_used=99))
+    assert len(queue) == 50 and len(queue._heap) <= 2 * 50 + 65
+    queue.remove(kept[7])
+    queue.remove(kept[7])
+    popped = []
+    while (entry := queue.pop()) is not None:
+        popped.append(entry[0])
+        queue.evicted(entry[1])
+    assert len(popped) == 49 and kept[7] not in popped and len(queue) == 0
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
+def test_grid_checkpoints_go_first_until_they_are_hit(policy):
+    queue = EvictionQueue(policy())
+    earned, probation, proven = checkpoint(), checkpoint(Kind.GRID), checkpoint(Kind.GRID)
+    queue.push(earned, facts(saved=1, last_used=1))
+    queue.push(probation, facts(Kind.GRID, saved=10_000, last_used=3))
+    queue.push(proven, facts(Kind.GRID, saved=10_000, hits=1, last_used=2))
+    assert [queue.pop()[0] for _ in range(3)] == [probation, earned, proven]
+
+
+def test_lru_drops_the_longest_unused():
+    queue = EvictionQueue(LeastRecentlyUsed())
+    old, new = checkpoint(), checkpoint()
+    queue.push(new, facts(last_used=2))
+    queue.push(old, facts(last_used=1))
+    queue.push(old, facts(last_used=3))
+    assert queue.pop()[0] is new
+
+
+def test_value_per_byte_weighs_tokens_hits_and_bytes_and_ages():
+    queue = EvictionQueue(ValuePerByte())
+    big, small, hot = checkpoint(), checkpoint(), checkpoint()
+    queue.push(big, facts(saved=100, freed=1000))
+    queue.push(small, facts(saved=100, freed=10))
+    queue.push(hot, facts(saved=100, freed=1000, hits=3))
+    first, priority = queue.pop()
+    queue.evicted(priority)
+    assert first is big
+    late = checkpoint()
+    queue.push(late, facts(saved=350, freed=1000))
+    # aged: what came after a drop stands above what came before it with slightly more value
+    assert [queue.pop()[0] for _ in range(3)] == [hot, late, small]
+    assert not heapq.nsmallest(1, queue._heap)

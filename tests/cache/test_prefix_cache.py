@@ -1,0 +1,312 @@
+"""The cache's promises, one by one, at the edges."""
+
+import numpy as np
+import pytest
+from simulation import Simulation, small_layout
+
+from cairn.cache.audit import audit
+from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.lease import Namespace
+from cairn.cache.placement import Align, Auto, Junction, Wanted
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.reasons import Reason
+from cairn.errors import AuditError, ConfigError
+
+LONG = tuple(range(1000, 1200))
+
+
+def simulation(num_pages=400, placement=None, exact=False, **layout) -> Simulation:
+    return Simulation.build(num_pages, placement or Auto(), LeastRecentlyUsed(), exact, **layout)
+
+
+def run(sim: Simulation, prompt, answer=(), name="r", **arguments):
+    """A whole request; returns its first lease's hit, match and reason."""
+    request = sim.start(name, tuple(prompt), **arguments)
+    first = (request.lease.hit, request.lease.matched, request.lease.reason)
+    if request.computed < len(prompt):
+        assert sim.prefill(request, len(prompt))
+    for token in answer:
+        assert sim.decode(request, token)
+    sim.finish(request)
+    sim.apply()
+    sim.check()
+    return first
+
+
+def test_a_repeated_prompt_is_hit_as_a_whole():
+    sim = simulation()
+    assert run(sim, LONG) == (0, 0, Reason.NEVER_SEEN)
+    assert run(sim, LONG) == (200, 200, Reason.NONE)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200])
+def test_full_hits_of_every_length(length):
+    sim = simulation()
+    run(sim, LONG[:length])
+    assert run(sim, LONG[:length])[0] == length
+
+
+@pytest.mark.parametrize("shared", [64, 65, 100, 127, 128, 129, 191, 192, 199])
+def test_a_shared_beginning_is_hit_at_the_second_sighting(shared):
+    sim = simulation()
+    run(sim, LONG)
+    hit, matched, reason = run(sim, LONG[:shared] + (1, 2, 3) * 20)
+    assert (hit, matched) == (shared // 64 * 64, shared)
+    assert reason is (Reason.NEVER_SEEN if hit == shared else Reason.NO_CHECKPOINT)
+
+
+def test_a_declared_boundary_is_hit_exactly():
+    sim = simulation()
+    run(sim, LONG, boundaries=(37, 151))
+    assert run(sim, LONG[:151] + (7,) * 30)[0] == 151
+    assert run(sim, LONG[:37] + (8,) * 30)[0] == 37
+
+
+def test_a_junction_is_hit_exactly_the_third_time():
+    sim = simulation()
+    run(sim, LONG)
+    run(sim, LONG[:150] + (1,) * 40)
+    assert run(sim, LONG[:150] + (2,) * 40)[0] == 150
+
+
+def test_the_answer_continues():
+    sim = simulation()
+    run(sim, LONG, answer=range(30))
+    # 30 tokens sampled, the last of them not computed
+    assert run(sim, LONG + tuple(range(30)) + (5,) * 10)[:2] == (229, 229)
+
+
+def test_exact_mode_does_not_read_what_decode_built():
+    sim = simulation(exact=True)
+    run(sim, LONG, answer=range(70))
+    follow_up = LONG + tuple(range(70)) + (5,) * 100
+    assert run(sim, follow_up)[:2] == (192, 200)
+    # computed by prefill meanwhile, so the grid point inside the answer serves
+    assert run(sim, LONG + tuple(range(70)) + (6,) * 100)[:2] == (256, 270)
+    assert run(sim, follow_up)[0] == len(follow_up)
+
+
+def test_exact_mode_rejects_a_decode_state_on_a_path_computed_again():
+    sim = simulation(num_pages=400, placement=Align(64, True), exact=True)
+    run(sim, LONG, answer=range(30))
+    assert any(c.origin is Origin.DECODE for c in sim.cache.residents.queue)
+    run(sim, LONG + tuple(range(30)) + (5,) * 9)
+    assert run(sim, LONG + tuple(range(30)) + (6,) * 9)[:2] == (192, 230)
+
+
+def test_exact_mode_accepts_an_unaligned_state_for_that_prompt_alone():
+    sim = simulation(exact=True)
+    run(sim, LONG[:100])
+    assert run(sim, LONG[:150])[:2] == (64, 100)
+    assert run(sim, LONG[:100])[0] == 100
+
+
+def test_a_preempted_request_reads_its_own_decode_steps_in_exact_mode():
+    sim = simulation(exact=True)
+    request = sim.start("r", LONG)
+    sim.prefill(request, len(LONG))
+    for token in range(10):
+        sim.decode(request, token)
+    sim.finish(request, kind=Kind.PREEMPTION)
+    sim.resume(request)
+    assert (request.lease.hit, request.lease.matched) == (209, 209)
+    other = sim.start("other", request.keys)
+    assert (other.lease.hit, other.lease.matched) == (192, 200)
+    sim.end(other)
+    sim.end(request)
+    sim.check()
+
+
+def test_keys_and_values_below_the_match_are_neither_written_nor_allocated_twice():
+    sim = simulation(placement=Align(128, False))
+    run(sim, LONG)
+    free = sim.cache.pool.num_free
+    request = sim.start("second", LONG[:190] + (1,) * 10)
+    assert (request.lease.hit, request.lease.kv_write_from) == (128, 190)
+    copies = sim.cache.extend(request.lease, 200)
+    # 190 tokens lie in 48 pages of 4, the last of them copied; 200 tokens need two more
+    assert copies is not None and len(copies) == 1
+    assert sim.cache.pool.num_free == free - 3
+    sim.end(request)
+
+
+def test_salts_never_share_and_only_the_unsalted_is_named():
+    sim = simulation()
+    run(sim, LONG, namespace=Namespace(cache_salt="mine"))
+    assert run(sim, LONG) == (0, 0, Reason.NEVER_SEEN)
+    assert run(sim, LONG, namespace=Namespace(cache_salt="yours")) == (0, 0, Reason.NAMESPACE)
+    assert run(sim, LONG, namespace=Namespace(cache_salt="mine")) == (200, 200, Reason.NONE)
+
+
+def test_what_was_evicted_is_called_so():
+    sim = simulation(num_pages=60)
+    run(sim, LONG)
+    sim.cache.residents.make_room(60)
+    assert sim.cache.pool.num_free == 60
+    assert run(sim, LONG) == (0, 0, Reason.EVICTED)
+
+
+def test_a_writer_still_running_is_called_so():
+    sim = simulation()
+    first = sim.start("first", LONG)
+    second = sim.start("second", (*LONG[:150], 1))
+    assert second.lease.reason is Reason.IN_PROGRESS
+    sim.end(first)
+    sim.end(second)
+
+
+def test_a_preempted_writer_is_called_so():
+    sim = simulation(placement=Junction(256, False))
+    request = sim.start("first", LONG)
+    sim.prefill(request, 128)
+    sim.finish(request, Reason.PREEMPTED)
+    assert run(sim, LONG + LONG) == (0, 128, Reason.PREEMPTED)
+
+
+def test_a_prompt_below_the_stride_is_too_short():
+    sim = simulation(placement=Align(64, False))
+    assert run(sim, LONG[:63])[2] is Reason.TOO_SHORT
+    run(sim, LONG)
+    assert run(sim, LONG[:40] + (1,) * 100)[2] is Reason.TOO_SHORT
+
+
+def test_the_cache_switched_off_keeps_nothing():
+    sim = Simulation.build(60, None, LeastRecentlyUsed())
+    for _ in range(2):
+        assert run(sim, LONG) == (0, 0, Reason.DISABLED)
+        assert sim.cache.pool.num_free == 60
+
+
+def test_the_grid_takes_plentiful_free_pages_only():
+    sim = simulation(num_pages=80)
+    run(sim, LONG)
+    kinds = [checkpoint.kind for checkpoint in sim.cache.residents.queue]
+    # 50 pages of keys leave 30 of 80; each file is 2 pages, so the prompt end and all three grid points fit
+    assert kinds.count(Kind.GRID) == 3
+    sim = simulation(num_pages=68)
+    run(sim, LONG)
+    # 18 free are above a quarter of 68 for one file only
+    assert [c.kind for c in sim.cache.residents.queue].count(Kind.GRID) == 1
+
+
+def test_grid_checkpoints_go_first_and_earned_ones_are_not_pushed_out_by_them():
+    sim = simulation(num_pages=100)
+    run(sim, LONG)
+    cache = sim.cache
+    cache.residents.make_room(cache.pool.num_free + 6)
+    assert sorted(c.kind for c in cache.residents.queue) == [Kind.PROMPT_END]
+    assert cache.residents.evicted[Kind.GRID] == 3
+
+
+def test_runs_without_a_checkpoint_go_before_any_checkpoint():
+    sim = simulation(num_pages=120, placement=Junction(64, False))
+    run(sim, LONG[:64])
+    request = sim.start("aborted", LONG[:64] + (9,) * 50)
+    sim.prefill(request, 64 + 50)
+    sim.cache.residents.make_room(1)
+    for checkpoint in [c for c in sim.cache.residents.queue if c.position > 64]:
+        sim.cache.residents.queue.remove(checkpoint)
+        sim.cache.residents._drop_checkpoint(checkpoint)
+    sim.end(request)
+    before = len(sim.cache.residents.queue)
+    assert sim.cache.residents.barren
+    sim.cache.residents.make_room(sim.cache.pool.num_free + 1)
+    assert len(sim.cache.residents.queue) == before
+    sim.apply()
+
+
+def test_a_file_named_by_an_unapplied_step_outlives_its_eviction():
+    sim = simulation(num_pages=60)
+    run(sim, LONG)
+    request = sim.start("reader", LONG)
+    pages = request.lease.checkpoint.pages
+    sim.cache.residents.make_room(60)
+    assert (sim.cache.pool.counts[pages] > 0).all()
+    sim.end(request)
+    sim.check()
+    sim.apply()
+    sim.check()
+
+
+def test_a_page_table_view_does_not_change_under_a_reader():
+    sim = simulation()
+    run(sim, LONG[:150])
+    request = sim.start("reader", LONG[:150] + (1,) * 10)
+    view = request.lease.pages[0]
+    before = view.copy()
+    sim.cache.extend(request.lease, 160)
+    assert np.array_equal(view, before) and request.lease.pages[0][37] != before[37]
+    sim.end(request)
+
+
+def test_ghosts_are_bounded():
+    sim = simulation(num_pages=60)
+    for start in range(40):
+        run(sim, tuple(range(1000 * start, 1000 * start + 150)))
+    assert 0 < sim.cache.residents.num_ghost_tokens <= 4 * 60 * 4
+    assert len(sim.cache.residents.ghosts) < 60
+
+
+def test_an_empty_namespace_is_forgotten():
+    sim = simulation(num_pages=30)
+    for salt in range(200):
+        run(sim, LONG[:50], namespace=Namespace(cache_salt=str(salt)))
+    assert len(sim.cache.residents.roots) < 60
+
+
+def test_a_model_without_recurrent_state_hits_at_the_match():
+    sim = simulation(state_bytes=0)
+    run(sim, LONG)
+    assert run(sim, LONG[:131] + (1,) * 9)[:2] == (131, 131)
+    assert run(sim, LONG)[:2] == (200, 200)
+
+
+def test_a_model_without_attention_has_checkpoints_alone():
+    layout = CacheLayout(64, 4096, 1, (), 8, 10_000, 1)
+    cache = PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))
+    keys = np.arange(130)
+    lease = cache.lookup(Namespace(), keys, "a")
+    assert cache.extend(lease, 130) == [] and lease.pages == ()
+    assert cache.want(lease, Wanted(128, Kind.GRID)) is not None
+    cache.commit(lease, 130, [128])
+    cache.release(lease)
+    audit(cache)
+    assert cache.lookup(Namespace(), keys, "b").hit == 128
+
+
+def test_limited_reach_is_refused_in_words():
+    layout = CacheLayout(16, 64, 1, (AttentionGroup("window", 16, reach=128),), 8, 100, 1)
+    with pytest.raises(ConfigError, match="limited reach"):
+        PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))
+
+
+@pytest.mark.parametrize("what", ["count", "lock", "ghost", "barren", "queue", "pages"])
+def test_the_audit_finds_what_is_wrong(what):
+    sim = simulation(num_pages=60)
+    run(sim, LONG)
+    cache = sim.cache
+    node = next(iter(cache.residents.nodes()))
+    match what:
+        case "count":
+            cache.pool.counts[int(node.pages[0][0])] += 1
+        case "lock":
+            node.locks += 1
+        case "ghost":
+            cache.residents.num_ghost_tokens += 1
+        case "barren":
+            cache.residents.barren[node] = None
+        case "queue":
+            cache.residents.queue.pop()
+        case "pages":
+            node.pages = (node.pages[0][:-1],)
+    with pytest.raises(AuditError):
+        audit(cache)
+
+
+def test_the_layout_checks_itself():
+    layout = small_layout()
+    assert (layout.pages_per_checkpoint, layout.bytes_per_token) == (2, 16)
+    with pytest.raises(ValueError, match="page_bytes"):
+        CacheLayout(16, 63, 2, (), 8, 100, 1)

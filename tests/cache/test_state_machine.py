@@ -1,0 +1,156 @@
+"""Random requests against the naive model, with the audit after every step."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulation import Request, Simulation
+
+from cairn.cache.checkpoint import Kind
+from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
+from cairn.cache.lease import Namespace
+from cairn.cache.placement import placement_for
+from cairn.cache.reasons import Reason
+
+SEGMENTS = tuple(tuple(range(10 * i, 10 * i + length)) for i, length in enumerate((1, 3, 4, 17, 60, 64, 70)))
+SPACES = (Namespace(), Namespace(cache_salt="a"))
+LENGTHS = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
+PICK = st.integers(0, 1 << 16)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Up to four requests at once, in a pool that holds a few hundred tokens."""
+
+    @initialize(
+        mode=st.sampled_from(["auto", "auto", "align", "all", "junction"]),
+        lru=st.booleans(),
+        exact=st.booleans(),
+        num_pages=st.sampled_from([8, 40, 90, 400]),
+        block_size=st.sampled_from([1, 4, 16]),
+        state_bytes=st.sampled_from([0, 100, 300]),
+    )
+    def build(self, mode: str, lru: bool, exact: bool, num_pages: int, block_size: int, state_bytes: int) -> None:
+        self.sim = Simulation.build(
+            num_pages,
+            placement_for(mode, block_size, exact),
+            LeastRecentlyUsed() if lru else ValuePerByte(),
+            exact,
+            block_size=block_size,
+            state_bytes=state_bytes,
+        )
+        self.count = 0
+        self.preempted: list[Request] = []
+        self.history: list[tuple[Namespace, tuple[int, ...]]] = []
+
+    def pick(self, index: int) -> Request:
+        return self.sim.requests[index % len(self.sim.requests)]
+
+    running = precondition(lambda self: bool(self.sim.requests))
+
+    @precondition(lambda self: len(self.sim.requests) < 4)
+    @rule(parts=LENGTHS, cut=st.integers(0, 3), space=st.sampled_from(SPACES), boundary=PICK)
+    def start(self, parts: list[int], cut: int, space: Namespace, boundary: int) -> None:
+        prompt = tuple(token for part in parts for token in SEGMENTS[part])
+        prompt = prompt[: max(1, len(prompt) - cut)]
+        self.count += 1
+        self.sim.start(f"r{self.count}", prompt, space, (boundary % len(prompt) + 1,))
+
+    @precondition(lambda self: len(self.sim.requests) < 4 and bool(self.history))
+    @rule(index=PICK, part=st.integers(0, len(SEGMENTS) - 1), cut=st.sampled_from([0, 0, 1, 2, 30]))
+    def follow_up(self, index: int, part: int, cut: int) -> None:
+        space, keys = self.history[index % len(self.history)]
+        prompt = (keys[: max(1, len(keys) - cut)] + SEGMENTS[part])[:260]
+        self.count += 1
+        self.sim.start(f"r{self.count}", prompt, space)
+
+    @precondition(lambda self: len(self.sim.requests) < 4 and bool(self.history))
+    @rule(index=PICK, part=st.integers(0, len(SEGMENTS) - 1), tokens=st.sampled_from([0, 1, 5, 64]))
+    def whole_turn(self, index: int, part: int, tokens: int) -> None:
+        self.follow_up(index, part, 0)
+        self.generate(len(self.sim.requests) - 1, tokens)
+        self.finish(len(self.sim.requests) - 1)
+
+    @running
+    @rule(index=PICK, chunks=st.integers(1, 3))
+    def compute(self, index: int, chunks: int) -> None:
+        request = self.pick(index)
+        if request.computed < len(request.prompt):
+            end = min(len(request.prompt), (request.computed // 64 + chunks) * 64)
+            self.sim.prefill(request, end)
+        else:
+            self.sim.decode(request, index % 3)
+
+    @running
+    @rule(index=PICK, tokens=st.sampled_from([1, 2, 3, 30, 64, 65]))
+    def generate(self, index: int, tokens: int) -> None:
+        request = self.pick(index)
+        while request.computed < len(request.prompt):
+            end = min(len(request.prompt), (request.computed // 64 + 1) * 64)
+            if not self.sim.prefill(request, end):
+                return
+        for token in range(tokens):
+            if not self.sim.decode(request, token % 3):
+                return
+
+    @running
+    @rule(index=PICK)
+    def finish(self, index: int) -> None:
+        request = self.pick(index)
+        self.sim.finish(request)
+        self.history = [*self.history[-7:], (request.namespace, request.keys)]
+
+    @running
+    @rule(index=PICK, save=st.booleans())
+    def preempt(self, index: int, save: bool) -> None:
+        request = self.pick(index)
+        self.sim.finish(request, None if save else Reason.PREEMPTED, Kind.PREEMPTION)
+        self.preempted.append(request)
+
+    @precondition(lambda self: bool(self.preempted) and len(self.sim.requests) < 4)
+    @rule(index=PICK)
+    def resume(self, index: int) -> None:
+        self.sim.resume(self.preempted.pop(index % len(self.preempted)))
+
+    @running
+    @rule(index=PICK)
+    def abort(self, index: int) -> None:
+        self.sim.end(self.pick(index))
+
+    @rule(num_pages=st.integers(1, 400))
+    def evict(self, num_pages: int) -> None:
+        self.sim.cache.residents.make_room(min(num_pages, self.sim.cache.pool.num_pages))
+
+    @rule()
+    def apply(self) -> None:
+        self.sim.apply()
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sim"):
+            return
+        for request in list(self.sim.requests):
+            self.sim.end(request)
+        self.sim.apply()
+        cache = self.sim.cache
+        assert cache.residents.make_room(cache.pool.num_pages), "a page leaked"
+        self.sim.check()
+
+
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=200, stateful_step_count=50, derandomize=True, **COMMON)
+
+
+@pytest.mark.long
+def test_many_more_steps() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    examples = int(os.environ.get("CAIRN_LONG_EXAMPLES", "5000"))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=examples, stateful_step_count=80, **COMMON))
