@@ -58,6 +58,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     placement = cache.policy.placement
     assert placement is not None
     lease = cache.lookup(SALTED, keys, name)
+    cache.admitted(lease)
     facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen)
     assert cache.extend(lease, len(keys)) is not None
     kept = [w.position for w in placement.in_prefill(facts, lease.hit, len(keys)) if cache.want(lease, w) is not None]
@@ -71,6 +72,7 @@ def full_hit(cache: PrefixCache, keys: np.ndarray) -> None:
     """A prompt that is wholly cached, up to its first answer token's page."""
     lease = cache.lookup(SALTED, keys, "hit")
     assert lease.hit == len(keys)
+    cache.admitted(lease)
     assert cache.extend(lease, len(keys) + 1) is not None
     cache.hold_until(1, lease)
     cache.step_applied(1)

@@ -76,6 +76,7 @@ class Simulation:
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.requests.append(request)
         self.check_hit(request)
+        self.cache.admitted(lease)
         self._hold(request)
         return request
 
@@ -85,6 +86,7 @@ class Simulation:
         request.computed = request.lease.hit
         self.requests.append(request)
         self.check_hit(request)
+        self.cache.admitted(request.lease, resumed=True)
         self._hold(request)
 
     def prefill(self, request: Request, end: int) -> bool:

@@ -84,6 +84,7 @@ class Lease:
     seen: int
     reason: Reason
     checkpoint: Checkpoint | None
+    groups: tuple[AttentionGroup, ...]
     tables: tuple[PageTable, ...]
     node: Node | None
     decode_from: int
@@ -109,6 +110,12 @@ class Lease:
         """Per group the pages of the tokens so far."""
         return tuple(table.pages for table in self.tables)
 
+    def pages_upto(self, num_tokens: int) -> tuple[Pages, ...]:
+        """Per group the pages of the first `num_tokens` tokens."""
+        return tuple(
+            table.pages[: group.pages_for(num_tokens)] for group, table in zip(self.groups, self.tables, strict=True)
+        )
+
     def append(self, token: int) -> None:
         """One more key token, sampled or replayed."""
         if self.num_tokens == len(self._keys):
@@ -118,12 +125,16 @@ class Lease:
         self._keys[self.num_tokens] = token
         self.num_tokens += 1
 
-    def span(self, group: AttentionGroup, index: int, start: int, end: int) -> Pages:
-        """The pages of group `index` that tokens [start, end) touch, a copy."""
-        return self.tables[index].pages[start // group.tokens_per_page : group.pages_for(end)].copy()
+    def span(self, start: int, end: int) -> tuple[Pages, ...]:
+        """Per group the pages that tokens [start, end) touch, copies."""
+        return tuple(
+            table.pages[start // group.tokens_per_page : group.pages_for(end)].copy()
+            for group, table in zip(self.groups, self.tables, strict=True)
+        )
 
-    def missing_pages(self, groups: tuple[AttentionGroup, ...], num_tokens: int) -> int:
+    def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those held."""
         return sum(
-            max(0, group.pages_for(num_tokens) - table.length) for group, table in zip(groups, self.tables, strict=True)
+            max(0, group.pages_for(num_tokens) - table.length)
+            for group, table in zip(self.groups, self.tables, strict=True)
         )

@@ -80,7 +80,7 @@ class PrefixCache:
         """Find the longest usable prefix of `keys` (shape [n], n >= 1) and lease it.
 
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
-        generated, and the lookup is not counted as a prompt.
+        generated. Nothing is counted before `admitted`.
         """
         raw = keys.tobytes()
         length = len(keys)
@@ -101,6 +101,7 @@ class PrefixCache:
             seen=found.seen,
             reason=Reason.NONE,
             checkpoint=checkpoint,
+            groups=self.layout.groups,
             tables=self._tables(found),
             node=found.path[-1] if found.path else None,
             decode_from=length if resumed_from is None or not self.policy.exact else resumed_from,
@@ -109,10 +110,22 @@ class PrefixCache:
             committed=found.matched,
         )
         lease.reason = self._reason(lease, found, raw)
-        self._open(lease, counted=resumed_from is None)
+        self._open(lease)
         return lease
 
-    def _open(self, lease: Lease, counted: bool) -> None:
+    def admitted(self, lease: Lease, resumed: bool = False) -> None:
+        """The request goes on from this lookup: count it (a resumed request's prompt was counted before)."""
+        if lease.checkpoint is not None and not lease.closed:
+            self.counters.used[lease.checkpoint.kind] += 1
+            if lease.checkpoint in self.residents.queue:
+                self.residents.use(lease.checkpoint, hit=True)
+        if not resumed:
+            self.counters.queries += lease.num_prompt_tokens
+            self.counters.hits += lease.hit
+            self.counters.reasons[lease.reason] += 1
+            self.counters.lost[lease.reason] += lease.num_prompt_tokens - lease.hit
+
+    def _open(self, lease: Lease) -> None:
         self.leases[id(lease)] = lease
         for table in lease.tables:
             self.pool.acquire(table.pages)
@@ -121,13 +134,6 @@ class PrefixCache:
         if lease.checkpoint is not None:
             self.pool.acquire(lease.checkpoint.pages)
             lease.transient.append(lease.checkpoint.pages)
-            self.residents.use(lease.checkpoint, hit=True)
-            self.counters.used[lease.checkpoint.kind] += 1
-        if counted:
-            self.counters.queries += lease.num_prompt_tokens
-            self.counters.hits += lease.hit
-            self.counters.reasons[lease.reason] += 1
-            self.counters.lost[lease.reason] += lease.num_prompt_tokens - lease.hit
 
     def _usable_run(self, request_id: str, resumed_from: int | None) -> Callable[[Node], int]:
         """Up to which token a node's keys and values may be read: DESIGN section 6."""
@@ -223,7 +229,7 @@ class PrefixCache:
         but that cached pages may have gone.
         """
         groups = self.layout.groups
-        need = lease.missing_pages(groups, num_tokens)
+        need = lease.missing_pages(num_tokens)
         if lease.copied:
             if need == 0:
                 return []
@@ -301,20 +307,17 @@ class PrefixCache:
             child = node.children.get(raw[offset : offset + KEY_BYTES])
             if child is None:
                 run = raw[offset : (stop - base) * KEY_BYTES]
-                return_to = self.residents.add(node, run, self._span(lease, position, stop), maker)
-                node, position = return_to, stop
+                node = self.residents.add(node, run, lease.span(position, stop), maker)
+                position = stop
                 continue
             end = min(stop, position + common_prefix(child, raw, position - base))
             if end < child.end:
                 child = self.residents.cut(child, end)
             better = self.policy.exact and child.decode_by is not None and not decoded
             if child.pages is None or better:
-                self.residents.fill(child, self._span(lease, position, end), maker)
+                self.residents.fill(child, lease.span(position, end), maker)
             node, position = child, end
         return node
-
-    def _span(self, lease: Lease, start: int, end: int) -> tuple[Pages, ...]:
-        return tuple(lease.span(group, index, start, end) for index, group in enumerate(self.layout.groups))
 
     def _attach(self, lease: Lease, position: int) -> None:
         file = lease.files.pop(position)
@@ -353,6 +356,10 @@ class PrefixCache:
         if lease.transient:
             self.held.setdefault(step, []).extend(lease.transient)
             lease.transient = []
+
+    def clear(self) -> bool:
+        """Drop everything that no lease holds. True if the whole pool is free then."""
+        return self.residents.make_room(self.pool.num_pages)
 
     def step_applied(self, step: int) -> None:
         """Let go of what step `step` named."""

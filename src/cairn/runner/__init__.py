@@ -1,0 +1,1 @@
+"""Plan -> tensors -> result; moves state between live slots and pages."""

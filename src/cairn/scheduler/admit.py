@@ -1,0 +1,93 @@
+"""From the queue into a slot: the lookup, the restore, and the first chunk."""
+
+from cairn.cache.lease import Lease
+from cairn.cache.placement import PromptFacts
+from cairn.scheduler.advance import add_prefill, next_prefill_end
+from cairn.scheduler.books import Books
+from cairn.scheduler.draft import Draft, Part
+from cairn.scheduler.request import Phase, Request
+from cairn.step import PageCopy, Restore, Sample, SampleOnly
+
+__all__ = ["admit"]
+
+
+def admit(books: Books, draft: Draft) -> None:
+    """Take requests from the head of the queue while there are slots, tokens and pages for a first chunk."""
+    while books.free_slots and draft.budget > 0 and (request := books.waiting.head) is not None:
+        if _try(books, draft, request):
+            continue
+        if books.running or books.ending or books.cache.held:
+            return
+        # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
+        books.cache.clear()
+        if not _try(books, draft, request):
+            raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
+
+
+def _try(books: Books, draft: Draft, request: Request) -> bool:
+    lease = _lookup(books, request)
+    request.lease, request.num_scheduled = lease, lease.hit
+    request.prefill_until = request.num_prompt_tokens if books.config.exact else request.num_known
+    if _first_step(books, draft, request, lease):
+        return True
+    request.lease = None
+    books.cache.release(lease)
+    return False
+
+
+def _lookup(books: Books, request: Request) -> Lease:
+    spec = request.spec
+    resumed_from = request.num_prompt_tokens if request.resumed else None
+    return books.cache.lookup(spec.namespace, request.keys(), request.id, resumed_from)
+
+
+def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> bool:
+    """Plan the request's first share; False if it has to go on waiting."""
+    if lease.hit == request.num_known:
+        _take(books, draft, request, lease)
+        draft.sample_only.append(SampleOnly(request.slot, Sample(request.spec.sampling, lease.hit)))
+        draft.parts.append(Part(request, lease.hit, samples=True))
+        request.in_flight += 1
+        request.sampling_step = draft.step
+        return True
+    if lease.hit >= request.prefill_until:
+        # resumed at a state of its own answer: it goes on decoding with the next step
+        _take(books, draft, request, lease)
+        draft.parts.append(Part(request, lease.hit, samples=False))
+        request.in_flight += 1
+        return True
+    end = next_prefill_end(request, draft.budget)
+    if end == lease.hit:
+        return False
+    copies: list[PageCopy] | None = books.cache.extend(lease, end)
+    if copies is None:
+        return False
+    _take(books, draft, request, lease)
+    add_prefill(draft, request, end, copies)
+    return True
+
+
+def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
+    books.waiting.remove(request)
+    books.cache.admitted(lease, resumed=request.resumed)
+    if request.resumed:
+        books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
+    else:
+        request.first = lease
+        request.times.scheduled = books.clock.now()
+        books.counters.prompt_tokens += request.num_prompt_tokens
+    request.num_computed = lease.hit
+    request.facts = PromptFacts(
+        num_tokens=request.prefill_until,
+        hit=lease.hit,
+        matched=lease.matched,
+        seen=lease.seen,
+        boundaries=request.spec.boundaries,
+        exact=books.config.exact,
+    )
+    request.slot = books.free_slots.pop()
+    request.to(Phase.RUNNING)
+    books.running.append(request)
+    books.running.sort(key=lambda other: other.arrival)
+    if lease.checkpoint is not None:
+        draft.restores.append(Restore(request.slot, lease.checkpoint.pages))

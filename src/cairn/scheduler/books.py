@@ -1,0 +1,80 @@
+"""What the scheduler's parts share: who waits, who runs, which slots are free, and the counts."""
+
+from dataclasses import dataclass, field
+
+from cairn.cache.prefix_cache import PrefixCache
+from cairn.errors import ConfigError
+from cairn.scheduler.queue import WaitingQueue
+from cairn.scheduler.request import Phase, Request
+from cairn.types import Clock, RequestId
+
+__all__ = ["Books", "Counters", "SchedulerConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds, in requests and tokens. `max_in_flight`: steps that may be out at once. `exact`: see DESIGN 6."""
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 1024
+    max_model_len: int = 32768
+    max_in_flight: int = 1
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_waiting", "max_model_len", "max_in_flight"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        least = self.max_num_seqs + 64
+        if self.max_num_batched_tokens < least:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least {least} (--max-num-seqs + one chunk of 64 tokens), "
+                f"not {self.max_num_batched_tokens}"
+            )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start. `recomputed_tokens`: tokens computed again because of a preemption."""
+
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(eq=False)
+class Books:
+    """`running` is in order of arrival; requests that are being saved or finished are in `ending`."""
+
+    config: SchedulerConfig
+    cache: PrefixCache
+    clock: Clock
+    waiting: WaitingQueue
+    free_slots: list[int]
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    running: list[Request] = field(default_factory=list)
+    ending: list[Request] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+
+    def leave_slot(self, request: Request) -> None:
+        """Give back slot and lease of a request that no step names any more."""
+        assert request.in_flight == 0
+        if request.slot >= 0:
+            self.free_slots.append(request.slot)
+            request.slot = -1
+        for group in (self.running, self.ending):
+            if request in group:
+                group.remove(request)
+
+    def drop(self, request: Request) -> None:
+        """The end of a request: nothing is held for it any more."""
+        if request.lease is not None:
+            self.cache.release(request.lease)
+            request.lease = None
+        self.leave_slot(request)
+        request.to(Phase.FINISHED)
+        self.requests.pop(request.id, None)

@@ -1,0 +1,69 @@
+"""Making room by sending the youngest running request back to the queue."""
+
+from cairn.cache.checkpoint import Kind
+from cairn.cache.placement import Wanted
+from cairn.cache.reasons import Reason
+from cairn.scheduler.books import Books
+from cairn.scheduler.request import Phase, Request
+from cairn.step import PageCopy
+
+__all__ = ["back_to_queue", "make_room", "preempt"]
+
+
+def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy] | None:
+    """Pages for `num_tokens` tokens of a running request, preempting younger ones if need be.
+
+    A request preempts each other one at most once; after that it waits for it, without giving up what it holds. The
+    youngest of all gives way itself. So the oldest always goes on, or waits for one that does. None: the request
+    does not run in this step.
+    """
+    assert request.lease is not None
+    while (copies := books.cache.extend(request.lease, num_tokens)) is None:
+        place = books.running.index(request)
+        younger = books.running[place + 1 :]
+        victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
+        if victims:
+            preempt(books, victims[-1], request, request.lease.missing_pages(num_tokens))
+        elif younger or books.ending or request.in_flight:
+            return None
+        elif place > 0:
+            preempt(books, request, request, 0)
+            return None
+        else:
+            raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
+    return copies
+
+
+def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int) -> None:
+    """Send `victim` back to the queue; what it computed becomes ordinary cached pages.
+
+    Its state is saved first if the file can be had beyond the `needed_pages` of the preemptor, and is smaller than
+    the victim's own pages (otherwise computing again is cheaper than what it would push out).
+    """
+    lease, cache = victim.lease, books.cache
+    assert lease is not None and victim.in_flight == 0
+    books.counters.preemptions += 1
+    victim.preempted_by.add(preemptor.id)
+    cache.commit(lease, victim.num_computed)
+    size = cache.layout.pages_per_checkpoint
+    own = sum(len(pages) for pages in lease.pages) - cache.layout.pages_for(lease.matched)
+    position = victim.num_computed
+    worth_it = position > lease.hit and size < own and position not in lease.files
+    if worth_it and cache.residents.make_room(needed_pages + size):
+        if cache.want(lease, Wanted(position, Kind.PREEMPTION)) is not None:
+            victim.save_at = position
+            victim.to(Phase.PREEMPTING)
+            books.running.remove(victim)
+            books.ending.append(victim)
+            return
+    back_to_queue(books, victim, Reason.PREEMPTED)
+
+
+def back_to_queue(books: Books, victim: Request, loss: Reason | None = None) -> None:
+    """Release everything a preempted request holds and let it wait."""
+    assert victim.lease is not None
+    books.cache.release(victim.lease, loss)
+    victim.lease = None
+    books.leave_slot(victim)
+    victim.to(Phase.WAITING)
+    books.waiting.put_back(victim)

@@ -1,0 +1,129 @@
+"""One request inside the scheduler: its life as a table of transitions, and what it has got so far."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+
+from cairn.cache.lease import Lease, Namespace
+from cairn.cache.placement import PromptFacts
+from cairn.types import Keys, RequestId, SamplingParams
+
+__all__ = ["TRANSITIONS", "Finish", "Phase", "Request", "Spec", "Times"]
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+
+class Phase(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    """In the queue; holds no slot and no lease. A preempted request is back here."""
+    RUNNING = "running"
+    """Has a slot and a lease; some step computes it."""
+    FINISHING = "finishing"
+    """Its answer is complete and told; steps that name it, or the save of its last state, are still out."""
+    PREEMPTING = "preempting"
+    """Its state is being saved; then it waits again."""
+    FINISHED = "finished"
+    """Holds nothing any more."""
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.RUNNING, Phase.FINISHED}),
+    Phase.RUNNING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.PREEMPTING, Phase.FINISHED}),
+    Phase.PREEMPTING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.FINISHED}),
+    Phase.FINISHING: frozenset({Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored."""
+
+    request_id: RequestId
+    prompt: Keys
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
+    boundaries: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Times:
+    """Clock readings in seconds; None until it has happened."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its progress, in tokens of prompt + output:
+
+        0 ... num_computed ... num_scheduled ... num_known
+              applied          named by steps     prompt + output so far
+                               still out
+
+    `arrival` numbers the requests in order. `save_at`: the position whose state waits to be saved; `saved`: the
+    answer's end has been. `furthest`: the most tokens ever computed, also before a preemption.
+    `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `sampling_step`: the
+    step still out that samples the next token. `first`: the lease facts of the first admission, for the report.
+    `preempted_by`: requests that have preempted this one, each once at most.
+    """
+
+    spec: Spec
+    times: Times
+    arrival: int
+    phase: Phase = Phase.WAITING
+    output: list[int] = field(default_factory=list)
+    slot: int = -1
+    lease: Lease | None = None
+    facts: PromptFacts | None = None
+    first: Lease | None = None
+    num_computed: int = 0
+    num_scheduled: int = 0
+    prefill_until: int = 0
+    in_flight: int = 0
+    sampling_step: int | None = None
+    save_at: int | None = None
+    saved: bool = False
+    finish: Finish | None = None
+    stop_token: int | None = None
+    num_prompt_computed: int = 0
+    furthest: int = 0
+    preempted_by: set[RequestId] = field(default_factory=set)
+
+    @property
+    def id(self) -> RequestId:
+        return self.spec.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.spec.prompt)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.spec.prompt) + len(self.output)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it has been admitted before."""
+        return self.first is not None
+
+    def keys(self) -> Keys:
+        """Prompt and output, shape [num_known]."""
+        if not self.output:
+            return self.spec.prompt
+        return np.concatenate([self.spec.prompt, np.array(self.output, np.int64)])
+
+    def to(self, phase: Phase) -> None:
+        """Go to another phase. The only place where a phase changes."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self.id}: {self.phase.value} -> {phase.value} is not a transition")
+        self.phase = phase

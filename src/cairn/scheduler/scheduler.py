@@ -1,0 +1,250 @@
+"""The scheduler: `plan` says what the next step computes, `apply` takes in what it gave. Pure: no torch, no clock of
+its own, no thread."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cairn.cache.checkpoint import Kind
+from cairn.cache.placement import Wanted
+from cairn.cache.prefix_cache import PrefixCache
+from cairn.errors import InvalidRequest, Overloaded
+from cairn.scheduler.admit import admit
+from cairn.scheduler.advance import advance
+from cairn.scheduler.books import Books, SchedulerConfig
+from cairn.scheduler.budget import capacity_tokens
+from cairn.scheduler.draft import Draft, Part
+from cairn.scheduler.preempt import back_to_queue
+from cairn.scheduler.queue import WaitingQueue
+from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
+from cairn.step import Keep, Save, StepPlan, StepResult
+from cairn.types import Clock, RequestId
+
+__all__ = ["Progress", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """News of one request: the tokens that a step brought, and how it ended, if it did."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    finish: Finish | None
+
+
+class Scheduler:
+    """Continuous batching with a token budget, chunked prefill, first come first served, and preemption.
+
+    At most `config.max_in_flight` plans are out at a time; results are applied in the order of their plans.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
+        slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.books = Books(config, cache, clock, WaitingQueue(config.max_waiting), slots)
+        self._flying: deque[Draft] = deque()
+        self._step = 0
+        self._arrivals = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, spec: Spec) -> None:
+        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
+        books = self.books
+        if spec.request_id in books.requests:
+            raise InvalidRequest(f"request id {spec.request_id!r} is in use", "request_id")
+        length = len(spec.prompt)
+        if length < 1:
+            raise InvalidRequest("the prompt is empty: it needs at least one token", "prompt")
+        limit = self.max_tokens_for(length)
+        if limit < 1 or spec.max_tokens > limit:
+            raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
+        if books.waiting.full:
+            raise Overloaded(f"{books.config.max_waiting} requests are waiting already: try again later")
+        self._arrivals += 1
+        request = Request(spec, Times(arrived=books.clock.now()), arrival=self._arrivals)
+        books.requests[request.id] = request
+        books.waiting.append(request)
+
+    def max_tokens_for(self, num_prompt_tokens: int) -> int:
+        """How many tokens an answer to such a prompt can have at most; below 1 if it does not fit at all."""
+        capacity = capacity_tokens(self.books.cache.layout, self.books.cache.pool.num_pages)
+        longest = self.books.config.max_model_len
+        return min(longest, longest if capacity is None else capacity) - num_prompt_tokens
+
+    def _too_long(self, length: int, max_tokens: int) -> str:
+        capacity = capacity_tokens(self.books.cache.layout, self.books.cache.pool.num_pages)
+        longest = self.books.config.max_model_len
+        asked = f"{length} prompt tokens and {max_tokens} to generate"
+        if capacity is not None and capacity < longest:
+            return f"{asked} do not fit the cache of {capacity} tokens: shorten them or raise --kv-cache-memory-bytes"
+        return f"{asked} exceed the longest sequence of {longest} tokens: shorten them or raise --max-model-len"
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request without an answer; what it computed stays cached. Unknown ids are ignored."""
+        request = self.books.requests.get(request_id)
+        if request is not None:
+            self.finish(request, "abort")
+
+    def finish(self, request: Request, reason: Finish) -> None:
+        """End a request now: at a stop string, by an abort. No matter if it has ended already."""
+        books = self.books
+        if request.phase in (Phase.FINISHING, Phase.FINISHED):
+            return
+        request.finish = reason
+        request.times.finished = books.clock.now()
+        if request.phase is Phase.WAITING:
+            books.waiting.remove(request)
+            books.drop(request)
+            return
+        if request.phase is Phase.RUNNING:
+            books.running.remove(request)
+            books.ending.append(request)
+        request.to(Phase.FINISHING)
+        if request.in_flight == 0:
+            self._settle(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan or to apply."""
+        return self._open or bool(self._flying)
+
+    @property
+    def can_plan(self) -> bool:
+        """Whether another plan may go out before the oldest one is applied."""
+        return self._open and len(self._flying) < self.books.config.max_in_flight
+
+    @property
+    def _open(self) -> bool:
+        return bool(self.books.waiting or self.books.running or self.books.ending)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """The next step. It may be empty when all there is to do waits for steps that are out."""
+        assert len(self._flying) < self.books.config.max_in_flight, f"{len(self._flying)} steps are out already"
+        self._step += 1
+        draft = Draft(self._step, self.books.config.max_num_batched_tokens)
+        self._add_saves(draft)
+        if advance(self.books, draft):
+            admit(self.books, draft)
+        self._add_saves(draft)
+        self._add_keeps(draft)
+        for part in draft.parts:
+            if part.request.lease is not None:
+                self.books.cache.hold_until(draft.step, part.request.lease)
+        self._flying.append(draft)
+        return draft.plan()
+
+    def _add_saves(self, draft: Draft) -> None:
+        for request in self.books.ending:
+            if request.save_at is None or request.in_flight:
+                continue
+            assert request.lease is not None
+            draft.saves.append(Save(request.slot, request.lease.files[request.save_at].pages))
+            draft.parts.append(Part(request, request.save_at, False, kept=[request.save_at], is_save=True))
+            request.save_at = None
+            request.in_flight += 1
+
+    def _add_keeps(self, draft: Draft) -> None:
+        """Files for checkpoints, once all rows have their pages."""
+        placement = self.books.cache.policy.placement
+        if placement is None:
+            return
+        for part in draft.parts:
+            if part.row is None:
+                continue
+            row, request = draft.rows[part.row], part.request
+            assert request.lease is not None and request.facts is not None
+            if not row.decode:
+                wanted: Iterable[Wanted] = placement.in_prefill(request.facts, row.start, row.end)
+            elif self.books.config.exact or (point := placement.in_decode(row.end)) is None:
+                continue
+            else:
+                wanted = [point]
+            for want in wanted:
+                if (pages := self.books.cache.want(request.lease, want)) is not None:
+                    draft.keeps.append(Keep(part.row, want.position, pages))
+                    part.kept.append(want.position)
+
+    def apply(self, result: StepResult) -> list[Progress]:
+        """Take in the result of the oldest plan that is out; returns what came of it, in plan order."""
+        draft = self._flying.popleft()
+        assert result.step == draft.step, f"step {result.step} applied, {draft.step} is next"
+        books = self.books
+        books.counters.steps += 1
+        tokens = {sampled.slot: sampled.token for sampled in result.sampled}
+        progress = []
+        # rows before sample-only parts and saves before both have slots of their own, so order does not matter
+        for part in draft.parts:
+            news = self._apply_part(part, tokens)
+            if news is not None:
+                progress.append(news)
+        books.cache.step_applied(draft.step)
+        return progress
+
+    def _apply_part(self, part: Part, tokens: dict[int, int]) -> Progress | None:
+        request, books = part.request, self.books
+        assert request.lease is not None
+        request.in_flight -= 1
+        sampled = tokens[request.slot] if part.samples else None
+        if part.row is not None:
+            self._count(request, part)
+        request.num_computed = max(request.num_computed, part.end)
+        request.furthest = max(request.furthest, request.num_computed)
+        if part.end <= request.prefill_until or part.kept:
+            books.cache.commit(request.lease, min(part.end, request.num_known), part.kept)
+        news = None
+        if request.phase is Phase.RUNNING and sampled is not None:
+            news = self._take_token(request, sampled)
+        if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.in_flight == 0:
+            self._settle(request)
+        return news
+
+    def _count(self, request: Request, part: Part) -> None:
+        computed = max(0, min(part.end, request.num_prompt_tokens) - request.num_computed)
+        request.num_prompt_computed += computed
+        self.books.counters.computed_prompt_tokens += computed
+
+    def _take_token(self, request: Request, token: int) -> Progress:
+        assert request.lease is not None
+        books = self.books
+        books.counters.generation_tokens += 1
+        if request.times.first_token is None:
+            request.times.first_token = books.clock.now()
+        request.output.append(token)
+        request.lease.append(token)
+        request.sampling_step = request.sampling_step if request.in_flight else None
+        finish: Finish | None = None
+        if token in request.spec.stop_token_ids:
+            finish, request.stop_token = "stop", token
+        elif len(request.output) >= request.spec.max_tokens:
+            finish = "length"
+        if finish is not None:
+            self.finish(request, finish)
+        return Progress(request, (token,), finish)
+
+    def _settle(self, request: Request) -> None:
+        """No step names a request that is ending: save its last state if that is worth it, or let it go."""
+        books, lease = self.books, request.lease
+        assert lease is not None
+        if request.save_at is not None:
+            return
+        placement = books.cache.policy.placement
+        position = min(request.num_computed, request.num_known)
+        if request.phase is Phase.PREEMPTING:
+            back_to_queue(books, request)
+            return
+        books.cache.commit(lease, position)
+        wanted = (
+            placement is not None
+            and placement.keeps_answer_end
+            and not books.config.exact
+            and request.finish in ("stop", "length")
+            and position > max(lease.hit, request.prefill_until)
+            and not request.saved
+        )
+        if wanted and books.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None:
+            request.saved = True
+            request.save_at = position
+            return
+        books.drop(request)

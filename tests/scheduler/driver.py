@@ -1,0 +1,102 @@
+"""A scheduler with a simulated runner, turned by hand."""
+
+from collections import deque
+
+import numpy as np
+
+from cairn.cache.audit import audit
+from cairn.cache.eviction import ValuePerByte
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.lease import Namespace
+from cairn.cache.placement import Placement, placement_for
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.runner.simulated import SimulatedRunner
+from cairn.scheduler.books import SchedulerConfig
+from cairn.scheduler.request import Request, Spec
+from cairn.scheduler.scheduler import Progress, Scheduler
+from cairn.types import ManualClock, RequestId, SamplingParams
+
+PLAIN = Namespace()
+
+
+def layout(block_size: int = 16, pages_per_checkpoint: int = 3) -> CacheLayout:
+    return CacheLayout(
+        block_size=block_size,
+        page_bytes=64,
+        page_units=1,
+        groups=(AttentionGroup("full", block_size),),
+        header_bytes=8,
+        state_bytes=64 * pages_per_checkpoint - 8,
+        state_units=1,
+    )
+
+
+class Driver:
+    """`mode` None: the cache is off."""
+
+    def __init__(self, mode: str | None = "auto", num_pages: int = 1000, block_size: int = 16, **config) -> None:
+        config.setdefault("max_num_seqs", 4)
+        config.setdefault("max_num_batched_tokens", 256)
+        self.config = SchedulerConfig(**config)
+        self.layout = layout(block_size)
+        placement: Placement | None = None
+        if mode is not None:
+            placement = placement_for(mode, block_size, self.config.exact)
+        self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact))
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(self.config, self.cache, self.clock)
+        self.runner = SimulatedRunner(self.layout, 50, numerics=self.config.exact)
+        self.flying: deque = deque()
+        self.requests: dict[str, Request] = {}
+        self.plans: list = []
+        self.count = 0
+
+    def submit(self, prompt, max_tokens=4, seed=0, namespace=PLAIN, boundaries=(), name=None, stop=()) -> str:
+        self.count += 1
+        name = name or f"r{self.count}"
+        spec = Spec(
+            request_id=RequestId(name),
+            prompt=np.array(prompt, np.int64),
+            sampling=SamplingParams(seed=seed),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(stop),
+            namespace=namespace,
+            boundaries=tuple(boundaries),
+        )
+        self.scheduler.submit(spec)
+        self.requests[name] = self.scheduler.books.requests[RequestId(name)]
+        return name
+
+    def step(self) -> list[Progress]:
+        """Plan as far ahead as allowed, then run and apply the oldest plan."""
+        while self.scheduler.can_plan:
+            plan = self.scheduler.plan()
+            self.plans.append(plan)
+            self.flying.append(plan)
+        progress = self.scheduler.apply(self.runner.run(self.flying.popleft()))
+        audit(self.cache)
+        return progress
+
+    def run(self, limit: int = 3000) -> None:
+        """Until nothing is left to do."""
+        while self.scheduler.has_work:
+            limit -= 1
+            assert limit, "no end in sight"
+            self.step()
+        books = self.scheduler.books
+        assert not self.cache.leases and not self.cache.held and not books.requests
+        assert sorted(books.free_slots) == list(range(self.config.max_num_seqs))
+
+    def output(self, name: str) -> list[int]:
+        return self.requests[name].output
+
+    def ask(self, prompt, **arguments) -> Request:
+        """Submit and run to the end."""
+        name = self.submit(prompt, **arguments)
+        self.run()
+        return self.requests[name]
+
+
+def alone(prompt, exact: bool, **arguments) -> list[int]:
+    """The answer of a server that does nothing else and caches nothing."""
+    return Driver(None, num_pages=4000, exact=exact).ask(prompt, **arguments).output

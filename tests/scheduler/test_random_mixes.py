@@ -1,0 +1,54 @@
+"""Random requests in small pools: every one ends with the answer of a server that does nothing else."""
+
+from functools import cache
+
+from driver import PLAIN, Driver, alone
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cairn.cache.lease import Namespace
+
+SEGMENTS = [tuple(range(100 * i, 100 * i + length)) for i, length in enumerate((1, 5, 16, 40, 64, 65, 90))]
+PROMPT = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
+
+
+@cache
+def reference(prompt, max_tokens, exact):
+    return alone(list(prompt), exact, max_tokens=max_tokens)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    mode=st.sampled_from(["auto", "auto", "align", "all", "junction"]),
+    exact=st.booleans(),
+    ahead=st.sampled_from([1, 2, 3]),
+    num_pages=st.sampled_from([40, 60, 100, 400]),
+    block_size=st.sampled_from([8, 16, 48]),
+    requests=st.lists(
+        st.tuples(PROMPT, st.sampled_from([1, 3, 70]), st.integers(0, 6), st.booleans(), st.integers(-1, 8)),
+        min_size=1,
+        max_size=9,
+    ),
+)
+def test_every_answer_is_right_whatever_happens(mode, exact, ahead, num_pages, block_size, requests):
+    driver = Driver(mode, num_pages, block_size, exact=exact, max_in_flight=ahead, max_num_batched_tokens=100)
+    expected, ended = {}, []
+    for parts, max_tokens, pause, salted, abort_after in requests:
+        prompt = tuple(token for part in parts for token in SEGMENTS[part])
+        if ended and abort_after == 0:
+            last = driver.requests[ended[-1]]
+            prompt = (*last.spec.prompt.tolist(), *last.output)[:200]
+        namespace = Namespace(cache_salt="s") if salted else PLAIN
+        name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=(max(1, len(prompt) - 3),))
+        expected[name] = (prompt, max_tokens)
+        ended.append(name)
+        for _ in range(pause):
+            if driver.scheduler.has_work:
+                driver.step()
+        if abort_after == 1:
+            driver.scheduler.abort(name)
+            expected.pop(name)
+    driver.run()
+    for name, (prompt, max_tokens) in expected.items():
+        assert driver.output(name) == reference(prompt, max_tokens, exact), name
+    assert driver.cache.clear(), "a page leaked"
