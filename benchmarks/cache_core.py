@@ -59,7 +59,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     assert placement is not None
     lease = cache.lookup(SALTED, keys, name)
     cache.admitted(lease)
-    facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen)
+    facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.idle_files())
     assert cache.extend(lease, len(keys)) is not None
     kept = [w.position for w in placement.in_prefill(facts, lease.hit, len(keys)) if cache.want(lease, w) is not None]
     cache.hold_until(1, lease)
@@ -121,7 +121,7 @@ def measure(length: int, paths: int, repeats: int, seed: int) -> dict[str, float
     """All figures of one length with `paths` other prompts cached."""
     rng = np.random.default_rng(seed)
     filler_pages = paths * (FILLER_TOKENS // BLOCK + 5 * LAYOUT.pages_per_checkpoint)
-    own_pages = 4 * (length // BLOCK + 70 * LAYOUT.pages_per_checkpoint)
+    own_pages = 4 * (length // BLOCK + 600 * LAYOUT.pages_per_checkpoint)
     policy = CachePolicy(Auto(), ValuePerByte())
     cache = PrefixCache(LAYOUT, 2 * (filler_pages + own_pages), policy)
     for index in range(paths):

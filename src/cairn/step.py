@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from cairn.types import Keys, Pages, SamplingParams
 
 __all__ = [
+    "GRID",
     "Fork",
     "FromStep",
     "Keep",
@@ -36,6 +37,9 @@ __all__ = [
     "StepPlan",
     "StepResult",
 ]
+
+GRID = 64
+"""Prefill computes in chunks of this many tokens on an absolute grid; states at its points are exact."""
 
 
 @dataclass(frozen=True, slots=True)

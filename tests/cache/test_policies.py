@@ -62,12 +62,21 @@ def test_the_grid_has_at_most_64_points():
         assert 30 <= len(grid) <= 64
 
 
+@pytest.mark.parametrize(
+    ("length", "idle_files", "points"), [(16384, 512, 255), (16384, 256, 127), (131072, 9999, 255)]
+)
+def test_the_grid_is_denser_while_memory_is_idle(length, idle_files, points):
+    facts = PromptFacts(length, 0, 0, 0, idle_files=idle_files)
+    assert sum(w.kind is Kind.GRID for w in in_chunks("auto", facts, 64)) == points
+
+
 def test_align_keeps_the_last_boundary_of_each_step():
     facts = PromptFacts(200, 0, 0, 0)
     assert [w.position for w in in_chunks("align", facts, 2, block_size=48)] == [96, 192]
     assert [w.position for w in in_chunks("all", facts, 2, block_size=48)] == [48, 96, 144, 192]
-    assert placement_for("align", 48, False).in_decode(240) == Wanted(240, Kind.BLOCK)
-    assert placement_for("align", 48, False).in_decode(241) is None
+    align = placement_for("align", 48, False)
+    assert align.in_decode(facts, 240) == Wanted(240, Kind.BLOCK)
+    assert align.in_decode(facts, 241) is None
 
 
 def test_junction_hits_only_what_was_seen_before():

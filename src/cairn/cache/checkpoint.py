@@ -8,10 +8,7 @@ from cairn.types import Pages
 if TYPE_CHECKING:
     from cairn.cache.tree import Node
 
-__all__ = ["GRID", "Checkpoint", "Kind", "Origin"]
-
-GRID = 64
-"""Prefill computes in chunks of this many tokens on an absolute grid; states at its points are exact."""
+__all__ = ["Checkpoint", "Kind", "Origin"]
 
 
 class Kind(StrEnum):

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
-from cairn.cache.checkpoint import GRID, Kind
+from cairn.cache.checkpoint import Kind
+from cairn.step import GRID
 
 __all__ = ["Align", "All", "Auto", "Junction", "Placement", "PromptFacts", "Wanted", "placement_for"]
 
 MAX_UNALIGNED = 6
 """Positions off the 64-token grid that one request may name: each costs a state product per layer."""
 
-MAX_GRID = 64
-"""Grid checkpoints of one request, at most."""
+MAX_GRID, MAX_IDLE_GRID = 64, 256
+"""Grid checkpoints of one request at most, and at most while idle memory holds twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
     """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
-    seen, dropped ones included), where its messages end, and whether only grid states can be continued from."""
+    seen, dropped ones included), where its messages end, whether only grid states can be continued from, and how many
+    checkpoint files idle memory has room for."""
 
     num_tokens: int
     hit: int
@@ -30,6 +32,7 @@ class PromptFacts:
     seen: int
     boundaries: tuple[int, ...] = ()
     exact: bool = False
+    idle_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Placement(Protocol):
         """Positions p, start < p <= end, ascending and distinct, of the prefill chunk [start, end)."""
         ...
 
-    def in_decode(self, position: int) -> Wanted | None:
+    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
         """Whether the state after `position` tokens is worth keeping while an answer is being generated."""
         ...
 
@@ -72,7 +75,7 @@ class Align:
         last = end // self._stride * self._stride
         return [Wanted(last, Kind.BLOCK)] if last > start else []
 
-    def in_decode(self, position: int) -> Wanted | None:
+    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
         return Wanted(position, Kind.BLOCK) if position % self._stride == 0 else None
 
 
@@ -101,7 +104,7 @@ class Junction:
             wanted.setdefault(left, Kind.JUNCTION)
         return [Wanted(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
 
-    def in_decode(self, position: int) -> Wanted | None:
+    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
         return None
 
 
@@ -118,13 +121,13 @@ class Auto:
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
         wanted = self._earned(facts)
-        stride = _grid_stride(facts.num_tokens)
+        stride = _grid_stride(facts.num_tokens, facts.idle_files)
         for position in range((start // stride + 1) * stride, end + 1, stride):
             wanted.setdefault(position, Kind.GRID)
         return [Wanted(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
 
-    def in_decode(self, position: int) -> Wanted | None:
-        return Wanted(position, Kind.GRID) if position % _grid_stride(position) == 0 else None
+    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
+        return Wanted(position, Kind.GRID) if position % _grid_stride(position, facts.idle_files) == 0 else None
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
         n = facts.num_tokens
@@ -143,8 +146,9 @@ class Auto:
         return earned
 
 
-def _grid_stride(num_tokens: int) -> int:
-    return GRID * max(1, -(-num_tokens // (GRID * MAX_GRID)))
+def _grid_stride(num_tokens: int, idle_files: int) -> int:
+    most = min(MAX_IDLE_GRID, max(MAX_GRID, idle_files // 2))
+    return GRID * max(1, -(-num_tokens // (GRID * most)))
 
 
 def placement_for(mode: str, block_size: int, exact: bool) -> Placement:

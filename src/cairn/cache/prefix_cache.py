@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cairn.cache.checkpoint import GRID, Checkpoint, Kind, Origin
+from cairn.cache.checkpoint import Checkpoint, Kind, Origin
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace, PageTable, PendingFile
@@ -24,9 +24,9 @@ from cairn.cache.pages import PagePool
 from cairn.cache.placement import Placement, Wanted
 from cairn.cache.reasons import Reason
 from cairn.cache.residents import Residents
-from cairn.cache.tree import KEY_BYTES, Node, Walk, common_prefix, page_span, walk
+from cairn.cache.tree import KEY_BYTES, Node, Walk, common_prefix, path_pages, walk
 from cairn.errors import ConfigError
-from cairn.step import PageCopy
+from cairn.step import GRID, PageCopy
 from cairn.types import Keys, Pages
 
 __all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
@@ -102,7 +102,10 @@ class PrefixCache:
             reason=Reason.NONE,
             checkpoint=checkpoint,
             groups=self.layout.groups,
-            tables=self._tables(found),
+            tables=tuple(
+                PageTable(path_pages(found.path, index, group, found.matched))
+                for index, group in enumerate(self.layout.groups)
+            ),
             node=found.path[-1] if found.path else None,
             decode_from=length if resumed_from is None or not self.policy.exact else resumed_from,
             _keys=keys,
@@ -135,10 +138,10 @@ class PrefixCache:
             self.pool.acquire(lease.checkpoint.pages)
             lease.transient.append(lease.checkpoint.pages)
 
-    def _usable_run(self, request_id: str, resumed_from: int | None) -> Callable[[Node], int]:
+    def _usable_run(self, request_id: str, resumed_from: int | None) -> Callable[[Node], int] | None:
         """Up to which token a node's keys and values may be read: DESIGN section 6."""
         if not self.policy.exact:
-            return lambda node: node.end
+            return None
         prompt_end = 1 << 62 if resumed_from is None else resumed_from
 
         def usable(node: Node) -> int:
@@ -164,17 +167,6 @@ class PrefixCache:
                 case Origin.DECODE if resumed_from is not None and checkpoint.maker == request_id:
                     return checkpoint
         return None
-
-    def _tables(self, found: Walk) -> tuple[PageTable, ...]:
-        tables = []
-        for index, group in enumerate(self.layout.groups):
-            pages = np.empty(group.pages_for(found.matched), np.int32)
-            for node in found.path:
-                assert node.pages is not None
-                span = page_span(group, node.start, min(node.end, found.matched))
-                pages[span] = node.pages[index][: span.stop - span.start]
-            tables.append(PageTable(pages))
-        return tuple(tables)
 
     def _reason(self, lease: Lease, found: Walk, raw: bytes) -> Reason:
         placement = self.policy.placement
@@ -216,7 +208,7 @@ class PrefixCache:
         # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
         plain = Namespace(lease.namespace.adapter)
         root = self.residents.roots.get(plain) if lease.namespace != plain else None
-        if root is not None and walk(root, raw, lambda node: node.end).seen > lease.seen:
+        if root is not None and walk(root, raw).seen > lease.seen:
             return Reason.NAMESPACE
         return Reason.NEVER_SEEN
 
@@ -275,6 +267,10 @@ class PrefixCache:
         pages = self.pool.allocate(size)
         lease.files[wanted.position] = PendingFile(pages, wanted.kind)
         return pages
+
+    def idle_files(self) -> int:
+        """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
+        return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
 
     # -- commit and release --------------------------------------------------------------------------------------
 
@@ -356,6 +352,15 @@ class PrefixCache:
         if lease.transient:
             self.held.setdefault(step, []).extend(lease.transient)
             lease.transient = []
+
+    def num_held_pages(self) -> int:
+        """Distinct pages that leases or unapplied steps refer to."""
+        held = [table.pages for lease in self.leases.values() for table in lease.tables]
+        for lease in self.leases.values():
+            held += [file.pages for file in lease.files.values()] + lease.transient
+        for pages in self.held.values():
+            held += pages
+        return len(np.unique(np.concatenate(held))) if held else 0
 
     def clear(self) -> bool:
         """Drop everything that no lease holds. True if the whole pool is free then."""

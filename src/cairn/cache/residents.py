@@ -85,10 +85,10 @@ class Residents:
 
     def lock(self, node: Node) -> None:
         """One more lease goes through `node` and all above it."""
+        self.barren.pop(node, None)  # those above have a resident child, so they are in no danger
         step: Node | None = node
         while step is not None:
             step.locks += 1
-            self.barren.pop(step, None)
             step = step.parent
 
     def unlock(self, node: Node) -> None:

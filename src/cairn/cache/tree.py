@@ -20,7 +20,7 @@ from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.types import Pages
 
-__all__ = ["KEY_BYTES", "Node", "Walk", "common_prefix", "page_span", "split", "walk"]
+__all__ = ["KEY_BYTES", "Node", "Walk", "common_prefix", "path_pages", "split", "walk"]
 
 KEY_BYTES = 8
 
@@ -89,41 +89,50 @@ class Walk:
 def common_prefix(child: Node, raw: bytes, position: int) -> int:
     """How many of the node's tokens equal those of `raw` from token `position` on."""
     if raw.startswith(child.raw, position * KEY_BYTES):
-        return child.num_tokens
+        return child.end - child.start
     count = min(child.num_tokens, len(raw) // KEY_BYTES - position)
     ours = np.frombuffer(raw, np.int64, count, position * KEY_BYTES)
     differs = ours != np.frombuffer(child.raw, np.int64, count)
     return int(differs.argmax()) if differs.any() else count
 
 
-def walk(root: Node, raw: bytes, usable: Callable[[Node], int]) -> Walk:
-    """Follow `raw` down from `root`. `usable(node)` says up to which position its keys and values may be used."""
+def walk(root: Node, raw: bytes, usable: Callable[[Node], int] | None = None) -> Walk:
+    """Follow `raw` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
+    all of them."""
     result = Walk()
-    node, position, length = root, 0, len(raw) // KEY_BYTES
-    open_path = True
+    path, node, position, length = result.path, root, 0, len(raw) // KEY_BYTES
     while position < length:
         child = node.children.get(raw[position * KEY_BYTES : (position + 1) * KEY_BYTES])
         if child is None:
             break
-        step = common_prefix(child, raw, position)
-        end = position + step
-        limit = min(end, usable(child)) if open_path and child.pages is not None else position
-        if limit > position:
-            result.path.append(child)
-            result.matched = limit
-        if limit < end:
-            open_path = False
+        end = position + common_prefix(child, raw, position)
+        if result.matched == position and child.pages is not None:
+            limit = end if usable is None else min(end, usable(child))
+            if limit > position:
+                path.append(child)
+                result.matched = limit
+        if result.matched < end:
             result.beyond.append(child)
         result.seen = end
-        if step < child.num_tokens:
+        if end < child.end:
             break
         node, position = child, end
     return result
 
 
-def page_span(group: AttentionGroup, start: int, end: int) -> slice:
-    """Which entries of a path's page list a run of tokens [start, end) touches."""
-    return slice(start // group.tokens_per_page, group.pages_for(end))
+def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: int) -> Pages:
+    """The page list of group `index` for the first `num_tokens` tokens of a path from the root, shape [pages].
+
+    parent   | p0 | p1 |            a node that starts inside p1's tokens lists that page, too:
+    child         | q1 | q2 |   ->  p0, q1, q2
+    """
+    parts: list[Pages] = []
+    for node in path:
+        assert node.pages is not None
+        if node.start % group.tokens_per_page:
+            parts[-1] = parts[-1][:-1]
+        parts.append(node.pages[index])
+    return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
 
 
 def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node, list[Pages]]:

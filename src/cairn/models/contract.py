@@ -6,17 +6,18 @@ parsed config (so `cairn check` accounts for a checkpoint without loading it), `
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from cairn.cache.layout import CacheLayout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Family", "ModelFacts", "TensorLoader"]
 
 Config = TypeVar("Config")
 
-TensorLoader = Callable[[str, tuple[int, ...]], torch.Tensor]
+TensorLoader = Callable[[str, tuple[int, ...]], "torch.Tensor"]
 """Name and expected shape -> the tensor, in the dtype the model is served with. Raises ModelError naming it."""
 
 

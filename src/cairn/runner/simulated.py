@@ -8,9 +8,8 @@ in a hundred lines what a step has to do.
 
 from collections.abc import Sequence
 
-from cairn.cache.checkpoint import GRID
 from cairn.cache.layout import CacheLayout
-from cairn.step import FromStep, Row, Sample, SampledToken, StepPlan, StepResult
+from cairn.step import GRID, FromStep, Row, Sample, SampledToken, StepPlan, StepResult
 from cairn.types import Pages
 
 __all__ = ["SimulatedRunner"]

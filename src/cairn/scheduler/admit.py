@@ -84,6 +84,7 @@ def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
         seen=lease.seen,
         boundaries=request.spec.boundaries,
         exact=books.config.exact,
+        idle_files=books.cache.idle_files(),
     )
     request.slot = books.free_slots.pop()
     request.to(Phase.RUNNING)

@@ -1,7 +1,7 @@
 """How many tokens: of a prefill chunk, and of a sequence that the pool can hold."""
 
-from cairn.cache.checkpoint import GRID
 from cairn.cache.layout import CacheLayout
+from cairn.step import GRID
 
 __all__ = ["capacity_tokens", "chunk_end"]
 

@@ -157,7 +157,7 @@ class Scheduler:
             assert request.lease is not None and request.facts is not None
             if not row.decode:
                 wanted: Iterable[Wanted] = placement.in_prefill(request.facts, row.start, row.end)
-            elif self.books.config.exact or (point := placement.in_decode(row.end)) is None:
+            elif self.books.config.exact or (point := placement.in_decode(request.facts, row.end)) is None:
                 continue
             else:
                 wanted = [point]
