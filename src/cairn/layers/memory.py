@@ -1,0 +1,90 @@
+"""What a model remembers between steps: what it declares, and the tensors it is given to work on.
+
+A model declares a `MemorySpec`; whoever runs it allocates pages and slots to it and hands them out as a `Memory`. No
+one but the model knows what kind of layer stands behind an entry.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionSpec", "ConvPart", "Memory", "MemorySpec", "PagedLayer", "RecurrentLayer", "RecurrentSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Layers with keys and values; all of them have the same heads."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConvPart:
+    """Consecutive channels of the convolution: cut evenly among the units, or shared by all of them."""
+
+    channels: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """Layers with a running state: per layer the convolution's last inputs [columns, channels], time-major in the
+    model's dtype, and a float32 state of shape `state`, whose first dimension counts heads.
+
+    `units`: the smallest shares that tensor parallelism may cut; it divides the heads and every unshared part.
+    """
+
+    num_layers: int
+    columns: int
+    parts: tuple[ConvPart, ...]
+    state: tuple[int, ...]
+    units: int
+
+    @property
+    def channels(self) -> int:
+        return sum(part.channels for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySpec:
+    """All that a model remembers. `recurrent` or `attention` may have no layers (None)."""
+
+    dtype: torch.dtype
+    hidden_size: int
+    recurrent: RecurrentSpec | None
+    attention: AttentionSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """Keys and values of one attention layer, [page, kv head, token, dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """Running states of one recurrent layer: conv [slot, columns, channels], state [slot, *spec.state]."""
+
+    conv: Tensor
+    state: Tensor
+
+
+class Memory(Protocol):
+    """What a forward pass reads and writes. Layer numbers count the layers of that kind from 0."""
+
+    @property
+    def paged(self) -> Sequence[PagedLayer]: ...
+
+    @property
+    def recurrent(self) -> Sequence[RecurrentLayer]: ...
+
+    def keep(self, keep: int, layer: int, conv: Tensor, state: Tensor) -> None:
+        """Put recurrent layer `layer`'s state (one slot's conv and state) away as the step's keep number `keep`."""
+        ...

@@ -1,0 +1,40 @@
+"""A model as the runner sees it, whatever its family."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from cairn.layers.batch import Batch
+from cairn.layers.linear import Linear
+from cairn.layers.memory import Memory, MemorySpec
+
+__all__ = ["Model"]
+
+
+class Model(Protocol):
+    """A causal language model that runs flattened batches. `exact`: it computes in fixed shapes, so that a row's bits
+    do not depend on the batch."""
+
+    @property
+    def spec(self) -> MemorySpec: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """Every matrix product of the model, for the self test of exact mode."""
+        ...
+
+    def forward(self, batch: Batch, memory: Memory) -> Tensor:
+        """The hidden states after the final norm, [rows, hidden]. Updates the live states of the batch's slots,
+        writes its keys and values, and hands over the states named by its marks."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> float32 [n, vocab]."""
+        ...

@@ -1,0 +1,117 @@
+"""Rows of a plan -> one flattened batch. Pure: plan in, tensors out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cairn.cache.layout import AttentionGroup
+from cairn.layers.backend import ROW_TILE, TILE
+from cairn.layers.batch import Batch, GroupBatch, Mark, Span
+from cairn.step import Keep, Row
+from cairn.types import Pages
+
+__all__ = ["BatchPlaces", "build_batch"]
+
+Ints = NDArray[np.int64]
+
+
+class BatchPlaces:
+    """Where the rows of a plan lie in the flattened batch: decode rows first, then the prefill spans, in plan order.
+
+    `decodes`, `prefills`: indices of plan rows. `first[i]`: the flattened row of plan row i's first token.
+    """
+
+    def __init__(self, rows: Sequence[Row], exact: bool) -> None:
+        self.rows = rows
+        self.decodes = [index for index, row in enumerate(rows) if row.decode]
+        self.prefills = [index for index, row in enumerate(rows) if not row.decode]
+        self.first = [0] * len(rows)
+        for place, index in enumerate(self.decodes):
+            self.first[index] = place
+        self.decode_rows = len(self.decodes)
+        if exact:
+            self.decode_rows = -(-self.decode_rows // ROW_TILE) * ROW_TILE
+        self.span_rows: list[slice] = []
+        stop = self.decode_rows
+        for index in self.prefills:
+            row = rows[index]
+            begin, front = stop, row.start % TILE
+            stop = begin + -(-(front + row.end - row.start) // TILE) * TILE
+            self.first[index] = begin + front
+            self.span_rows.append(slice(begin, stop))
+        self.num_rows = stop
+        self.tiles: list[slice] | None = None
+        if exact:
+            self.tiles = [slice(i, i + ROW_TILE) for i in range(0, self.decode_rows, ROW_TILE)]
+            self.tiles += [slice(i, i + TILE) for i in range(self.decode_rows, stop, TILE)]
+
+    def row_of(self, index: int, position: int) -> int:
+        """The flattened row of plan row `index`'s token at absolute position `position`."""
+        return self.first[index] + position - self.rows[index].start
+
+
+def build_batch(
+    places: BatchPlaces, tokens: Sequence[Ints], keeps: Sequence[Keep], groups: Sequence[AttentionGroup]
+) -> Batch:
+    """`tokens`: the input tokens of each plan row."""
+    rows = places.rows
+    flat = np.zeros(places.num_rows, dtype=np.int64)
+    padding = np.ones((places.num_rows, 1), dtype=np.bool_)
+    for first, own in zip(places.first, tokens, strict=True):
+        flat[first : first + len(own)] = own
+        padding[first : first + len(own)] = False
+    decodes = [rows[index] for index in places.decodes]
+    decode_row = {index: place for place, index in enumerate(places.decodes)}
+    return Batch(
+        tokens=torch.from_numpy(flat),
+        padding=torch.from_numpy(padding),
+        token_rows=torch.from_numpy(np.flatnonzero(~padding)),
+        decode_slots=[row.slot for row in decodes],
+        decode_lengths=[row.end for row in decodes],
+        decode_marks=[(decode_row[keep.row], number) for number, keep in enumerate(keeps) if keep.row in decode_row],
+        spans=_spans(places, keeps),
+        groups=[_group(places, index, group) for index, group in enumerate(groups)],
+        tiles=places.tiles,
+    )
+
+
+def _spans(places: BatchPlaces, keeps: Sequence[Keep]) -> list[Span]:
+    spans = []
+    for index, own in zip(places.prefills, places.span_rows, strict=True):
+        row = places.rows[index]
+        marks = [Mark(keep.position - row.start, number) for number, keep in enumerate(keeps) if keep.row == index]
+        spans.append(
+            Span(
+                slot=row.slot,
+                first_row=own.start,
+                num_rows=own.stop - own.start,
+                front=row.start % TILE,
+                start=row.start,
+                length=row.end - row.start,
+                marks=tuple(sorted(marks, key=lambda mark: mark.offset)),
+            )
+        )
+    return spans
+
+
+def _group(places: BatchPlaces, number: int, group: AttentionGroup) -> GroupBatch:
+    where: list[Ints] = []
+    for index, row in enumerate(places.rows):
+        positions = np.arange(max(row.start, row.kv_write_from), row.end, dtype=np.int64)
+        page, offset = np.divmod(positions, group.tokens_per_page)
+        where.append(np.stack([positions - row.start + places.first[index], row.pages[number][page], offset]))
+    write_rows, write_pages, write_offsets = torch.from_numpy(np.concatenate(where, axis=1).astype(np.int64))
+    return GroupBatch(
+        span_pages=[_tensor(places.rows[index].pages[number]) for index in places.prefills],
+        decode_pages=[_tensor(places.rows[index].pages[number]) for index in places.decodes],
+        write_rows=write_rows,
+        write_pages=write_pages,
+        write_offsets=write_offsets,
+    )
+
+
+def _tensor(pages: Pages) -> Tensor:
+    return torch.from_numpy(pages.astype(np.int64))

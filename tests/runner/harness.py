@@ -1,0 +1,170 @@
+"""Tiny random Nemotron-H models and a driver that plans by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.models.nemotron_h import NemotronH, build
+from cairn.models.nemotron_h_config import FLOAT32_TENSORS, NemotronHConfig, layout, parse, tensors
+from cairn.runner.runner import Runner
+from cairn.step import FromStep, Keep, Row, Sample, StepPlan, StepResult
+from cairn.types import Pages, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def raw_config(pattern: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny model; sizes are chosen so that no two of them are equal by accident."""
+    raw: dict[str, Any] = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 20,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "intermediate_size": 56,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
+    return raw | changes
+
+
+def random_weights(config: NemotronHConfig, seed: int) -> dict[str, Tensor]:
+    """Weights by published name, of a size that keeps every layer's output near 1; decay and router are spread out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(shape: tuple[int, ...], low: float, high: float) -> Tensor:
+        return torch.rand(shape, generator=generator) * (high - low) + low
+
+    weights = {}
+    for name, shape in tensors(config).items():
+        last = name.rsplit(".", 1)[1]
+        if last == "A_log":
+            weights[name] = uniform(shape, 0.0, 2.8)
+        elif last == "dt_bias":
+            weights[name] = uniform(shape, -10.0, 2.0)
+        elif last == "D" or name.endswith(("norm.weight", "norm_f.weight")):
+            weights[name] = uniform(shape, 0.5, 1.5)
+        elif last in ("bias", "e_score_correction_bias"):
+            weights[name] = uniform(shape, -0.2, 0.2)
+        else:
+            fan_in = 1 if "embeddings" in name else int(np.prod(shape[1:]))
+            weights[name] = torch.randn(shape, generator=generator) * fan_in**-0.5
+    return weights
+
+
+def build_tiny(
+    config: NemotronHConfig, weights: dict[str, Tensor], exact: bool, dtype: torch.dtype = torch.float32, **options: Any
+) -> NemotronH:
+    def load(name: str, shape: tuple[int, ...]) -> Tensor:
+        assert tuple(weights[name].shape) == shape, name
+        return weights[name].to(torch.float32 if name.endswith(FLOAT32_TENSORS) else dtype, copy=True)
+
+    return build(config, load, exact=exact, dtype=dtype, **options)
+
+
+@dataclass
+class Track:
+    """One sequence being driven: its slot, its pages, how far it has been computed."""
+
+    slot: int
+    pages: Pages
+    position: int = 0
+    kv_write_from: int = 0
+
+
+@dataclass
+class Driver:
+    """A runner with page accounting as simple as it gets: pages are handed out and never come back."""
+
+    config: NemotronHConfig
+    model: NemotronH
+    exact: bool
+    num_pages: int = 512
+    num_slots: int = 8
+    block_size: int = 16
+    runner: Runner = field(init=False)
+    logits: list[tuple[Sample, Tensor]] = field(init=False, default_factory=list)
+    step: int = field(init=False, default=0)
+    next_page: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.layout = layout(self.config, self.block_size, self.model.spec.dtype.itemsize)
+        self.runner = Runner(self.model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observe)
+        self.runner.pool.fill_(0xFF)  # recycled pages may hold bytes that read as NaN
+
+    def _observe(self, sample: Sample, logits: Tensor) -> None:
+        self.logits.append((sample, logits.clone()))
+
+    def allocate(self, count: int) -> Pages:
+        pages = np.arange(self.next_page, self.next_page + count, dtype=np.int32)
+        self.next_page += count
+        assert self.next_page <= self.num_pages
+        return pages
+
+    def file(self) -> Pages:
+        return self.allocate(self.layout.pages_per_checkpoint)
+
+    def sequence(self, slot: int, length: int) -> Track:
+        return Track(slot, self.allocate(self.layout.pages_for(length)))
+
+    def row(self, seq: Track, tokens: Sequence[int] | FromStep, sample: bool = True, decode: bool = False) -> Row:
+        count = 1 if isinstance(tokens, FromStep) else len(tokens)
+        start, end = seq.position, seq.position + count
+        seq.position = end
+        return Row(
+            slot=seq.slot,
+            start=start,
+            end=end,
+            tokens=tokens if isinstance(tokens, FromStep) else np.asarray(tokens, dtype=np.int64),
+            pages=(seq.pages,) * len(self.layout.groups),
+            kv_write_from=seq.kv_write_from,
+            decode=decode,
+            sample=Sample(GREEDY, end) if sample else None,
+        )
+
+    def run(self, *rows: Row, keeps: Sequence[Keep] = (), **records: Any) -> list[Tensor]:
+        """The logits of the rows and sample_only records that sample."""
+        self.result = self.submit(*rows, keeps=keeps, **records)
+        return [logits for _, logits in self.logits]
+
+    def submit(self, *rows: Row, keeps: Sequence[Keep] = (), **records: Any) -> StepResult:
+        self.step += 1
+        self.logits.clear()
+        return self.runner.run(StepPlan(self.step, rows=rows, keeps=tuple(keeps), **records))
+
+    def file_bytes(self, pages: Pages) -> Tensor:
+        return self.runner.pool[torch.from_numpy(pages.astype(np.int64))].flatten()[: self.layout.checkpoint_bytes]
+
+
+def tiny(pattern: str, *, exact: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Driver:
+    driver = {name: changes.pop(name) for name in ("num_pages", "num_slots", "block_size") if name in changes}
+    config = parse(raw_config(pattern, **changes))
+    return Driver(config, build_tiny(config, random_weights(config, seed), exact, dtype), exact, **driver)
+
+
+def prompt(length: int, seed: int, vocab: int = 97) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
