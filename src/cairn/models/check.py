@@ -1,0 +1,175 @@
+"""`cairn check`: account for a checkpoint and say what serving it takes, from config.json and tensor headers alone."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cairn.cache.layout import CacheLayout
+from cairn.models.loader import Accounting, DType, account, read_headers
+from cairn.models.registry import OpenModel, open_model
+
+__all__ = ["CheckReport", "CheckSettings", "check", "render"]
+
+MAX_PROBLEMS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings:
+    """What the model would be served with. `min_cacheable_tokens` and `min_shared_tokens` are the placement policy's:
+    the shortest prompt, and the shortest beginning shared by two prompts, that can be hit."""
+
+    dtype: DType = "auto"
+    block_size: int = 16
+    kv_cache_memory_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    min_cacheable_tokens: int = 1
+    min_shared_tokens: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What was found. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype."""
+
+    folder: Path
+    model_type: str
+    layers: dict[str, int]
+    settings: CheckSettings
+    accounting: Accounting
+    num_tensors: int
+    num_files: int
+    stored_dtypes: dict[str, int]
+    parameters: int
+    weight_bytes: int
+    dtype: str
+    max_model_len: int
+    layout: CacheLayout
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is there, known and of the right shape and dtype."""
+        return not self.accounting.problems
+
+    @property
+    def checkpoint_tokens(self) -> float:
+        """How many tokens of keys and values one checkpoint costs; 0 for a model without attention."""
+        per_token = self.layout.bytes_per_token
+        return self.layout.pages_per_checkpoint * self.layout.page_bytes / per_token if per_token else 0.0
+
+    @property
+    def pages_for_longest(self) -> int:
+        """Pages of one sequence of `max_model_len` tokens with one checkpoint."""
+        return self.layout.pages_for(self.max_model_len) + self.layout.pages_per_checkpoint
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that the settings give."""
+        return self.settings.kv_cache_memory_bytes // self.layout.page_bytes
+
+
+def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
+    """Read config.json and every tensor's header; compare names, shapes and dtypes with what the config calls for.
+
+    Raises ModelError when the folder, the config or a file cannot be read at all; tensors that are missing, unknown,
+    misshapen or of another dtype are listed in the report.
+    """
+    settings = settings or CheckSettings()
+    model = open_model(folder, settings.dtype)
+    headers = read_headers(folder)
+    expected = model.family.tensors(model.config)
+    weights = [_on_meta(model, name, shape) for name, shape in expected.items()]
+    return CheckReport(
+        folder=folder,
+        model_type=model.facts.model_type,
+        layers=model.family.layers(model.config),
+        settings=settings,
+        accounting=account(headers, expected, model.family.ignored_tensors),
+        num_tensors=len(headers),
+        num_files=len({header.file for header in headers.values()}),
+        stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
+        parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=settings.max_model_len or model.facts.max_position_embeddings,
+        layout=model.layout(settings.block_size),
+    )
+
+
+def render(report: CheckReport) -> RenderableType:
+    """The report as a table, and below it the tensors that are wrong."""
+    table = Table(title=str(report.folder), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    problems = report.accounting.problems
+    lines = [Text(problem, style="red") for problem in problems[:MAX_PROBLEMS_SHOWN]]
+    if len(problems) > MAX_PROBLEMS_SHOWN:
+        lines.append(Text(f"... and {len(problems) - MAX_PROBLEMS_SHOWN:,} more", style="red"))
+    return Group(table, *lines)
+
+
+def _on_meta(model: OpenModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor as it would be served, without memory."""
+    whole = name.rpartition(".")[2] in model.family.float32_tensors
+    return torch.empty(shape, dtype=torch.float32 if whole else model.dtype, device="meta")
+
+
+def _rows(report: CheckReport) -> list[tuple[str, str]]:
+    layout, settings = report.layout, report.settings
+    layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
+    worth = f", as much as {report.checkpoint_tokens:,.0f} tokens" if report.checkpoint_tokens else ""
+    pool = f"{_size(settings.kv_cache_memory_bytes)} = {report.num_pages:,} pages"
+    if report.pages_for_longest > report.num_pages:
+        fits = "too small for that; raise --kv-cache-memory-bytes or lower --max-model-len"
+    else:
+        checkpoints = report.num_pages // layout.pages_per_checkpoint
+        fits = f"{report.num_pages / report.pages_for_longest:.1f} of those, or {checkpoints:,} checkpoints"
+    return [
+        ("model", f"{report.model_type}, {sum(report.layers.values())} layers: {layers}"),
+        ("tensors", _tensor_row(report)),
+        ("parameters", f"{report.parameters:,} ({report.parameters / 1e9:.2f} B)"),
+        ("weights", f"{_size(report.weight_bytes)} in {report.dtype}"),
+        ("keys and values", f"{layout.bytes_per_token:,.0f} bytes per token"),
+        ("page", f"{layout.block_size} tokens, {layout.page_bytes:,} bytes"),
+        ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{worth}"),
+        (
+            "running states",
+            f"{_size(settings.max_num_seqs * layout.checkpoint_bytes)} for {settings.max_num_seqs} sequences",
+        ),
+        (
+            "longest sequence",
+            f"{report.max_model_len:,} tokens and a checkpoint: {report.pages_for_longest:,} pages, "
+            f"{_size(report.pages_for_longest * layout.page_bytes)}",
+        ),
+        ("pool", f"{pool}: {fits}"),
+        (
+            "smallest hit",
+            f"a repeated prompt of {_count(settings.min_cacheable_tokens, 'token')}, "
+            f"or {_count(settings.min_shared_tokens, 'token')} shared with another prompt",
+        ),
+    ]
+
+
+def _tensor_row(report: CheckReport) -> str:
+    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in report.stored_dtypes.items())
+    found = report.accounting
+    ignored = f", {found.ignored:,} ignored" if found.ignored else ""
+    state = "every one accounted for" if report.ok else _count(len(found.problems), "problem")
+    return f"{report.num_tensors:,} in {report.num_files} files ({stored}{ignored}): {state}"
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count} bytes"

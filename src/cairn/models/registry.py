@@ -1,0 +1,116 @@
+"""The model families that can be served, by `model_type`, and the way from a folder to a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from cairn.cache.layout import CacheLayout
+from cairn.errors import ModelError
+from cairn.models import nemotron_h_config
+from cairn.models.contract import Family, ModelFacts, TensorLoader
+from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
+from cairn.models.nemotron_h_config import NemotronHConfig
+
+if TYPE_CHECKING:
+    from cairn.layers.model import Model
+
+__all__ = ["FAMILIES", "OpenModel", "ServedFamily", "family_of", "open_model"]
+
+
+class ServedFamily(Family[Any], Protocol):
+    """A family that can also be executed.
+
+    `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
+    name prefixes of parts of the checkpoint that are not served.
+    """
+
+    float32_tensors: tuple[str, ...]
+    ignored_tensors: tuple[str, ...]
+
+    def layers(self, config: Any) -> dict[str, int]:
+        """How many layers of each kind, by the kind's name, in words."""
+        ...
+
+    def build(self, config: Any, load: TensorLoader, *, exact: bool, dtype: torch.dtype) -> "Model":
+        """The model, its weights drawn from `load`. Raises ModelError that names the tensor."""
+        ...
+
+
+class NemotronHFamily:
+    """Nemotron-H and Nemotron 3: Mamba2, attention, MLP and mixture-of-experts layers."""
+
+    model_type: str = nemotron_h_config.MODEL_TYPE
+    architectures: tuple[str, ...] = ("NemotronHForCausalLM",)
+    float32_tensors: tuple[str, ...] = nemotron_h_config.FLOAT32_TENSORS
+    ignored_tensors: tuple[str, ...] = ("mtp.",)
+
+    def parse(self, raw: Mapping[str, object]) -> NemotronHConfig:
+        return nemotron_h_config.parse(raw)
+
+    def facts(self, config: NemotronHConfig) -> ModelFacts:
+        return nemotron_h_config.facts(config)
+
+    def tensors(self, config: NemotronHConfig) -> dict[str, tuple[int, ...]]:
+        return nemotron_h_config.tensors(config)
+
+    def layout(self, config: NemotronHConfig, block_size: int, dtype_bytes: int) -> CacheLayout:
+        return nemotron_h_config.layout(config, block_size, dtype_bytes)
+
+    def layers(self, config: NemotronHConfig) -> dict[str, int]:
+        return nemotron_h_config.layers(config)
+
+    def build(self, config: NemotronHConfig, load: TensorLoader, *, exact: bool, dtype: torch.dtype) -> "Model":
+        # Here and not above: accounting for a checkpoint needs none of the kernels.
+        from cairn.models import nemotron_h
+
+        return nemotron_h.build(config, load, exact=exact, dtype=dtype)
+
+
+FAMILIES: Mapping[str, ServedFamily] = MappingProxyType({NemotronHFamily.model_type: NemotronHFamily()})
+
+
+def family_of(raw: Mapping[str, object]) -> ServedFamily:
+    """The family that config.json names. Raises ModelError that lists the known ones."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ModelError(f"config.json: model_type {model_type!r} is not served; known: {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
+    named = raw.get("architectures")
+    if named is not None and (not isinstance(named, list) or not set(map(str, named)) & set(family.architectures)):
+        raise ModelError(
+            f"config.json: architectures {named!r} is not served; known for {model_type}: "
+            f"{', '.join(family.architectures)}"
+        )
+    return family
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet."""
+
+    folder: Path
+    family: ServedFamily
+    config: Any
+    facts: ModelFacts
+    dtype: torch.dtype
+
+    def layout(self, block_size: int) -> CacheLayout:
+        return self.family.layout(self.config, block_size, self.dtype.itemsize)
+
+    def build(self, *, exact: bool) -> "Model":
+        """Account for every tensor, then load the model. Raises ModelError that names the tensor and its file."""
+        with WeightReader(self.folder, self.dtype, self.family.float32_tensors) as reader:
+            reader.verify(self.family.tensors(self.config), self.family.ignored_tensors)
+            return self.family.build(self.config, reader.load, exact=exact, dtype=self.dtype)
+
+
+def open_model(folder: Path, dtype: DType = "auto") -> OpenModel:
+    """Read config.json (and the end-of-sequence ids of generation_config.json). Raises ModelError."""
+    raw = read_config(folder)
+    family = family_of(raw)
+    config = family.parse(raw)
+    return OpenModel(folder, family, config, family.facts(config), serving_dtype(raw, dtype))

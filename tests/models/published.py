@@ -1,0 +1,48 @@
+"""config.json of Nemotron-3-Nano-30B-A3B as published, without the fields that only steer training."""
+
+from typing import Any
+
+__all__ = ["NANO"]
+
+NANO: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "max_position_embeddings": 262144,
+    "layer_norm_epsilon": 1e-05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": False,
+    "sliding_window": None,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "intermediate_size": 1856,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "residual_in_fp32": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}

@@ -1,0 +1,177 @@
+"""`cairn check` on a checkpoint that has only headers, with the published shapes of Nemotron-3-Nano-30B-A3B."""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cairn.errors import ModelError
+from cairn.models.check import CheckSettings, check, render
+from cairn.models.nemotron_h_config import parse, tensors
+from models.published import NANO
+
+ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+
+Headers = dict[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> safetensors dtype, shape."""
+
+
+def write_headers(path: Path, headers: Headers) -> None:
+    """A valid safetensors file whose tensors are a hole in a sparse file: no data is written."""
+    offset = 0
+    entries: dict[str, Any] = {}
+    for name, (dtype, shape) in headers.items():
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + offset)
+
+
+def write_checkpoint(folder: Path, raw: Mapping[str, Any], headers: Headers, num_shards: int) -> None:
+    (folder / "config.json").write_text(json.dumps(raw))
+    names = list(headers)
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]
+        write_headers(folder / file, {name: headers[name] for name in part})
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def published_headers() -> Headers:
+    """As published: bfloat16, the routers' correction biases float32."""
+    return {
+        name: ("F32" if name.endswith("e_score_correction_bias") else "BF16", shape)
+        for name, shape in tensors(parse(NANO)).items()
+    }
+
+
+def rendered(folder: Path, settings: CheckSettings | None = None) -> str:
+    output = StringIO()
+    Console(file=output, width=160).print(render(check(folder, settings)))
+    return output.getvalue()
+
+
+def test_published_shapes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, NANO, published_headers(), num_shards=13)
+    report = check(tmp_path, CheckSettings(kv_cache_memory_bytes=64 << 30, max_num_seqs=4))
+    assert report.ok
+    assert report.layers == {"Mamba2": 23, "attention": 6, "mixture of experts": 23}
+    assert (report.num_tensors, report.num_files) == (6243, 13)
+    assert report.stored_dtypes == {"BF16": 6220, "F32": 23}
+    assert report.parameters == 31_577_940_288
+    # served in bfloat16, but for 64 heads times A_log, D, dt_bias and 128 expert biases a layer
+    assert report.weight_bytes == 2 * report.parameters + 2 * 23 * (3 * 64 + 128)
+    assert report.layout.bytes_per_token == 6144
+    assert report.layout.checkpoint_bytes == 49_087_744
+    assert report.layout.pages_per_checkpoint == 500
+    assert report.checkpoint_tokens == 8000
+    assert report.max_model_len == 262144
+    assert report.pages_for_longest == 262144 // 16 + 500
+    assert report.num_pages == (64 << 30) // 98304
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, NANO, published_headers(), num_shards=2)
+    text = rendered(tmp_path)
+    for words in (
+        "nemotron_h, 52 layers: 23 Mamba2, 6 attention, 23 mixture of experts",
+        "6,243 in 2 files (6,220 BF16, 23 F32): every one accounted for",
+        "31,577,940,288 (31.58 B)",
+        "58.82 GiB in bfloat16",
+        "6,144 bytes per token",
+        "49,087,744 bytes = 500 pages, as much as 8,000 tokens",
+        "374.51 MiB for 8 sequences",
+        "262,144 tokens and a checkpoint: 16,884 pages, 1.55 GiB",
+        "1.00 GiB = 10,922 pages: too small for that; raise --kv-cache-memory-bytes or lower --max-model-len",
+        "a repeated prompt of 1 token, or 64 tokens shared with another prompt",
+    ):
+        assert words in text
+    roomy = CheckSettings(kv_cache_memory_bytes=4 << 30, dtype="float32", block_size=32, max_model_len=1000)
+    text = rendered(tmp_path, roomy)
+    assert "117.64 GiB in float32" in text
+    assert "12,288 bytes per token" in text
+    assert "1,000 tokens and a checkpoint: 160 pages" in text
+    assert "4.00 GiB = 10,922 pages: 68.3 of those, or 85 checkpoints" in text
+
+
+def drop(headers: Headers) -> None:
+    del headers["backbone.layers.3.mixer.experts.127.down_proj.weight"]
+
+
+def add(headers: Headers) -> None:
+    headers["backbone.layers.3.mixer.experts.128.down_proj.weight"] = ("BF16", (2688, 1856))
+
+
+def reshape(headers: Headers) -> None:
+    headers["backbone.layers.0.mixer.A_log"] = ("F32", (63,))
+
+
+def quantize(headers: Headers) -> None:
+    headers["lm_head.weight"] = ("F8_E4M3", (131072, 2688))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (drop, "backbone.layers.3.mixer.experts.127.down_proj.weight [2688, 1856] is missing"),
+        (add, "backbone.layers.3.mixer.experts.128.down_proj.weight is not part of this architecture"),
+        (reshape, "backbone.layers.0.mixer.A_log has shape [63], config.json makes it [64]"),
+        (quantize, "lm_head.weight is F8_E4M3; only BF16, F16, F32 can be read"),
+    ],
+)
+def test_each_wrong_tensor_is_named(tmp_path: Path, change: Callable[[Headers], None], problem: str) -> None:
+    headers = published_headers()
+    change(headers)
+    write_checkpoint(tmp_path, NANO, headers, num_shards=1)
+    report = check(tmp_path)
+    assert not report.ok
+    assert [found for found in report.accounting.problems if problem in found] == list(report.accounting.problems)
+    text = rendered(tmp_path)
+    assert "1 problem" in text
+    assert problem in text
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    headers = {name: entry for name, entry in published_headers().items() if ".experts." not in name}
+    write_checkpoint(tmp_path, NANO, headers, num_shards=1)
+    text = rendered(tmp_path)
+    assert "5,888 problems" in text
+    assert "... and 5,868 more" in text
+
+
+def test_unserved_parts_are_counted(tmp_path: Path) -> None:
+    headers = published_headers() | {"mtp.layers.0.eh_proj.weight": ("BF16", (2688, 5376))}
+    write_checkpoint(tmp_path, NANO, headers, num_shards=1)
+    report = check(tmp_path)
+    assert report.ok
+    assert report.accounting.ignored == 1
+    assert "1 ignored" in rendered(tmp_path)
+
+
+def test_model_without_attention(tmp_path: Path) -> None:
+    raw = NANO | {"hybrid_override_pattern": "MM", "num_hidden_layers": 2}
+    write_checkpoint(tmp_path, raw, {name: ("BF16", shape) for name, shape in tensors(parse(raw)).items()}, 1)
+    report = check(tmp_path)
+    assert report.ok
+    assert report.checkpoint_tokens == 0
+    assert report.pages_for_longest == report.layout.pages_per_checkpoint
+    assert "as much as" not in rendered(tmp_path)
+
+
+def test_unreadable_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        check(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(NANO))
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        check(tmp_path)
