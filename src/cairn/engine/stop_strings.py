@@ -1,0 +1,33 @@
+"""Stop strings, found in text that comes in pieces."""
+
+from collections.abc import Sequence
+
+__all__ = ["StopStrings"]
+
+
+class StopStrings:
+    """Gives out an answer's text as far as it is certain that no stop string has begun in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max(map(len, self._stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that may go out, and the stop string that has been met, if any. Nothing follows after one."""
+        text = self._held + text
+        met = [(text.index(stop), stop) for stop in self._stops if stop in text]
+        if met:
+            at, stop = min(met)
+            self._held = ""
+            return text[:at], stop
+        keep = min(len(text), self._longest)
+        while keep and not any(stop.startswith(text[-keep:]) for stop in self._stops):
+            keep -= 1
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def finish(self) -> str:
+        """What was held back, when the answer ends without a stop string."""
+        rest, self._held = self._held, ""
+        return rest

@@ -1,0 +1,198 @@
+"""The core with a runner of tags: text, stops, reports, and what is refused."""
+
+import numpy as np
+import pytest
+
+from cairn.cache.eviction import LeastRecentlyUsed
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.placement import Auto
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.engine.contract import EngineInfo, GenerateRequest
+from cairn.engine.core import Core
+from cairn.engine.fake_tokenizer import FakeTokenizer
+from cairn.engine.stop_strings import StopStrings
+from cairn.errors import AuditError, InvalidRequest, Overloaded
+from cairn.runner.simulated import SimulatedRunner
+from cairn.scheduler.books import SchedulerConfig
+from cairn.scheduler.scheduler import Scheduler
+from cairn.types import ManualClock
+
+VOCAB = 128
+LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
+
+
+def core(num_pages=400, eos=(), seed=0, **config) -> Core:
+    scheduling = SchedulerConfig(max_model_len=2000, **config)
+    cache = PrefixCache(LAYOUT, num_pages, CachePolicy(Auto(), LeastRecentlyUsed()))
+    info = EngineInfo(
+        model="m",
+        architecture="simulated",
+        dtype="float32",
+        vocab_size=VOCAB,
+        max_model_len=2000,
+        block_size=16,
+        num_pages=num_pages,
+        page_bytes=64,
+        bytes_per_token=4,
+        checkpoint_bytes=188,
+        pages_per_checkpoint=3,
+        max_num_seqs=8,
+        min_cacheable_tokens=1,
+        mamba_cache_mode="auto",
+        enable_prefix_caching=True,
+        exact=False,
+    )
+    clock = ManualClock()
+    runner = SimulatedRunner(LAYOUT, VOCAB, numerics=False)
+    return Core(info, Scheduler(scheduling, cache, clock), runner, FakeTokenizer(), eos, seed)
+
+
+def request(prompt=range(100), name="a", **fields) -> GenerateRequest:
+    fields.setdefault("seed", 1)
+    return GenerateRequest(request_id=name, prompt=np.array(prompt, np.int64).tobytes(), **fields)
+
+
+def run(engine: Core, asked: GenerateRequest):
+    """All outputs of one request, run alone."""
+    engine.submit(asked)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    engine.idle()
+    return outputs
+
+
+def tokens_of(outputs):
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_an_answer_comes_token_by_token_and_ends_with_a_report():
+    outputs = run(core(), request(max_tokens=7))
+    assert [len(output.token_ids) for output in outputs] == [1] * 7
+    assert [output.finish_reason for output in outputs] == [None] * 6 + ["length"]
+    report = outputs[-1].cache
+    assert (report.prompt_tokens, report.cached_tokens, report.computed_tokens) == (100, 0, 100)
+    assert report.reason == "never_seen" and outputs[-1].timings is not None
+    assert all(output.cache is None for output in outputs[:-1])
+
+
+def test_a_repeated_prompt_reports_itself_cached():
+    engine = core()
+    first = run(engine, request(max_tokens=3))
+    second = run(engine, request(max_tokens=3))
+    report = second[-1].cache
+    assert (report.cached_tokens, report.matched_tokens, report.computed_tokens) == (100, 100, 0)
+    assert report.reason == "none" and tokens_of(first) == tokens_of(second)
+    stats = engine.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (200, 100)
+    assert stats.reasons["none"] == stats.reasons["never_seen"] == 1 and stats.lost_tokens["never_seen"] == 100
+    assert (stats.held_pages, stats.open_leases) == (0, 0)
+    assert stats.cached_pages + stats.free_pages == stats.num_pages
+    assert stats.checkpoints_hit == {"prompt_end": 1} and stats.audits == 2
+
+
+def test_end_of_sequence_ends_unless_ignored():
+    plain = tokens_of(run(core(), request(max_tokens=30)))
+    eos = plain[5]
+    ended = run(core(eos=(eos,)), request(max_tokens=30))
+    assert tokens_of(ended) == plain[: plain.index(eos) + 1]
+    assert ended[-1].finish_reason == "stop" and ended[-1].stop_reason is None
+    assert tokens_of(run(core(eos=(eos,)), request(max_tokens=30, ignore_eos=True))) == plain
+
+
+def test_a_stop_token_ends_and_is_named():
+    plain = tokens_of(run(core(), request(max_tokens=30)))
+    ended = run(core(), request(max_tokens=30, stop_token_ids=[plain[7]]))
+    assert ended[-1].finish_reason == "stop" and ended[-1].stop_reason == plain[7]
+
+
+def test_a_stop_string_across_tokens_ends_and_is_cut_off():
+    whole = "".join(output.text for output in run(core(), request(max_tokens=40)))
+    stop = whole[10:13]
+    engine = core()
+    outputs = run(engine, request(max_tokens=40, stop=[stop, "never there"]))
+    assert "".join(output.text for output in outputs) == whole[: whole.index(stop)]
+    assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_reason == stop
+    assert engine.stats().held_pages == 0
+
+
+@pytest.mark.parametrize("stops", [["ab"], ["abc", "b"], ["cab", "aab"], ["aaa"], ["x"], []])
+@pytest.mark.parametrize("text", ["aabab", "abcabc", "caab", "aaaa", "bxab", ""])
+def test_stop_strings_in_any_pieces(stops, text):
+    places = [(text.index(stop), stop) for stop in stops if stop in text]
+    for size in range(1, 4):
+        found, given, met = StopStrings(stops), "", None
+        for start in range(0, len(text), size):
+            piece, met = found.push(text[start : start + size])
+            given += piece
+            if met is not None:
+                break
+        if met is None:
+            given += found.finish()
+            assert not places and given == text
+        else:
+            # whatever stop string is completed first by the pieces ends the text where it begins
+            assert text.startswith(given + met)
+            assert not any(stop in given for stop in stops)
+
+
+def test_unseeded_requests_differ_and_the_engine_seed_repeats_them():
+    one, two = core(seed=5), core(seed=5)
+    first = tokens_of(run(one, request(max_tokens=20, seed=None)))
+    assert tokens_of(run(one, request(max_tokens=20, seed=None))) != first
+    assert tokens_of(run(two, request(max_tokens=20, seed=None))) == first
+
+
+def test_an_aborted_request_is_heard_of_no_more():
+    engine = core()
+    engine.submit(request(name="a", max_tokens=50))
+    engine.submit(request(name="b", max_tokens=5))
+    engine.step()
+    engine.abort("a")
+    engine.abort("unknown")
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    engine.idle()
+    assert {output.request_id for output in outputs} == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [5, VOCAB]}, "prompt", r"prompt\[1\] is 128"),
+        ({"prompt": [-1]}, "prompt", r"prompt\[0\] is -1"),
+        ({"prompt": range(100), "boundaries": [101]}, "boundaries", "between 1 and 100"),
+        ({"prompt": [1] * 2000}, "prompt", "--max-model-len"),
+        ({"prompt": [1] * 1999, "max_tokens": 2}, "max_tokens", "--max-model-len"),
+    ],
+)
+def test_bad_requests_name_the_field(fields, param, words):
+    engine = core()
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        engine.submit(request(**fields))
+    assert caught.value.param == param and not engine.has_work
+    engine.idle()
+
+
+def test_a_full_queue_is_refused():
+    engine = core(max_waiting=1)
+    engine.submit(request(name="a"))
+    with pytest.raises(Overloaded):
+        engine.submit(request(name="b"))
+
+
+def test_without_max_tokens_an_answer_may_fill_the_rest():
+    engine = core(num_pages=20)
+    outputs = run(engine, request(prompt=range(50)))
+    assert len(tokens_of(outputs)) == 19 * 16 - 50 and outputs[-1].finish_reason == "length"
+
+
+def test_a_leaked_lease_is_found_when_idle():
+    engine = core()
+    run(engine, request())
+    cache = engine._scheduler.books.cache
+    cache.lookup(next(iter(cache.residents.roots)), np.arange(100), "leak")
+    with pytest.raises(AuditError, match="1 leases"):
+        engine.idle()
