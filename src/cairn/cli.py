@@ -1,0 +1,192 @@
+"""The command `cairn`. Exit codes: 0 done, 1 it went wrong while running, 2 it was asked for something wrong.
+
+Heavy imports wait until their command is chosen: `cairn --help` needs neither torch nor the web framework.
+"""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from cairn import __version__
+from cairn.errors import CairnError, ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from pydantic_settings import CliSettingsSource
+
+    from cairn.engine.contract import EngineConfig, TextTokenizer
+    from cairn.server.options import ServerOptions
+    from cairn.settings import ServeSettings
+
+__all__ = ["engine_config", "main", "server_options"]
+
+logger = logging.getLogger("cairn.cli")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without repeating all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    core: str = "cairn.engine.build:build_core",
+    load_tokenizer: "Callable[[str], TextTokenizer] | None" = None,
+) -> int:
+    """Run one command and return its exit code. `core` and `load_tokenizer` replace the engine that `serve` runs."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser, serve = _parser()
+    source: CliSettingsSource[ServeSettings] | None = None
+    if arguments[:1] == ["serve"]:
+        from cairn.settings import add_flags
+
+        source = add_flags(serve)
+    try:
+        parsed = parser.parse_args(arguments)
+        if parsed.command == "make-model":
+            return _make_model(parsed)
+        if parsed.command == "check":
+            return _check(parsed)
+        assert source is not None
+        from cairn.settings import load_settings
+
+        return _serve(load_settings(parsed, source), core, load_tokenizer or _load_tokenizer)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except ConfigError as error:
+        print(f"cairn: {error}", file=sys.stderr)
+        return 2
+    except CairnError as error:
+        print(f"cairn: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    parser = _Parser(prog="cairn", description="A serving engine for hybrid language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"cairn {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a checkpoint over HTTP",
+        description="Serve a checkpoint over HTTP, with OpenAI's API. Every flag can also be an environment variable "
+        "(CAIRN_MAX_NUM_SEQS=8) or a line of the --config file (max-num-seqs: 8); a flag wins over a variable, and a "
+        "variable over the file.",
+        allow_abbrev=False,
+    )
+    make = commands.add_parser("make-model", help="write a random-weight checkpoint", allow_abbrev=False)
+    make.add_argument("family", metavar="FAMILY", help="model family: nemotron_h")
+    make.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+    make.add_argument("--size", choices=("tiny", "small"), default="tiny", help="default: %(default)s")
+    make.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes; default: %(default)s")
+    make.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    check = commands.add_parser(
+        "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
+    )
+    check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
+    return parser, serve
+
+
+def _make_model(parsed: argparse.Namespace) -> int:
+    from cairn.models.make_model import make_model
+
+    make_model(parsed.family, parsed.out, size=parsed.size, seed=parsed.seed, dtype=parsed.dtype, show=True)
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cairn.models.check import check, render
+
+    report = check(parsed.model)
+    Console().print(render(report))
+    return 0 if report.ok else 1
+
+
+def engine_config(settings: "ServeSettings") -> "EngineConfig":
+    from cairn.engine.contract import EngineConfig
+
+    return EngineConfig(
+        model=settings.model,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        kv_cache_memory_bytes=int(settings.kv_cache_memory_bytes),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_waiting=settings.max_waiting,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        mamba_cache_mode=settings.mamba_cache_mode,
+        eviction=settings.eviction,
+        exact=settings.exact,
+        seed=settings.seed,
+    )
+
+
+def server_options(settings: "ServeSettings") -> "ServerOptions":
+    from cairn.server.options import ServerOptions
+
+    return ServerOptions(
+        model_name=settings.served_model_name or settings.model,
+        version=__version__,
+        host=settings.host,
+        port=settings.port,
+        api_key=settings.api_key,
+        max_open=settings.max_num_seqs + settings.max_waiting,
+        max_body_bytes=int(settings.max_body_bytes),
+        request_seconds=settings.request_timeout,
+        shutdown_seconds=settings.shutdown_timeout,
+    )
+
+
+def _serve(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
+    from cairn.engine.client import EngineDeadlines
+    from cairn.engine.process import ProcessEngine
+    from cairn.server.run import HttpServer
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    _warn(settings)
+
+    async def run() -> int:
+        engine = ProcessEngine(
+            engine_config(settings),
+            load_tokenizer,
+            core=core,
+            threads=settings.cpu_threads,
+            deadlines=EngineDeadlines(start=settings.start_timeout),
+        )
+        server = HttpServer(engine, server_options(settings))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.drain)
+        return await server.run()
+
+    return asyncio.run(run())
+
+
+def _warn(settings: "ServeSettings") -> None:
+    if settings.trust_remote_code:
+        logger.warning("--trust-remote-code is ignored: code that comes with a checkpoint is never run")
+    for name in ("gpu_memory_utilization", "enforce_eager"):
+        if name in settings.model_fields_set:
+            logger.info("--%s has no effect: see `cairn serve --help`", name.replace("_", "-"))
+
+
+def _load_tokenizer(folder: str) -> "TextTokenizer":
+    from cairn.engine.tokenizer import ModelTokenizer
+
+    # The tokenizer is loaded before the model has been looked at, and would complain of a file too deep.
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelError(f"{folder}: no checkpoint's folder: there is no config.json in it; models are not downloaded")
+    return ModelTokenizer(Path(folder))

@@ -1,0 +1,207 @@
+"""The part of an EngineClient that does not care where the core runs: who asked what, and who is told."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from cairn.engine.contract import EngineStats, GenerateOutput, GenerateRequest
+from cairn.engine.wire import Abort, Fatal, FromCore, Outputs, Refusal, StatsQuery, StatsReply, Submit, ToCore
+from cairn.errors import EngineDead, InvalidRequest, Overloaded, RequestError
+from cairn.types import Clock, SystemClock
+
+__all__ = ["EngineDeadlines", "Mailbox", "Switchboard"]
+
+_MAX_QUERIES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDeadlines:
+    """How long a client waits for its core, in seconds.
+
+    `start`: to be built. `silence`: a core that owes an answer and says nothing for that long counts as dead; one step
+    has to fit. `stats`: to tell its counters. `stop`: to end once it has been told to.
+    """
+
+    start: float = 1800.0
+    silence: float = 600.0
+    stats: float = 5.0
+    stop: float = 10.0
+
+
+class Mailbox:
+    """The outputs of one request on their way to its reader.
+
+    Outputs that come while the reader is busy are merged into one, so a slow reader costs at most its own answer.
+    """
+
+    def __init__(self) -> None:
+        self._output: GenerateOutput | None = None
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def put(self, output: GenerateOutput) -> None:
+        self._output = output if self._output is None else _merged(self._output, output)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """What has been put before is still delivered."""
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> GenerateOutput:
+        await self._news.wait()
+        if self._output is not None:
+            output, self._output = self._output, None
+            if self._error is None:
+                self._news.clear()
+            return output
+        assert self._error is not None
+        raise self._error
+
+
+def _merged(old: GenerateOutput, new: GenerateOutput) -> GenerateOutput:
+    return msgspec.structs.replace(new, token_ids=old.token_ids + new.token_ids, text=old.text + new.text)
+
+
+class Switchboard:
+    """Joins the requests of many readers with one core. Lives in one event loop.
+
+    `send` hands a message to the core and never blocks; when the line is full it raises Overloaded, but never for an
+    Abort. `max_open` bounds the open requests.
+    """
+
+    def __init__(
+        self, send: Callable[[ToCore], None], *, max_open: int, deadlines: EngineDeadlines, clock: Clock | None = None
+    ) -> None:
+        self._send = send
+        self._max_open = max_open
+        self._silence_seconds = deadlines.silence
+        self._stats_seconds = deadlines.stats
+        self._clock = clock = clock or SystemClock()
+        self._open: dict[str, Mailbox] = {}
+        self._queries: dict[int, asyncio.Future[EngineStats]] = {}
+        self._numbers = itertools.count()
+        self._last_heard = clock.now()
+        self._closing = False
+        self._dead: str | None = None
+        self._died = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    @property
+    def dead(self) -> str | None:
+        return self._dead
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """See EngineClient.generate. Holds its place from the first `anext` to the finish reason or `aclose`."""
+        mailbox = self._enter(request)
+        finished = False
+        try:
+            while not finished:
+                output = await mailbox.get()
+                finished = output.finish_reason is not None
+                yield output
+        except (EngineDead, RequestError):
+            finished = True
+            raise
+        finally:
+            self._leave(request.request_id, finished)
+
+    async def stats(self) -> EngineStats:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if len(self._queries) >= _MAX_QUERIES:
+            raise EngineDead(f"{_MAX_QUERIES} questions for the engine's counters are open already")
+        self._mark_owed()
+        number = next(self._numbers)
+        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._queries[number] = future
+        try:
+            self._send(StatsQuery(number))
+            async with asyncio.timeout(self._stats_seconds):
+                return await future
+        except (TimeoutError, Overloaded) as error:
+            raise EngineDead(f"the engine did not tell its counters within {self._stats_seconds} s") from error
+        finally:
+            del self._queries[number]
+
+    def receive(self, message: FromCore) -> None:
+        """Pass a message of the core on to whom it is for."""
+        self._last_heard = self._clock.now()
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    if mailbox := self._open.get(output.request_id):
+                        mailbox.put(output)
+            case Refusal(request_id):
+                if mailbox := self._open.get(request_id):
+                    mailbox.fail(message.error())
+            case StatsReply(number, stats):
+                future = self._queries.get(number)
+                if future is not None and not future.done():
+                    future.set_result(stats)
+            case Fatal(text):
+                self.fail(text)
+
+    def fail(self, reason: str, *, asked_for: bool = False) -> None:
+        """The core has ended: tell everybody. Only the first reason counts."""
+        if self._dead is not None:
+            return
+        self._dead = reason
+        if not asked_for:
+            self._died.set()
+        for mailbox in self._open.values():
+            mailbox.fail(EngineDead(reason))
+        for future in self._queries.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+
+    async def wait_dead(self) -> str:
+        await self._died.wait()
+        assert self._dead is not None
+        return self._dead
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait at most `seconds` for the open requests to end."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._emptied.wait()
+
+    async def watch(self) -> None:
+        """Fail when the core has been silent for too long. Runs until cancelled."""
+        while self._dead is None:
+            await asyncio.sleep(self._silence_seconds / 10)
+            silence = self._clock.now() - self._last_heard
+            if (self._open or self._queries) and silence > self._silence_seconds:
+                self.fail(f"the engine core has said nothing for {silence:.0f} s")
+
+    def _enter(self, request: GenerateRequest) -> Mailbox:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if self._closing:
+            raise Overloaded("the engine is shutting down: no new requests")
+        if len(self._open) >= self._max_open:
+            raise Overloaded(f"{len(self._open)} requests are open already: try again later")
+        if request.request_id in self._open:
+            raise InvalidRequest(f"a request with the id {request.request_id!r} is open already", "request_id")
+        self._mark_owed()
+        self._send(Submit(request))
+        mailbox = self._open[request.request_id] = Mailbox()
+        self._emptied.clear()
+        return mailbox
+
+    def _leave(self, request_id: str, finished: bool) -> None:
+        del self._open[request_id]
+        if not self._open:
+            self._emptied.set()
+        if not finished and self._dead is None:
+            self._send(Abort(request_id))
+
+    def _mark_owed(self) -> None:
+        if not self._open and not self._queries:
+            self._last_heard = self._clock.now()

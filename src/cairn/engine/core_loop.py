@@ -1,0 +1,91 @@
+"""What a core's thread does all day: take messages, turn the core, and recount the books when there is nothing to do.
+
+The same loop serves a core in a thread (`local`) and one in a process (`worker`); only the link differs.
+"""
+
+import logging
+from typing import Protocol
+
+from cairn.engine.contract import EngineCore, GenerateRequest
+from cairn.engine.wire import (
+    Abort,
+    FromCore,
+    Outputs,
+    Refusal,
+    Shutdown,
+    StatsQuery,
+    StatsReply,
+    Submit,
+    ToCore,
+    check_request,
+)
+from cairn.errors import RequestError
+from cairn.types import Clock, SystemClock
+
+__all__ = ["CoreLink", "run_core"]
+
+_IDLE_SECONDS = 1.0
+_SETTLE_SECONDS = 0.05
+_MESSAGES_PER_TURN = 256
+
+logger = logging.getLogger(__name__)
+
+
+class CoreLink(Protocol):
+    """The core's end of its line to the client."""
+
+    def receive(self, seconds: float) -> ToCore | None:
+        """The next message, or None when none comes within `seconds`."""
+        ...
+
+    def send(self, message: FromCore) -> None:
+        """Raises EngineDead when the client does not take it."""
+        ...
+
+
+def run_core(core: EngineCore, link: CoreLink, clock: Clock | None = None) -> None:
+    """Turn `core` until Shutdown comes. Whatever the core raises in a step or an audit comes out of here.
+
+    The accounting is recounted once per idle period, and only when nothing has changed for a moment: a request that
+    follows on the heels of another does not wait for the audit.
+    """
+    clock = clock or SystemClock()
+    audited, changed = False, clock.now()
+    while True:
+        message = link.receive(0.0 if core.has_work else _IDLE_SECONDS if audited else _SETTLE_SECONDS)
+        taken = 0
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            if _take(core, link, message):
+                audited, changed = False, clock.now()
+            taken += 1
+            message = link.receive(0.0) if taken < _MESSAGES_PER_TURN else None
+        if core.has_work:
+            link.send(Outputs(core.step()))
+            audited, changed = False, clock.now()
+        elif not audited and clock.now() - changed >= _SETTLE_SECONDS:
+            core.idle()
+            audited = True
+
+
+def _take(core: EngineCore, link: CoreLink, message: ToCore) -> bool:
+    """Carry one message out; True when it may have changed the core."""
+    match message:
+        case Submit(request):
+            _submit(core, link, request)
+        case Abort(request_id):
+            core.abort(request_id)
+        case StatsQuery(number):
+            link.send(StatsReply(number, core.stats()))
+            return False
+    return True
+
+
+def _submit(core: EngineCore, link: CoreLink, request: GenerateRequest) -> None:
+    try:
+        check_request(request)
+        core.submit(request)
+    except RequestError as error:
+        logger.debug("request %s refused: %s", request.request_id, error)
+        link.send(Refusal.of(request.request_id, error))

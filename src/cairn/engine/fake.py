@@ -1,0 +1,308 @@
+"""An engine core in memory: no model, no torch, the same behaviour every time.
+
+For tests of everything above the core, and for trying the HTTP surface. The answer to a prompt is the prompt: its byte
+tokens one by one, then end-of-sequence, and with `ignore_eos` all over again.
+"""
+
+import os
+import signal
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from cairn.cache.reasons import Reason
+from cairn.engine.contract import (
+    CacheReport,
+    EngineConfig,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    TextStream,
+    Timings,
+)
+from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
+from cairn.engine.wire import check_request, key_tokens
+from cairn.errors import AuditError, ConfigError, InvalidRequest, ModelError, Overloaded
+from cairn.types import Clock, Keys, SystemClock
+
+__all__ = ["FakeCore", "FakeFaults", "build_fake_core"]
+
+_BYTES_PER_TOKEN = 8
+_REMEMBERED_PATHS = 64
+_PAUSED_SECONDS = 0.002
+
+
+class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to go wrong. Steps count from 1; None means never.
+
+    `refuse`, `crash`: building fails, with ModelError or a bug. `build_seconds`: building takes this long.
+    `pause_after`: every answer stops growing after that many tokens. `fail_at_step`: the step raises.
+    `die_at_step`: the process is killed. `stall_at_step`: the step takes `stall_seconds`. `bad_audit`: `idle` raises.
+    """
+
+    refuse: bool = False
+    crash: bool = False
+    build_seconds: float = 0.0
+    pause_after: int | None = None
+    fail_at_step: int | None = None
+    die_at_step: int | None = None
+    stall_at_step: int | None = None
+    stall_seconds: float = 0.0
+    bad_audit: bool = False
+
+    @classmethod
+    def parse(cls, model: str) -> "FakeFaults":
+        """`fake:pause_after=3,bad_audit=true` -> faults. Raises ConfigError."""
+        _, _, text = model.partition(":")
+        fields = dict(part.partition("=")[::2] for part in text.split(",") if part)
+        try:
+            return msgspec.convert(fields, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the fake model {model!r} has a fault that cannot be read: {error}") from error
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request being echoed. `held_back` is text that may still become a stop string."""
+
+    request: GenerateRequest
+    keys: Keys
+    source: list[int]
+    cached_tokens: int
+    room: int
+    stream: TextStream
+    submitted: float
+    started: float = 0.0
+    first: float = 0.0
+    num_tokens: int = 0
+    held_back: str = ""
+
+    def advance(self) -> GenerateOutput:
+        """One more token; timings and cache report are the core's to add."""
+        token = self.source[self.num_tokens % len(self.source)]
+        self.num_tokens += 1
+        text, stop_string = self._add_text(self.stream.push(token))
+        finish, reason = self._finish(token, stop_string)
+        if finish is not None and stop_string is None:
+            text += self.held_back + self.stream.finish()
+        return GenerateOutput(
+            request_id=self.request.request_id,
+            token_ids=[token],
+            text=text,
+            finish_reason=finish,
+            stop_reason=reason,
+        )
+
+    def _add_text(self, text: str) -> tuple[str, str | None]:
+        text = self.held_back + text
+        met = [(text.index(stop), stop) for stop in self.request.stop if stop in text]
+        if met:
+            at, stop = min(met)
+            return text[:at], stop
+        keep = min(len(text), max((len(stop) for stop in self.request.stop), default=1) - 1)
+        self.held_back = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def _finish(self, token: int, stop_string: str | None) -> tuple[FinishReason | None, str | int | None]:
+        if stop_string is not None:
+            return "stop", stop_string
+        if token in self.request.stop_token_ids:
+            return "stop", token
+        if token == END_OF_SEQUENCE and not self.request.ignore_eos:
+            return "stop", None
+        if self.num_tokens >= min(self.room, self.request.max_tokens or self.room):
+            return "length", None
+        return None, None
+
+
+class FakeCore:
+    """An EngineCore that echoes. `sleep` is called where it has to wait, `clock` gives the timings."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        faults: FakeFaults | None = None,
+        clock: Clock | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._config = config
+        self._faults = faults or FakeFaults()
+        self._clock = clock or SystemClock()
+        self._sleep = sleep
+        self._info = _fake_info(config)
+        self._waiting: deque[_Answer] = deque()
+        self._running: dict[str, _Answer] = {}
+        self._paths: OrderedDict[tuple[str | None, bytes], None] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def submit(self, request: GenerateRequest) -> None:
+        check_request(request)
+        keys = key_tokens(request)
+        info = self._info
+        if len(keys) >= info.max_model_len:
+            raise InvalidRequest(f"the prompt has {len(keys)} tokens; at most {info.max_model_len - 1} fit", "prompt")
+        wrong = np.flatnonzero((keys < 0) | (keys >= info.vocab_size))
+        if len(wrong):
+            raise InvalidRequest(f"prompt[{wrong[0]}] is no token id of this model", "prompt")
+        if len(self._waiting) >= self._config.max_waiting:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting already: try again later")
+        echo = [token for token in keys.tolist() if token < END_OF_SEQUENCE]
+        answer = _Answer(
+            request=request,
+            keys=keys,
+            source=[*echo, END_OF_SEQUENCE],
+            cached_tokens=self._look_up(request.cache_salt, keys),
+            room=info.max_model_len - len(keys),
+            stream=FakeTokenizer().stream(),
+            submitted=self._clock.now(),
+        )
+        self._waiting.append(answer)
+        self._counts.update(prefix_cache_queries=len(keys), prefix_cache_hits=answer.cached_tokens)
+
+    def abort(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._waiting = deque(answer for answer in self._waiting if answer.request.request_id != request_id)
+
+    def step(self) -> list[GenerateOutput]:
+        self._counts["steps"] += 1
+        self._misbehave(self._counts["steps"])
+        self._admit()
+        limit = self._faults.pause_after
+        moving = [answer for answer in self._running.values() if limit is None or answer.num_tokens < limit]
+        if not moving:
+            self._sleep(_PAUSED_SECONDS)
+            return []
+        self._counts["forward_passes"] += any(a.num_tokens or a.cached_tokens < len(a.keys) for a in moving)
+        return [self._advance(answer) for answer in moving]
+
+    def idle(self) -> None:
+        if self._faults.bad_audit:
+            raise AuditError("the fake accounting was told not to add up")
+        self._counts["audits"] += 1
+
+    def stats(self) -> EngineStats:
+        block_size, num_pages = self._info.block_size, self._info.num_pages
+        held = sum(-(-(len(a.keys) + a.num_tokens) // block_size) for a in self._running.values())
+        return msgspec.structs.replace(
+            msgspec.convert(self._counts, EngineStats),
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=num_pages,
+            held_pages=held,
+            free_pages=num_pages - held,
+            open_leases=len(self._running),
+            reasons=dict(self._reasons),
+        )
+
+    def resume(self) -> None:
+        """Let paused answers grow on. May be called from another thread."""
+        self._faults = msgspec.structs.replace(self._faults, pause_after=None)
+
+    def _look_up(self, salt: str | None, keys: Keys) -> int:
+        if not self._config.enable_prefix_caching:
+            return 0
+        paths = [np.frombuffer(path, dtype="<i8") for path_salt, path in self._paths if path_salt == salt]
+        return max((_common_prefix(path, keys) for path in paths), default=0)
+
+    def _misbehave(self, step: int) -> None:
+        faults = self._faults
+        if step == faults.fail_at_step:
+            raise RuntimeError("the fake step was told to fail")
+        if step == faults.die_at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == faults.stall_at_step:
+            self._sleep(faults.stall_seconds)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            answer = self._waiting.popleft()
+            answer.started = self._clock.now()
+            self._running[answer.request.request_id] = answer
+            self._paths[answer.request.cache_salt, answer.request.prompt] = None
+            while len(self._paths) > _REMEMBERED_PATHS:
+                self._paths.popitem(last=False)
+            n = len(answer.keys)
+            self._counts.update(prompt_tokens=n, computed_prompt_tokens=n - answer.cached_tokens)
+
+    def _advance(self, answer: _Answer) -> GenerateOutput:
+        if answer.num_tokens == 0:
+            answer.first = self._clock.now()
+        output = answer.advance()
+        self._counts["generation_tokens"] += 1
+        if output.finish_reason is None:
+            return output
+        del self._running[output.request_id]
+        timings = Timings(
+            queue=answer.started - answer.submitted,
+            prefill=answer.first - answer.started,
+            decode=self._clock.now() - answer.first,
+        )
+        return msgspec.structs.replace(output, cache=self._report(answer), timings=timings)
+
+    def _report(self, answer: _Answer) -> CacheReport:
+        n, cached = len(answer.keys), answer.cached_tokens
+        reason = Reason.NONE if cached == n else Reason.NEVER_SEEN
+        if not self._config.enable_prefix_caching:
+            reason = Reason.DISABLED
+        self._reasons[reason.value] += 1
+        return CacheReport(
+            prompt_tokens=n,
+            matched_tokens=cached,
+            cached_tokens=cached,
+            computed_tokens=n - cached,
+            reason=reason.value,
+        )
+
+
+def _common_prefix(a: Keys, b: Keys) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _fake_info(config: EngineConfig) -> EngineInfo:
+    page_bytes = config.block_size * _BYTES_PER_TOKEN
+    return EngineInfo(
+        model=config.model,
+        architecture="FakeForCausalLM",
+        dtype="float32",
+        vocab_size=FAKE_VOCAB_SIZE,
+        max_model_len=config.max_model_len or 4096,
+        block_size=config.block_size,
+        num_pages=config.kv_cache_memory_bytes // page_bytes,
+        page_bytes=page_bytes,
+        bytes_per_token=float(_BYTES_PER_TOKEN),
+        checkpoint_bytes=page_bytes,
+        pages_per_checkpoint=1,
+        max_num_seqs=config.max_num_seqs,
+        min_cacheable_tokens=1,
+        mamba_cache_mode=config.mamba_cache_mode,
+        enable_prefix_caching=config.enable_prefix_caching,
+        exact=config.exact,
+    )
+
+
+def build_fake_core(config: EngineConfig) -> FakeCore:
+    """A FakeCore whose faults stand in the model's name: `fake`, `fake:die_at_step=3`."""
+    faults = FakeFaults.parse(config.model)
+    time.sleep(faults.build_seconds)
+    if faults.refuse:
+        raise ModelError(f"{config.model}: the fake model was told to refuse")
+    if faults.crash:
+        raise RuntimeError("the fake build was told to crash")
+    return FakeCore(replace(config, model="fake"), faults)

@@ -1,0 +1,210 @@
+"""The process wire: msgpack frames between an engine client and its core, nothing else.
+
+    client -> core   Submit, Abort, StatsQuery, Shutdown                       (`ToCore`)
+    core -> client   Ready, Refused | Outputs, Refusal, StatsReply, Fatal      (`FromCore`)
+
+The first frame to the core is its EngineConfig; it answers Ready or Refused. Key tokens travel as the raw bytes of
+`GenerateRequest.prompt` and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
+"""
+
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from cairn.engine.contract import EngineConfig, EngineInfo, EngineStats, GenerateOutput, GenerateRequest
+from cairn.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    Overloaded,
+    RequestError,
+)
+from cairn.types import Keys
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "Abort",
+    "Fatal",
+    "Frames",
+    "FromCore",
+    "Outputs",
+    "Ready",
+    "Refusal",
+    "Refused",
+    "Shutdown",
+    "StatsQuery",
+    "StatsReply",
+    "Submit",
+    "ToCore",
+    "check_request",
+    "config_frames",
+    "frames_from_core",
+    "frames_to_core",
+    "key_tokens",
+]
+
+MAX_FRAME_BYTES = 64 << 20
+"""No frame is larger; sockets refuse one that claims to be. Room for a prompt of eight million tokens."""
+
+_MAX_ID = 256
+_MAX_STOPS = 1024
+_MAX_BOUNDARIES = 1 << 16
+
+RequestIdText = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_ID)]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Take this request. Answered by Outputs that name it, or by a Refusal."""
+
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget this request. Not answered."""
+
+    request_id: RequestIdText
+
+
+class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
+    """Answered by the StatsReply with the same number."""
+
+    number: Number
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End now. The client drains first where it wants to."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The core has been built."""
+
+    info: EngineInfo
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The core cannot be built from this configuration."""
+
+    kind: Literal["config", "model"]
+    text: str
+
+    @classmethod
+    def of(cls, error: ConfigError) -> "Refused":
+        return cls("model" if isinstance(error, ModelError) else "config", str(error))
+
+    def error(self) -> ConfigError:
+        return ModelError(self.text) if self.kind == "model" else ConfigError(self.text)
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step put out. Sent after every step, also when empty: the core's sign of life."""
+
+    outputs: list[GenerateOutput]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """The core did not take a request."""
+
+    request_id: RequestIdText
+    kind: Literal["invalid", "not_found", "overloaded"]
+    message: str
+    param: str | None
+
+    @classmethod
+    def of(cls, request_id: str, error: RequestError) -> "Refusal":
+        kind: Literal["invalid", "not_found", "overloaded"] = "invalid"
+        if isinstance(error, NotFound):
+            kind = "not_found"
+        elif isinstance(error, Overloaded):
+            kind = "overloaded"
+        return cls(request_id, kind, error.message, error.param)
+
+    def error(self) -> RequestError:
+        match self.kind:
+            case "not_found":
+                return NotFound(self.message, self.param)
+            case "overloaded":
+                return Overloaded(self.message, self.param)
+            case _:
+                return InvalidRequest(self.message, self.param)
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats_reply"):
+    """The answer to the StatsQuery with this number."""
+
+    number: Number
+    stats: EngineStats
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The core has ended, and why. Its last frame."""
+
+    text: str
+
+
+ToCore: TypeAlias = Submit | Abort | StatsQuery | Shutdown
+FromCore: TypeAlias = Ready | Refused | Outputs | Refusal | StatsReply | Fatal
+
+Message = TypeVar("Message")
+
+
+class Frames(Generic[Message]):
+    """Messages of one direction as msgpack bytes."""
+
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[Message]") -> None:
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, message: Message) -> bytes:
+        """Raises InvalidRequest when the message is larger than a frame may be, or has text that is no Unicode."""
+        try:
+            frame = self._encoder.encode(message)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the request has text that is not valid Unicode: {error.reason}") from error
+        if len(frame) > MAX_FRAME_BYTES:
+            raise InvalidRequest(f"the request takes {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+        return frame
+
+    def decode(self, frame: bytes) -> Message:
+        """Raises EngineDead when the frame does not follow the schema: nothing sensible can come after it."""
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise EngineDead(f"a frame of {len(frame)} bytes on the engine's wire cannot be read: {error}") from error
+
+
+def frames_to_core() -> Frames[ToCore]:
+    return Frames(msgspec.msgpack.Decoder(ToCore))
+
+
+def frames_from_core() -> Frames[FromCore]:
+    return Frames(msgspec.msgpack.Decoder(FromCore))
+
+
+def config_frames() -> Frames[EngineConfig]:
+    return Frames(msgspec.msgpack.Decoder(EngineConfig))
+
+
+def key_tokens(request: GenerateRequest) -> Keys:
+    """The prompt's key tokens, shape [n], read-only and without a copy. Call `check_request` first."""
+    return np.frombuffer(request.prompt, dtype="<i8")
+
+
+def check_request(request: GenerateRequest) -> None:
+    """Hold a request to what a core may rely on. Raises InvalidRequest that names the field."""
+    if not 1 <= len(request.request_id) <= _MAX_ID:
+        raise InvalidRequest(f"request_id must have 1 to {_MAX_ID} characters", "request_id")
+    if not request.prompt:
+        raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
+    if len(request.prompt) % 8:
+        raise InvalidRequest(f"prompt must be int64 tokens; {len(request.prompt)} bytes are no multiple of 8", "prompt")
+    for name, values, limit in (
+        ("stop", request.stop, _MAX_STOPS),
+        ("stop_token_ids", request.stop_token_ids, _MAX_STOPS),
+        ("boundaries", request.boundaries, _MAX_BOUNDARIES),
+    ):
+        if len(values) > limit:
+            raise InvalidRequest(f"{name} has {len(values)} entries; at most {limit} are taken", name)

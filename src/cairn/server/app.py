@@ -1,0 +1,71 @@
+"""The HTTP application: routes, middleware and error handling around one engine."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI
+
+from cairn.engine.contract import EngineClient
+from cairn.server import routes, status_routes
+from cairn.server.failures import install_error_handlers
+from cairn.server.log_lines import ThroughputLine
+from cairn.server.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
+from cairn.server.options import ServerOptions
+from cairn.server.service import Service
+
+__all__ = ["create_app"]
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(engine: EngineClient, options: ServerOptions, service: Service | None = None) -> FastAPI:
+    """The application around an engine that has been started. Whoever started the engine also stops it.
+
+    `service` may be given to replace the clock and the source of ids.
+    """
+    service = service or Service(engine, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        reporting = asyncio.create_task(_report(service))
+        try:
+            yield
+        finally:
+            reporting.cancel()
+            with suppress(asyncio.CancelledError):
+                await reporting
+            service.close()
+
+    app = FastAPI(
+        title="cairn",
+        version=options.version,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would be built from the Host header.
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    app.include_router(routes.router())
+    app.include_router(status_routes.router())
+    install_error_handlers(app)
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, options=options)
+    app.add_middleware(GateKeeper, gate=service.gate)
+    if options.api_key is not None:
+        app.add_middleware(ApiKey, api_key=options.api_key)
+    app.add_middleware(BugShield)
+    app.add_middleware(RequestIds, new_id=service.new_id)
+    return app
+
+
+async def _report(service: Service) -> None:
+    """Log the throughput line until cancelled."""
+    line = ThroughputLine(service.clock.now())
+    while True:
+        await asyncio.sleep(service.options.log_seconds)
+        text = line.update(await service.stats(), service.clock.now())
+        if text is not None:
+            logger.info(text)

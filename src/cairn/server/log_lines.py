@@ -1,0 +1,81 @@
+"""What the server says in its log: once at the start what the memory is good for, then how it is going."""
+
+from cairn.engine.contract import EngineInfo, EngineStats
+
+__all__ = ["ThroughputLine", "start_lines"]
+
+
+def start_lines(info: EngineInfo) -> list[str]:
+    """The cache in words."""
+    pool = info.num_pages * info.page_bytes
+    lines = [
+        f"{info.architecture} in {info.dtype}: prompt and answer together up to {info.max_model_len} tokens, "
+        f"up to {info.max_num_seqs} requests computed at once",
+        f"cache: one pool of {info.num_pages} pages of {info.page_bytes} bytes ({_size(pool)} in all)",
+    ]
+    if info.bytes_per_token:
+        tokens = info.num_pages * info.block_size
+        lines.append(f"cache: {info.bytes_per_token:g} bytes per token; the pool alone would hold {tokens} tokens")
+    else:
+        lines.append("cache: this model has no attention layers: tokens cost nothing")
+    if info.checkpoint_bytes:
+        count = info.num_pages // info.pages_per_checkpoint
+        lines.append(
+            f"cache: {_size(info.checkpoint_bytes)} per state checkpoint ({info.pages_per_checkpoint} pages); "
+            f"the pool alone would hold {count} checkpoints"
+        )
+    else:
+        lines.append("cache: this model has no recurrent state: every shared token is a hit")
+    if info.enable_prefix_caching:
+        lines.append(
+            f"cache: checkpoints by policy '{info.mamba_cache_mode}'; "
+            f"the smallest prefix that can be hit has {info.min_cacheable_tokens} tokens"
+        )
+    else:
+        lines.append("cache: prefix caching is off")
+    return lines
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+class ThroughputLine:
+    """Turns successive counters into vLLM's throughput line; silent while nothing happens.
+
+    The hit rate is that of the last interval in which prompts were looked up, not of the server's whole life.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._then = now
+        self._stats = EngineStats()
+        self._hit_rate = 0.0
+        self._was_busy = False
+
+    def update(self, stats: EngineStats, now: float) -> str | None:
+        """The line for the time since the last update, in seconds of the same clock, or None."""
+        old, seconds = self._stats, now - self._then
+        self._stats, self._then = stats, now
+        busy = bool(stats.num_running or stats.num_waiting)
+        prompt = stats.prompt_tokens - old.prompt_tokens
+        generated = stats.generation_tokens - old.generation_tokens
+        quiet = not (busy or self._was_busy or prompt or generated)
+        self._was_busy = busy
+        if quiet or seconds <= 0:
+            return None
+        queries = stats.prefix_cache_queries - old.prefix_cache_queries
+        if queries > 0:
+            self._hit_rate = (stats.prefix_cache_hits - old.prefix_cache_hits) / queries
+        usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
+        return (
+            f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"KV cache usage: {usage:.1%}, Prefix cache hit rate: {self._hit_rate:.1%}, "
+            "External prefix cache hit rate: 0.0%"
+        )

@@ -1,0 +1,195 @@
+"""Prometheus metrics: vLLM's names where the meaning is the same, `cairn:` for what only cairn has.
+
+Engine counters are exported from one `EngineStats` per scrape; request times are measured here. The registry belongs
+to this object, so two servers in one process do not mix.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cairn.engine.contract import EngineInfo, EngineStats, GenerateOutput
+
+__all__ = ["CONTENT_TYPE_LATEST", "Metrics", "RequestMeter"]
+
+_LABELS = ("model_name", "engine")
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+# vLLM's buckets, so that dashboards can lay both engines over each other.
+_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+_COUNTERS = (
+    ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of answered requests, cached ones included."),
+    ("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
+    ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
+    ("cairn:forward_passes", "forward_passes", "Forward passes of the model."),
+    ("cairn:steps", "steps", "Engine steps."),
+    ("cairn:computed_prompt_tokens", "computed_prompt_tokens", "Prompt tokens that went through the model."),
+    ("cairn:recomputed_tokens", "recomputed_tokens", "Tokens computed again after a preemption."),
+    ("cairn:audits", "audits", "Recounts of the cache's accounting that came out right."),
+)
+_COUNTERS_BY = (
+    ("cairn:miss_requests", "reason", "reasons", "Requests by why their cached part was not longer."),
+    ("cairn:lost_tokens", "reason", "lost_tokens", "Prompt tokens that were not cached, by why."),
+    ("cairn:checkpoints_taken", "kind", "checkpoints_taken", "State checkpoints taken."),
+    ("cairn:checkpoints_hit", "kind", "checkpoints_hit", "State checkpoints that a request started from."),
+    ("cairn:checkpoints_evicted", "kind", "checkpoints_evicted", "State checkpoints dropped for want of memory."),
+)
+_GAUGES = (
+    ("vllm:num_requests_running", "num_running", "Requests being computed."),
+    ("vllm:num_requests_waiting", "num_waiting", "Requests waiting for their turn."),
+    ("cairn:held_pages", "held_pages", "Pages that running requests refer to."),
+    ("cairn:cached_pages", "cached_pages", "Pages that only the cache refers to."),
+    ("cairn:free_pages", "free_pages", "Pages that nobody refers to."),
+    ("cairn:open_leases", "open_leases", "Leases on cached pages that are open."),
+)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters, as they were when `stats` was set."""
+
+    def __init__(self, info: EngineInfo, labels: Sequence[str]) -> None:
+        self._info = info
+        self._labels = labels
+        self.stats = EngineStats()
+
+    def collect(self) -> Iterable[Metric]:
+        stats, labels = self.stats, self._labels
+        for name, field, text in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            counter.add_metric(labels, getattr(stats, field))
+            yield counter
+        for name, label, field, text in _COUNTERS_BY:
+            counter = CounterMetricFamily(name, text, labels=(*_LABELS, label))
+            for key, value in sorted(getattr(stats, field).items()):
+                counter.add_metric((*labels, key), value)
+            yield counter
+        for name, field, text in _GAUGES:
+            yield self._gauge(name, text, getattr(stats, field))
+        usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages that running requests hold, 0 to 1.", usage)
+        yield self._cache_config()
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge
+
+    def _cache_config(self) -> Metric:
+        info = self._info
+        facts = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_pages),
+            "page_bytes": str(info.page_bytes),
+            "pages_per_checkpoint": str(info.pages_per_checkpoint),
+            "enable_prefix_caching": str(info.enable_prefix_caching),
+            "mamba_cache_mode": info.mamba_cache_mode,
+            "cache_dtype": info.dtype,
+        }
+        gauge = GaugeMetricFamily(
+            "vllm:cache_config_info", "The cache's configuration; the value is always 1.", labels=(*_LABELS, *facts)
+        )
+        gauge.add_metric((*self._labels, *facts.values()), 1.0)
+        return gauge
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, info: EngineInfo, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = (model_name, "0")
+        self._engine = _EngineCollector(info, self._labels)
+        self._registry.register(self._engine)
+        tokens = _token_buckets(info.max_model_len)
+        self.first_token = self._histogram("time_to_first_token_seconds", _FIRST_TOKEN_BUCKETS)
+        self.inter_token = self._histogram("inter_token_latency_seconds", _TOKEN_BUCKETS)
+        self.per_output_token = self._histogram("request_time_per_output_token_seconds", _TOKEN_BUCKETS)
+        self.whole_request = self._histogram("e2e_request_latency_seconds", _REQUEST_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", _REQUEST_BUCKETS)
+        self.prefill_time = self._histogram("request_prefill_time_seconds", _REQUEST_BUCKETS)
+        self.decode_time = self._histogram("request_decode_time_seconds", _REQUEST_BUCKETS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", tokens)
+        self.generation_tokens = self._histogram("request_generation_tokens", tokens)
+        finished = Counter(
+            "vllm:request_success",
+            "Requests by how they ended.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self.finished = {reason: finished.labels(*self._labels, reason) for reason in _FINISHED_REASONS}
+
+    def exposition(self, stats: EngineStats) -> bytes:
+        """Everything in Prometheus' text format."""
+        self._engine.stats = stats
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
+        text = name.replace("_", " ").capitalize() + "."
+        family = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
+        return family.labels(*self._labels)
+
+
+class RequestMeter:
+    """Measures one request from its arrival to its end. Times are seconds of one clock."""
+
+    def __init__(self, metrics: Metrics, arrived: float, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._arrived = arrived
+        self._prompt_tokens = prompt_tokens
+        self._first: float | None = None
+        self._last = arrived
+        self._num_tokens = 0
+        self._ended = False
+
+    def output(self, output: GenerateOutput, now: float) -> None:
+        metrics = self._metrics
+        if output.token_ids:
+            if self._first is None:
+                self._first = now
+                metrics.first_token.observe(now - self._arrived)
+            else:
+                metrics.inter_token.observe((now - self._last) / len(output.token_ids))
+            self._last = now
+            self._num_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            self._finish(output, now)
+
+    def end(self, reason: str) -> None:
+        """The request ended without a last output, or has ended already."""
+        if not self._ended:
+            self._ended = True
+            self._metrics.finished[reason].inc()
+
+    def _finish(self, output: GenerateOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.whole_request.observe(now - self._arrived)
+        metrics.prompt_tokens.observe(self._prompt_tokens)
+        metrics.generation_tokens.observe(self._num_tokens)
+        if output.timings is not None:
+            metrics.queue_time.observe(output.timings.queue)
+            metrics.prefill_time.observe(output.timings.prefill)
+            metrics.decode_time.observe(output.timings.decode)
+        if self._first is not None and self._num_tokens > 1:
+            metrics.per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
+        self.end(output.finish_reason or "error")
+
+
+def _token_buckets(limit: int) -> list[float]:
+    buckets = [float(digit * 10**power) for power in range(9) for digit in (1, 2, 5)]
+    return [bucket for bucket in buckets if bucket <= limit]

@@ -1,0 +1,167 @@
+"""The request bodies, as OpenAI and vLLM define them: types, ranges, and what is not supported yet.
+
+Unknown fields are ignored, as vLLM does. Fields that would change the answer and are not supported yet are refused by
+name, unless they hold a value that changes nothing.
+"""
+
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from cairn.errors import InvalidRequest
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Message",
+    "SamplingFields",
+    "StreamOptions",
+    "TokenizeRequest",
+    "refuse_unsupported",
+]
+
+_INT64 = 1 << 63
+_MAX_TOKENS = (1 << 31) - 1
+_MAX_MESSAGES = 16_384
+
+_NEUTRAL = MappingProxyType(
+    {
+        "allowed_token_ids": (None,),
+        "audio": (None,),
+        "bad_words": (None, []),
+        "best_of": (None, 1),
+        "chat_template": (None,),
+        "chat_template_kwargs": (None, {}),
+        "continue_final_message": (None, False),
+        "documents": (None, []),
+        "echo": (None, False),
+        "frequency_penalty": (None, 0, 0.0),
+        "function_call": (None, "none"),
+        "functions": (None, []),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "include_stop_str_in_output": (None, False),
+        "kv_transfer_params": (None,),
+        "length_penalty": (None, 1, 1.0),
+        "logit_bias": (None, {}),
+        "logits_processors": (None, []),
+        "logprobs": (None, False),
+        "min_p": (None, 0, 0.0),
+        "min_tokens": (None, 0),
+        "modalities": (None, ["text"]),
+        "n": (None, 1),
+        "prediction": (None,),
+        "presence_penalty": (None, 0, 0.0),
+        "prompt_embeds": (None,),
+        "prompt_logprobs": (None,),
+        "reasoning_effort": (None,),
+        "repetition_penalty": (None, 1, 1.0),
+        "response_format": (None, {"type": "text"}),
+        "return_token_strs": (None, False),
+        "skip_special_tokens": (None, True),
+        "spaces_between_special_tokens": (None, True),
+        "structured_outputs": (None,),
+        "suffix": (None, ""),
+        "tool_choice": (None, "none"),
+        "tools": (None, []),
+        "top_logprobs": (None, 0),
+        "truncate_prompt_tokens": (None,),
+        "use_beam_search": (None, False),
+    }
+)
+"""Fields that are not supported yet, with the values that ask for nothing."""
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class SamplingFields(BaseModel):
+    """What both ways of generating have in common."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    stop: Annotated[list[StopString], Field(max_length=16), BeforeValidator(_as_list)] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=64)
+    ignore_eos: bool | None = False
+    cache_salt: str | None = Field(None, pattern=r"^\S+$", min_length=1, max_length=128)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. `prompt`: text, token ids, or a list with exactly one of these."""
+
+    prompt: Any
+    add_special_tokens: bool | None = True
+
+
+class Message(BaseModel):
+    """One message of a chat. `content`: text, or a list of text parts."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: Any = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: list[Any] | None = None
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    add_generation_prompt: bool | None = True
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=_MAX_MESSAGES)
+    add_special_tokens: bool | None = True
+    add_generation_prompt: bool | None = True
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    tokens: list[Any]
+
+
+def refuse_unsupported(body: BaseModel) -> None:
+    """Raises InvalidRequest for the first field that asks for something not supported yet."""
+    for name, value in (body.model_extra or {}).items():
+        neutral = _NEUTRAL.get(name)
+        if neutral is not None and not any(type(value) is type(other) and value == other for other in neutral):
+            raise InvalidRequest(f"{name} is not supported yet: leave it out", name)

@@ -1,0 +1,110 @@
+"""The endpoints that make work: completions, chat completions, tokenize, detokenize."""
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from cairn.engine.contract import GenerateRequest
+from cairn.errors import InvalidRequest
+from cairn.server.answers import ChatShape, CompletionShape
+from cairn.server.generate import Deadline, Job, respond
+from cairn.server.prompts import (
+    Prompt,
+    chat_prompt,
+    check_model,
+    check_text,
+    completion_prompt,
+    engine_request,
+    messages_for,
+    valid_tokens,
+)
+from cairn.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+    refuse_unsupported,
+)
+from cairn.server.service import Service
+
+__all__ = ["ServiceOfApp", "router", "service_of"]
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+ServiceOfApp = Annotated[Service, Depends(service_of)]
+
+
+def router() -> APIRouter:
+    routes = APIRouter()
+    routes.add_api_route("/v1/completions", create_completion, methods=["POST"], response_model=None)
+    routes.add_api_route("/v1/chat/completions", create_chat_completion, methods=["POST"], response_model=None)
+    routes.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
+    routes.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=None)
+    return routes
+
+
+async def create_completion(http: Request, body: CompletionRequest, service: ServiceOfApp) -> Response:
+    return await _generate(http, service, body, lambda: completion_prompt(service, body))
+
+
+async def create_chat_completion(http: Request, body: ChatRequest, service: ServiceOfApp) -> Response:
+    return await _generate(http, service, body, lambda: chat_prompt(service, body))
+
+
+async def _generate(
+    http: Request, service: Service, body: SamplingFields, make_prompt: Callable[[], Awaitable[Prompt]]
+) -> Response:
+    arrived, deadline = service.clock.now(), Deadline(service.options.request_seconds)
+    check_model(service, body.model)
+    refuse_unsupported(body)
+    try:
+        async with deadline.limit():
+            prompt = await make_prompt()
+    except TimeoutError:
+        raise deadline.missed() from None
+    chat = isinstance(body, ChatRequest)
+    answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
+    # Two clients may send the same id; inside the engine an id has to be one request's alone.
+    request: GenerateRequest = engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}")
+    shown = prompt.token_ids if body.return_token_ids else None
+    shape = (ChatShape if chat else CompletionShape)(answer_id, int(service.wall()), service.options.model_name, shown)
+    return await respond(http, service, Job(request, shape, body, arrived, deadline))
+
+
+def _request_id(http: Request, body: SamplingFields) -> str:
+    own: str = http.scope["cairn.request_id"]
+    given: bool = http.scope["cairn.request_id_given"]
+    return own if given or body.request_id is None else body.request_id
+
+
+async def tokenize(body: TokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+    check_model(service, body.model)
+    refuse_unsupported(body)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", "prompt")
+    if body.messages is not None:
+        messages = messages_for(body.messages)
+        tokens = (await service.render_chat(messages, body.add_generation_prompt is not False)).token_ids
+    else:
+        prompt = check_text(body.prompt or "", "prompt", "prompt")
+        tokens = await service.encode(prompt, body.add_special_tokens is not False)
+    return {
+        "count": len(tokens),
+        "max_model_len": service.engine.info.max_model_len,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+
+
+async def detokenize(body: DetokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+    check_model(service, body.model)
+    refuse_unsupported(body)
+    return {"prompt": await service.decode(valid_tokens(service, body.tokens, "tokens"))}

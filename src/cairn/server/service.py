@@ -1,0 +1,75 @@
+"""What the routes share: the engine, the gate, the meters, and one thread for the tokenizer."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
+from cairn.errors import EngineDead
+from cairn.server.gate import Gate
+from cairn.server.metrics import Metrics
+from cairn.server.options import ServerOptions
+from cairn.types import Clock, SystemClock
+
+__all__ = ["Service"]
+
+Result = TypeVar("Result")
+
+
+def _random_id() -> str:
+    return uuid.uuid4().hex
+
+
+class Service:
+    """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        options: ServerOptions,
+        clock: Clock | None = None,
+        wall: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = _random_id,
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.clock = clock or SystemClock()
+        self.wall = wall
+        self.new_id = new_id
+        self.started = int(wall())
+        self.gate = Gate(options.max_open)
+        self.metrics = Metrics(engine.info, options.model_name)
+        self._stats = EngineStats()
+        # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.dead is None and not self.gate.closed
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters; the last known ones when it does not answer in time."""
+        try:
+            self._stats = await self.engine.stats()
+        except EngineDead:
+            return self._stats
+        return self._stats
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return await self._tokenize(lambda: self.engine.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return await self._tokenize(lambda: self.engine.tokenizer.decode(token_ids))
+
+    async def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
+        render = self.engine.tokenizer.render_chat
+        return await self._tokenize(lambda: render(messages, add_generation_prompt=add_generation_prompt))
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    async def _tokenize(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

@@ -1,0 +1,75 @@
+"""Work that ends when its client goes away, and server-sent events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cairn.server.failures import ClientGone
+
+__all__ = ["DONE_EVENT", "EventStream", "event", "unless_gone"]
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+Result = TypeVar("Result")
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event with a JSON object."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result. Raises ClientGone, with the work cancelled and over, when the client disconnects first.
+
+    The request's body must have been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends the events of a generator, and closes it when the client goes away or takes too long to read.
+
+    `seconds` bounds the whole stream; the generator should have a deadline of its own that comes first.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], seconds: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await unless_gone(receive, self._write(send))
+        except (ClientGone, TimeoutError, OSError):
+            return
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,358 @@
+"""One contract for every EngineClient, run on the core in a thread and on the core in a process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from cairn.engine.client import EngineDeadlines, Mailbox
+from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
+from cairn.engine.fake import build_fake_core
+from cairn.engine.fake_tokenizer import FakeTokenizer, load_fake_tokenizer
+from cairn.engine.local import LocalEngine
+from cairn.engine.process import ProcessEngine
+from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded
+
+FAKE_CORE = "cairn.engine.fake:build_fake_core"
+
+
+def request(text="hello", request_id="r", **fields):
+    prompt = np.array(FakeTokenizer().encode(text), dtype="<i8").tobytes()
+    return GenerateRequest(request_id=request_id, prompt=prompt, **fields)
+
+
+def run(scenario):
+    """Run a coroutine with a deadline of its own."""
+
+    async def with_deadline():
+        async with asyncio.timeout(30):
+            return await scenario
+
+    return asyncio.run(with_deadline())
+
+
+async def collect(engine, a_request):
+    return [output async for output in engine.generate(a_request)]
+
+
+async def first_output(engine, a_request):
+    """The stream, with its first output already taken."""
+    stream = engine.generate(a_request)
+    await anext(stream)
+    return stream
+
+
+async def until(condition):
+    while not await condition():
+        await asyncio.sleep(0.01)
+
+
+class EngineClientContract:
+    """`make(model, **config)` gives an engine around a FakeCore that is not started yet."""
+
+    def make(self, model="fake", deadlines=None, **config):
+        raise NotImplementedError
+
+    @contextlib.asynccontextmanager
+    async def started(self, model="fake", **config):
+        engine = self.make(model, **config)
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.stop(0)
+
+    def test_an_answer_comes_in_pieces_and_ends_with_a_reason(self):
+        async def scenario():
+            async with self.started() as engine:
+                outputs = await collect(engine, request("hello"))
+                assert "".join(output.text for output in outputs) == "hello"
+                assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+                last = outputs[-1]
+                assert last.finish_reason == "stop" and last.timings is not None
+                assert last.cache.prompt_tokens == 5 and last.cache.reason == "never_seen"
+                assert engine.info.architecture == "FakeForCausalLM"
+                assert engine.tokenizer.decode([104, 105]) == "hi"
+
+        run(scenario())
+
+    def test_many_at_once(self):
+        async def scenario():
+            async with self.started(max_num_seqs=3) as engine:
+                answers = await asyncio.gather(*(collect(engine, request(f"text {i}", str(i))) for i in range(20)))
+                assert ["".join(o.text for o in outputs) for outputs in answers] == [f"text {i}" for i in range(20)]
+                assert (await engine.stats()).num_running == 0
+
+        run(scenario())
+
+    def test_closing_early_aborts_in_the_core(self):
+        async def scenario():
+            async with self.started("fake:pause_after=2") as engine:
+                stream = await first_output(engine, request())
+                assert (await engine.stats()).num_running == 1
+                await stream.aclose()
+                await until(lambda: no_pages_held(engine))
+
+        async def no_pages_held(engine):
+            stats = await engine.stats()
+            return stats.num_running == 0 and stats.held_pages == 0
+
+        run(scenario())
+
+    def test_cancelling_the_reader_aborts_in_the_core(self):
+        async def scenario():
+            async with self.started("fake:pause_after=2") as engine:
+                reader = asyncio.create_task(collect(engine, request()))
+                await until(lambda: running(engine, 1))
+                reader.cancel()
+                await until(lambda: running(engine, 0))
+
+        async def running(engine, count):
+            return (await engine.stats()).num_running == count
+
+        run(scenario())
+
+    def test_a_refusal_names_the_field_and_the_engine_lives(self):
+        async def scenario():
+            async with self.started(max_model_len=4) as engine:
+                with pytest.raises(InvalidRequest) as caught:
+                    await collect(engine, request("too long"))
+                assert caught.value.param == "prompt"
+                assert engine.dead is None
+                assert len(await collect(engine, request("ok"))) > 0
+
+        run(scenario())
+
+    def test_too_many_requests_are_overload(self):
+        async def scenario():
+            async with self.started("fake:pause_after=1", max_num_seqs=1, max_waiting=1) as engine:
+                streams = [await first_output(engine, request(request_id="a"))]
+                waiting = asyncio.create_task(collect(engine, request(request_id="b")))
+                await until(lambda: one_waits(engine))
+                with pytest.raises(Overloaded):
+                    await collect(engine, request(request_id="c"))
+                waiting.cancel()
+                await streams[0].aclose()
+
+        async def one_waits(engine):
+            return (await engine.stats()).num_waiting == 1
+
+        run(scenario())
+
+    def test_an_id_that_is_open_already_is_refused(self):
+        async def scenario():
+            async with self.started("fake:pause_after=1") as engine:
+                stream = await first_output(engine, request())
+                with pytest.raises(InvalidRequest, match="open already"):
+                    await collect(engine, request())
+                await stream.aclose()
+
+        run(scenario())
+
+    def test_the_accounting_is_recounted_once_per_idle_period(self):
+        async def scenario():
+            async with self.started() as engine:
+                await until(lambda: audits(engine, 1))
+                await asyncio.sleep(0.2)
+                assert (await engine.stats()).audits == 1
+                await collect(engine, request())
+                await until(lambda: audits(engine, 2))
+
+        async def audits(engine, count):
+            return (await engine.stats()).audits == count
+
+        run(scenario())
+
+    @pytest.mark.parametrize(
+        ("model", "text"),
+        [("fake:fail_at_step=3", "RuntimeError: the fake step"), ("fake:bad_audit=true", "AuditError: the fake")],
+    )
+    def test_the_cores_end_reaches_every_open_request(self, model, text):
+        async def scenario():
+            async with self.started(model + ",pause_after=1") as engine:
+                if "step" in model:
+                    readers = [collect(engine, request(request_id=str(i))) for i in range(3)]
+                    results = await asyncio.gather(*readers, return_exceptions=True)
+                    assert [type(result) for result in results] == [EngineDead] * 3
+                    assert all(text in str(result) for result in results)
+                assert text in await engine.wait_dead()
+                assert text in engine.dead
+                for later in (collect(engine, request()), engine.stats()):
+                    with pytest.raises(EngineDead, match=text):
+                        await later
+
+        run(scenario())
+
+    def test_a_model_that_cannot_be_served(self):
+        engine = self.make("fake:refuse=true")
+        with pytest.raises(ModelError, match="told to refuse"):
+            run(engine.start())
+
+    def test_a_crash_while_building(self):
+        engine = self.make("fake:crash=true")
+        with pytest.raises(EngineDead, match="could not be built: RuntimeError: the fake build was told to crash"):
+            run(engine.start())
+
+    def test_a_build_that_takes_too_long(self):
+        engine = self.make("fake:build_seconds=0.6", deadlines=EngineDeadlines(start=0.2))
+        with pytest.raises(EngineDead, match=r"not built within 0\.2 s"):
+            run(engine.start())
+
+    def test_stopping_lets_open_requests_finish_and_takes_no_new_ones(self):
+        async def scenario():
+            async with self.started() as engine:
+                reader = asyncio.create_task(collect(engine, request("a long answer" * 20)))
+                await asyncio.sleep(0)
+                stopping = asyncio.create_task(engine.stop(10))
+                await asyncio.sleep(0)
+                with pytest.raises(Overloaded, match="shutting down"):
+                    await collect(engine, request(request_id="new"))
+                await stopping
+                assert (await reader)[-1].finish_reason == "stop"
+                assert "stopped" in engine.dead
+
+        run(scenario())
+
+    def test_stopping_does_not_wait_longer_than_told(self):
+        async def scenario():
+            async with self.started("fake:pause_after=1") as engine:
+                stream = await first_output(engine, request())
+                await engine.stop(0.05)
+                with pytest.raises(EngineDead, match="stopped"):
+                    await anext(stream)
+
+        run(scenario())
+
+    def test_a_core_that_falls_silent_is_given_up(self):
+        async def scenario():
+            model = "fake:stall_at_step=2,stall_seconds=1"
+            async with self.started(model, deadlines=EngineDeadlines(silence=0.3, stats=0.1)) as engine:
+                with pytest.raises(EngineDead, match="said nothing"):
+                    await collect(engine, request())
+
+        run(scenario())
+
+    def test_counters_have_a_deadline(self):
+        async def scenario():
+            model = "fake:stall_at_step=2,stall_seconds=0.8,pause_after=1"
+            async with self.started(model, deadlines=EngineDeadlines(stats=0.1)) as engine:
+                stream = await first_output(engine, request())
+                await asyncio.sleep(0.05)
+                with pytest.raises(EngineDead, match="did not tell its counters"):
+                    await engine.stats()
+                assert engine.dead is None
+                await stream.aclose()
+
+        run(scenario())
+
+
+class TestLocalEngine(EngineClientContract):
+    def make(self, model="fake", deadlines=None, **config):
+        return LocalEngine(EngineConfig(model=model, **config), build_fake_core, FakeTokenizer(), deadlines=deadlines)
+
+
+class TestProcessEngine(EngineClientContract):
+    def make(self, model="fake", deadlines=None, core=FAKE_CORE, **config):
+        return ProcessEngine(EngineConfig(model=model, **config), load_fake_tokenizer, core=core, deadlines=deadlines)
+
+    def test_a_killed_core_says_by_what(self):
+        async def scenario():
+            async with self.started("fake:die_at_step=2") as engine:
+                with pytest.raises(EngineDead, match="SIGKILL"):
+                    await collect(engine, request())
+                assert "SIGKILL" in await engine.wait_dead()
+
+        run(scenario())
+
+    def test_signals_for_the_whole_group_leave_the_core_alone(self):
+        async def scenario():
+            async with self.started() as engine:
+                os.kill(engine.pid, signal.SIGINT)
+                os.kill(engine.pid, signal.SIGTERM)
+                assert (await collect(engine, request()))[-1].finish_reason == "stop"
+
+        run(scenario())
+
+    @pytest.mark.parametrize("core", ["cairn.engine.nowhere:build", "cairn.engine.fake:nothing", "nonsense"])
+    def test_a_core_that_cannot_be_imported(self, core):
+        with pytest.raises(ConfigError, match="cannot be imported"):
+            run(self.make(core=core).start())
+
+    def test_a_tokenizer_that_cannot_be_loaded_ends_the_start(self):
+        def refuse(folder):
+            raise ModelError(f"{folder}: no tokenizer")
+
+        async def scenario():
+            engine = ProcessEngine(EngineConfig(model="fake:build_seconds=20"), refuse, core=FAKE_CORE)
+            with pytest.raises(ModelError, match="fake:build_seconds=20: no tokenizer"):
+                await engine.start()
+            assert not psutil.pid_exists(engine.pid)
+
+        run(scenario())
+
+    def test_nothing_is_left_behind(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+        async def scenario():
+            async with self.started() as engine:
+                (folder,) = tmp_path.iterdir()
+                assert folder.stat().st_mode & 0o777 == 0o700
+                pid = engine.pid
+            assert not psutil.pid_exists(pid)
+
+        run(scenario())
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_temporary_folder_with_too_long_a_name(self, tmp_path, monkeypatch):
+        long = tmp_path / ("x" * 120)
+        long.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(long))
+        with pytest.raises(ConfigError, match="TMPDIR"):
+            run(self.make().start())
+
+    def test_the_core_ends_with_its_client(self, tmp_path):
+        script = (
+            "import asyncio, os, sys\n"
+            "from cairn.engine.contract import EngineConfig\n"
+            "from cairn.engine.fake_tokenizer import load_fake_tokenizer\n"
+            "from cairn.engine.process import ProcessEngine\n"
+            "async def main():\n"
+            f"    engine = ProcessEngine(EngineConfig(model='fake'), load_fake_tokenizer, core='{FAKE_CORE}')\n"
+            "    await engine.start()\n"
+            "    print(engine.pid, flush=True)\n"
+            "    os.kill(os.getpid(), 9)\n"
+            "asyncio.run(main())\n"
+        )
+        environ = {**os.environ, "TMPDIR": str(tmp_path)}
+        parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, env=environ)
+        assert parent.returncode == -9, parent.stderr
+        core = int(parent.stdout)
+        deadline = time.monotonic() + 10
+        while psutil.pid_exists(core) and psutil.Process(core).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the core has outlived its client"
+            time.sleep(0.02)
+        assert list(tmp_path.iterdir()) == []
+
+
+del EngineClientContract
+
+
+def test_outputs_merge_while_the_reader_is_busy():
+    async def scenario():
+        mailbox = Mailbox()
+        for i in range(1000):
+            mailbox.put(GenerateOutput(request_id="r", token_ids=[i], text=chr(97 + i % 26)))
+        mailbox.fail(EngineDead("gone"))
+        output = await mailbox.get()
+        assert output.token_ids == list(range(1000)) and len(output.text) == 1000
+        with pytest.raises(EngineDead, match="gone"):
+            await mailbox.get()
+
+    run(scenario())

@@ -1,0 +1,130 @@
+"""The core in memory behaves like one: batching, stops, cache reports and bounds."""
+
+import numpy as np
+import pytest
+
+from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.fake import FakeCore, FakeFaults, build_fake_core
+from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FakeTokenizer
+from cairn.errors import ConfigError, InvalidRequest, Overloaded
+from cairn.types import ManualClock
+
+
+def core(faults=None, clock=None, **config):
+    return FakeCore(EngineConfig(model="fake", **config), faults, clock, sleep=lambda seconds: None)
+
+
+def request(text="hello", request_id="r", **fields):
+    prompt = np.array(FakeTokenizer().encode(text), dtype="<i8").tobytes()
+    return GenerateRequest(request_id=request_id, prompt=prompt, **fields)
+
+
+def answer(core, a_request):
+    core.submit(a_request)
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    return "".join(output.text for output in outputs), outputs[-1]
+
+
+def test_it_echoes():
+    text, last = answer(core(), request("Grüße, 世界"))
+    assert (text, last.finish_reason, last.token_ids) == ("Grüße, 世界", "stop", [END_OF_SEQUENCE])
+
+
+def test_it_goes_on_when_told_to():
+    text, last = answer(core(), request("abc", ignore_eos=True, max_tokens=9))
+    assert (text, last.finish_reason) == ("abcabca", "length")
+
+
+def test_it_stops_where_the_model_ends():
+    text, last = answer(core(max_model_len=8), request("abcde", ignore_eos=True))
+    assert (text, last.finish_reason) == ("abc", "length")
+
+
+def test_a_cut_character_is_shown_as_such():
+    assert answer(core(), request("世", max_tokens=2))[0] == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"), [(["lo"], "hel", "lo"), (["lx", "ll"], "he", "ll"), (["lox"], "hello", None)]
+)
+def test_stop_strings(stop, text, reason):
+    got, last = answer(core(), request("hello", stop=stop))
+    assert (got, last.finish_reason, last.stop_reason) == (text, "stop", reason)
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    fake = core()
+    fake.submit(request("abc", stop=["bcd"]))
+    assert [fake.step()[0].text for _ in range(3)] == ["", "", "a"]
+    assert fake.step()[0].text == "bc"
+
+
+def test_the_cache_report():
+    fake = core()
+    reports = [answer(fake, request(text, cache_salt=salt))[1].cache for text, salt in (("abc", None), ("abd", None))]
+    other = answer(fake, request("abc", cache_salt="s"))[1].cache
+    assert [report.cached_tokens for report in (*reports, other)] == [0, 2, 0]
+    assert (reports[1].computed_tokens, reports[1].reason) == (1, "never_seen")
+    assert answer(fake, request("abc"))[1].cache.reason == "none"
+    off = core(enable_prefix_caching=False)
+    assert [answer(off, request("abc"))[1].cache.reason for _ in range(2)] == ["disabled"] * 2
+
+
+def test_batching_and_counts():
+    fake = core(max_num_seqs=2, block_size=4)
+    for i in range(3):
+        fake.submit(request("abcde", str(i)))
+    assert {output.request_id for output in fake.step()} == {"0", "1"}
+    stats = fake.stats()
+    assert (stats.num_running, stats.num_waiting, stats.held_pages) == (2, 1, 4)
+    fake.abort("0")
+    fake.abort("unknown")
+    while fake.has_work:
+        fake.step()
+    stats = fake.stats()
+    assert (stats.held_pages, stats.generation_tokens, stats.reasons) == (0, 13, {"never_seen": 2})
+
+
+def test_timings_come_from_the_clock():
+    clock = ManualClock()
+    fake = core(clock=clock, max_num_seqs=1)
+    fake.submit(request("ab"))
+    clock.advance(2)
+    fake.step()
+    clock.advance(3)
+    fake.step()
+    timings = fake.step()[0].timings
+    assert (timings.queue, timings.prefill, timings.decode) == (2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [([1] * 16, "at most 15 fit"), ([1, 259], r"prompt\[1\]"), ([-1], r"prompt\[0\]"), ([], "empty")],
+)
+def test_wrong_prompts(prompt, said):
+    with pytest.raises(InvalidRequest, match=said):
+        core(max_model_len=16).submit(GenerateRequest(request_id="r", prompt=np.array(prompt, dtype="<i8").tobytes()))
+
+
+def test_its_queue_has_a_bound():
+    fake = core(max_waiting=1)
+    fake.submit(request())
+    with pytest.raises(Overloaded):
+        fake.submit(request(request_id="s"))
+
+
+def test_faults_are_read_from_the_models_name():
+    assert FakeFaults.parse("fake") == FakeFaults()
+    assert FakeFaults.parse("fake:pause_after=3,bad_audit=true") == FakeFaults(pause_after=3, bad_audit=True)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build_fake_core(EngineConfig(model="fake:pause_after=x"))
+
+
+def test_a_pause_can_be_ended():
+    fake = core(FakeFaults(pause_after=1))
+    fake.submit(request("ab"))
+    assert [len(fake.step()) for _ in range(3)] == [1, 0, 0]
+    fake.resume()
+    assert fake.step()[0].text == "b"

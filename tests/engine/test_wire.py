@@ -1,0 +1,133 @@
+"""The process wire: every message survives the trip, nothing else gets through."""
+
+import numpy as np
+import pytest
+
+from cairn.engine.contract import EngineConfig, EngineStats, GenerateOutput, GenerateRequest
+from cairn.engine.fake import build_fake_core
+from cairn.engine.wire import (
+    MAX_FRAME_BYTES,
+    Abort,
+    Fatal,
+    Outputs,
+    Ready,
+    Refusal,
+    Refused,
+    Shutdown,
+    StatsQuery,
+    StatsReply,
+    Submit,
+    check_request,
+    config_frames,
+    frames_from_core,
+    frames_to_core,
+    key_tokens,
+)
+from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded
+
+
+def request(**fields):
+    fields = {"request_id": "r", "prompt": np.arange(5, dtype="<i8").tobytes()} | fields
+    return GenerateRequest(**fields)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Submit(request(stop=["a", "ü"], seed=-(2**63), boundaries=[2, 5], cache_salt="s", temperature=0.5)),
+        Abort("r"),
+        StatsQuery(7),
+        Shutdown(),
+    ],
+)
+def test_messages_to_the_core_survive(message):
+    frames = frames_to_core()
+    assert frames.decode(frames.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(build_fake_core(EngineConfig(model="fake")).info),
+        Refused("model", "no config.json"),
+        Outputs([GenerateOutput(request_id="r", token_ids=[1], text="x", finish_reason="stop", stop_reason=3)]),
+        Refusal("r", "overloaded", "full", None),
+        StatsReply(7, EngineStats(reasons={"none": 2})),
+        Fatal("bug"),
+    ],
+)
+def test_messages_from_the_core_survive(message):
+    frames = frames_from_core()
+    assert frames.decode(frames.encode(message)) == message
+
+
+def test_the_configuration_survives():
+    config = EngineConfig(model="m", block_size=32, exact=True, max_model_len=77)
+    frames = config_frames()
+    assert frames.decode(frames.encode(config)) == config
+
+
+def test_key_tokens_are_read_in_place():
+    keys = np.arange(131_072, dtype=np.int64) * 3 - 5
+    frames = frames_to_core()
+    message = frames.decode(frames.encode(Submit(request(prompt=keys.tobytes()))))
+    read = key_tokens(message.request)
+    assert (read == keys).all()
+    assert not read.flags.owndata and not read.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\x80\x04K\x01.", b"\xc1", frames_from_core().encode(Fatal("x")), frames_to_core().encode(Abort("r"))[:-1]],
+)
+def test_a_foreign_frame_is_an_error(frame):
+    with pytest.raises(EngineDead, match="cannot be read"):
+        frames_to_core().decode(frame)
+
+
+@pytest.mark.parametrize("bad", [Abort(""), Abort("x" * 257), StatsQuery(-1)])
+def test_bounds_are_checked_on_arrival(bad):
+    frames = frames_to_core()
+    with pytest.raises(EngineDead):
+        frames.decode(frames.encode(bad))
+
+
+def test_a_frame_that_is_too_large_is_refused_where_it_is_made():
+    with pytest.raises(InvalidRequest, match="at most"):
+        frames_to_core().encode(Submit(request(prompt=bytes(MAX_FRAME_BYTES))))
+
+
+def test_text_that_is_no_unicode_is_refused_where_it_is_made():
+    with pytest.raises(InvalidRequest, match="Unicode"):
+        frames_to_core().encode(Submit(request(stop=["\ud800"])))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": b""}, "prompt"),
+        ({"prompt": b"1234567"}, "prompt"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 257}, "request_id"),
+        ({"stop": ["x"] * 1025}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"boundaries": [1] * 65537}, "boundaries"),
+    ],
+)
+def test_a_request_is_held_to_its_bounds(fields, param):
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(request(**fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("a", "p"), NotFound("b", "model"), Overloaded("c")])
+def test_a_refusal_is_raised_as_what_it_was(error):
+    raised = Refusal.of("r", error).error()
+    assert type(raised) is type(error)
+    assert (raised.message, raised.param) == (error.message, error.param)
+
+
+@pytest.mark.parametrize("error", [ConfigError("a"), ModelError("b")])
+def test_a_build_error_is_raised_as_what_it_was(error):
+    raised = Refused.of(error).error()
+    assert type(raised) is type(error) and str(raised) == str(error)

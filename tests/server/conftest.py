@@ -1,0 +1,113 @@
+"""A real server on a free loopback port, around a core in memory."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from cairn.engine.contract import EngineConfig
+from cairn.engine.fake import build_fake_core
+from cairn.engine.fake_tokenizer import FakeTokenizer
+from cairn.engine.local import LocalEngine
+from cairn.server.options import ServerOptions
+from cairn.server.run import HttpServer
+
+
+class RunningServer:
+    """HttpServer in a thread of its own. `core` is the FakeCore inside, `code` the exit code once it has ended."""
+
+    def __init__(self, options=None, tokenizer=None, **config):
+        self.core = None
+        self.code = None
+        self.port = None
+        self._config = EngineConfig(**({"model": "fake"} | config))
+        self._options = ServerOptions(**({"model_name": "fake", "version": "1.2.3", "port": 0} | (options or {})))
+        self._tokenizer = tokenizer or FakeTokenizer()
+        self._http = httpx.Client(timeout=10, verify=False)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10), "the server did not start"
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options):
+        options = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 10} | options
+        return openai.OpenAI(**options)
+
+    def async_client(self, **options):
+        options = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 10} | options
+        return openai.AsyncOpenAI(**options)
+
+    def post(self, path, json=None, **options):
+        return self._http.post(self.url + path, json=json, **options)
+
+    def get(self, path, **options):
+        return self._http.get(self.url + path, **options)
+
+    def metric(self, line_start):
+        """The sum of all samples whose line starts like this; None when there are none."""
+        lines = self.get("/metrics").text.splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start)]
+        return sum(values) if values else None
+
+    def until(self, condition):
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen within 10 s"
+            time.sleep(0.01)
+
+    def drain(self):
+        if self.code is None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself meanwhile
+                self._loop.call_soon_threadsafe(self._server.drain)
+
+    def join(self):
+        self._thread.join(15)
+        self._http.close()
+        assert not self._thread.is_alive(), "the server did not end"
+        return self.code
+
+    async def _run(self):
+        def build(config):
+            self.core = build_fake_core(config)
+            return self.core
+
+        self._loop = asyncio.get_running_loop()
+        self._server = HttpServer(LocalEngine(self._config, build, self._tokenizer), self._options)
+        self.code = await self._server.run(self._on_ready)
+
+    def _on_ready(self, port):
+        self.port = port
+        self._ready.set()
+
+
+@pytest.fixture
+def serve():
+    """Start servers with settings of their own; they are ended with the test."""
+    servers = []
+
+    def start(options=None, **config):
+        servers.append(RunningServer(options, **config))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.core.resume()
+        server.drain()
+        server.join()
+
+
+@pytest.fixture(scope="session")
+def server():
+    """One plain server for all tests that leave it as it is."""
+    running = RunningServer()
+    yield running
+    running.drain()
+    assert running.join() == 0

@@ -1,0 +1,281 @@
+"""Every wrong request gets a clear answer that names the field, and the server lives."""
+
+import json
+import socket
+
+import openai
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+TEXT = {"prompt": "x"}
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+@pytest.fixture(autouse=True)
+def server_lives(server):
+    yield
+    assert server.post("/v1/completions", {"prompt": "still there"}).status_code == 200
+    stats = server.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.held_pages) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""]])
+def test_empty_prompt(server, prompt):
+    error = refused(server.post("/v1/completions", {"prompt": prompt}))
+    assert error["param"] == "prompt" and "empty" in error["message"]
+
+
+@pytest.mark.parametrize("n", [4096, 5000])
+def test_prompt_too_long(server, n):
+    error = refused(server.post("/v1/completions", {"prompt": [1] * n}))
+    assert error["param"] == "prompt" and f"{n} tokens" in error["message"] and "4096" in error["message"]
+
+
+def test_chat_too_long(server):
+    error = refused(server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}))
+    assert error["param"] == "messages"
+
+
+def test_prompt_and_answer_together_too_long(server):
+    error = refused(server.post("/v1/completions", {"prompt": [1] * 4000, "max_tokens": 97}))
+    assert error["param"] == "max_tokens" and "97" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([1, 2, 259], "prompt[2] is 259; token ids of this model are 0 to 258"),
+        ([-1], "prompt[0] is -1"),
+        ([1, 10**30], "prompt[1] is a huge number"),
+        ([1, "a"], "prompt[1] is text, not a token id"),
+        ([1, True], "prompt[1] is a boolean"),
+        ([1, 2.0], "prompt[1] is no integer"),
+        ([None], "prompt[0] is null"),
+    ],
+)
+def test_token_id_out_of_range(server, tokens, said):
+    error = refused(server.post("/v1/completions", {"prompt": tokens}))
+    assert error["param"] == "prompt" and said in error["message"]
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
+def test_several_prompts(server, prompt):
+    error = refused(server.post("/v1/completions", {"prompt": prompt}))
+    assert error["param"] == "prompt" and "2 prompts" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", [5, None, {}, True])
+def test_prompt_of_a_wrong_type(server, prompt):
+    assert refused(server.post("/v1/completions", {"prompt": prompt}))["param"] == "prompt"
+
+
+def test_no_prompt(server):
+    assert refused(server.post("/v1/completions", {"max_tokens": 1}))["message"] == "prompt is missing"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 2**31),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 2**31),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("stop", 5),
+        ("stop", ["x"] * 17),
+        ("stop", ["x" * 257]),
+        ("stop", ""),
+        ("stop_token_ids", [259]),
+        ("stop_token_ids", [1] * 65),
+        ("stop_token_ids", "1"),
+        ("ignore_eos", "yes"),
+        ("cache_salt", ""),
+        ("cache_salt", "two words"),
+        ("cache_salt", "x" * 129),
+        ("cache_salt", 5),
+        ("stream", "true"),
+        ("stream_options", {"include_usage": True}),
+        ("stream_options", []),
+        ("request_id", "x" * 129),
+        ("request_id", "a\nb"),
+        ("return_token_ids", 1),
+        ("model", 5),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
+def test_fields_out_of_range_or_of_a_wrong_type(server, path, body, field, value):
+    error = refused(server.post(path, body | {field: value}))
+    assert error["param"].startswith(field) and field in error["message"]
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none(server, literal):
+    body = '{"prompt": "x", "temperature": ' + literal + "}"
+    response = server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert refused(response)["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("best_of", 3),
+        ("logprobs", 0),
+        ("logprobs", True),
+        ("top_logprobs", 2),
+        ("prompt_logprobs", 0),
+        ("echo", True),
+        ("suffix", "end"),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("min_p", 0.1),
+        ("min_tokens", 1),
+        ("logit_bias", {"5": 1}),
+        ("bad_words", ["x"]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "a*"}),
+        ("chat_template", "{{ 1 }}"),
+        ("chat_template_kwargs", {"tokenize": True}),
+        ("continue_final_message", True),
+        ("prompt_embeds", "AAAA"),
+        ("kv_transfer_params", {"do_remote_prefill": True}),
+        ("truncate_prompt_tokens", 5),
+        ("use_beam_search", True),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
+def test_what_is_not_supported_yet_is_named(server, path, body, field, value):
+    error = refused(server.post(path, body | {field: value}))
+    assert error["param"] == field and error["message"].startswith(f"{field} is not supported yet")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ([{"content": "x"}], "messages.0.role"),
+        ([{"role": 5, "content": "x"}], "messages.0.role"),
+        (["x"], "messages.0"),
+        ([{"role": "wizard", "content": "x"}], "messages"),
+        ([{"role": "user", "content": 5}], "messages"),
+        ([{"role": "user", "content": ["x"]}], "messages"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}],
+            "messages",
+        ),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages"),
+    ],
+)
+def test_messages_that_are_wrong(server, messages, param):
+    assert refused(server.post("/v1/chat/completions", {"messages": messages}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", '{"prompt": "x",}', "[1", "\ud800".encode("utf-8", "surrogatepass"), "[" * 100_000]
+)
+def test_invalid_json(server, body):
+    headers = {"Content-Type": "application/json"}
+    refused(server.post("/v1/completions", content=body, headers=headers))
+
+
+@pytest.mark.parametrize("body", [[], "text", 5, None])
+def test_json_that_is_no_object(server, body):
+    assert "JSON object" in refused(server.post("/v1/completions", body))["message"] or body is None
+
+
+def test_json_that_is_not_called_so(server):
+    response = server.post("/v1/completions", content=json.dumps(TEXT), headers={"Content-Type": "text/plain"})
+    assert "application/json" in refused(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt": "a\\ud800b"}'),
+        ("/v1/completions", b'{"prompt": "x", "stop": "\\ud800"}'),
+        ("/v1/completions", b'{"prompt": "x", "cache_salt": "\\ud800"}'),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\udfff"}]}'),
+        ("/v1/chat/completions", b'{"messages": [{"role": "\\udfff", "content": "x"}]}'),
+        ("/tokenize", b'{"prompt": "\\ud800"}'),
+    ],
+)
+def test_text_that_is_no_unicode(server, path, body):
+    headers = {"Content-Type": "application/json"}
+    refused(server.post(path, content=body, headers=headers))
+
+
+def test_unknown_model(server):
+    with server.client() as client, pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-17", prompt="x")
+    assert caught.value.param == "model" and "gpt-17" in caught.value.message and "'fake'" in caught.value.message
+
+
+def test_unknown_path_and_method(server):
+    assert refused(server.get("/v2/nothing"), 404)["code"] == "not_found_error"
+    assert refused(server.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "a b", "ü".encode()])
+def test_a_request_id_that_is_no_id(server, request_id):
+    response = server.post("/v1/completions", TEXT, headers={"X-Request-Id": request_id})
+    assert refused(response)["param"] == "X-Request-Id"
+
+
+def test_body_too_large(serve):
+    server = serve(options={"max_body_bytes": 1000})
+    assert server.post("/v1/completions", {"prompt": "x" * 900}).status_code == 200
+    error = refused(server.post("/v1/completions", {"prompt": "x" * 1000}), 413)
+    assert "1000 bytes" in error["message"]
+
+    def chunks():
+        for _ in range(11):
+            yield b"x" * 100
+
+    headers = {"Content-Type": "application/json"}
+    refused(server.post("/v1/completions", content=chunks(), headers=headers), 413)
+    assert server.get("/health").status_code == 200
+
+
+def test_a_body_that_does_not_come(serve):
+    server = serve(options={"body_seconds": 0.1})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": CHAT["messages"]}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1, 999]}, "tokens"),
+    ],
+)
+def test_tokenizing_what_cannot_be(server, path, body, param):
+    assert refused(server.post(path, body))["param"] == param

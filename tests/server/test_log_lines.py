@@ -1,0 +1,62 @@
+"""The server's words: what the memory is good for, and how it is going."""
+
+import msgspec
+
+from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.fake import build_fake_core
+from cairn.server.log_lines import ThroughputLine, start_lines
+
+
+def test_the_throughput_line_has_the_words_that_people_look_for():
+    line = ThroughputLine(100.0)
+    stats = EngineStats(
+        prompt_tokens=2000,
+        generation_tokens=50,
+        prefix_cache_queries=2000,
+        prefix_cache_hits=500,
+        num_running=2,
+        num_waiting=1,
+        num_pages=200,
+        held_pages=25,
+    )
+    assert line.update(stats, 110.0) == (
+        "Avg prompt throughput: 200.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
+        "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 12.5%, Prefix cache hit rate: 25.0%, "
+        "External prefix cache hit rate: 0.0%"
+    )
+
+
+def test_it_is_silent_while_nothing_happens():
+    line = ThroughputLine(0.0)
+    busy = EngineStats(prompt_tokens=10, prefix_cache_queries=10, prefix_cache_hits=5, num_running=1, num_pages=10)
+    idle = msgspec.structs.replace(busy, num_running=0)
+    assert line.update(EngineStats(), 10.0) is None
+    assert "Running: 1 reqs" in line.update(busy, 20.0)
+    last = line.update(idle, 30.0)
+    assert "Running: 0 reqs" in last and "Prefix cache hit rate: 50.0%" in last
+    assert line.update(idle, 40.0) is None
+
+
+def test_the_hit_rate_is_of_late():
+    line = ThroughputLine(0.0)
+    line.update(EngineStats(prompt_tokens=100, prefix_cache_queries=100), 10.0)
+    later = EngineStats(prompt_tokens=200, prefix_cache_queries=200, prefix_cache_hits=80)
+    assert "Prefix cache hit rate: 80.0%" in line.update(later, 20.0)
+
+
+def test_the_start_lines_say_what_the_pool_holds():
+    info = build_fake_core(EngineConfig(model="fake", block_size=16, kv_cache_memory_bytes=1 << 20)).info
+    info = msgspec.structs.replace(
+        info, checkpoint_bytes=300, pages_per_checkpoint=3, min_cacheable_tokens=64, mamba_cache_mode="align"
+    )
+    text = "\n".join(start_lines(info))
+    assert "8192 pages of 128 bytes (1 MiB in all)" in text
+    assert "8 bytes per token; the pool alone would hold 131072 tokens" in text
+    assert "300 bytes per state checkpoint (3 pages); the pool alone would hold 2730 checkpoints" in text
+    assert "the smallest prefix that can be hit has 64 tokens" in text and "'align'" in text
+
+
+def test_the_start_lines_of_other_models():
+    info = build_fake_core(EngineConfig(model="fake", enable_prefix_caching=False)).info
+    text = "\n".join(start_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))
+    assert "no attention layers" in text and "no recurrent state" in text and "prefix caching is off" in text

@@ -1,0 +1,201 @@
+"""The command `cairn` as a person runs it: exit codes, messages, signals."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from cairn.cli import main
+
+FAKE_CAIRN = (
+    "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
+    "sys.exit(main(core='cairn.engine.fake:build_fake_core', load_tokenizer=load_fake_tokenizer))"
+)
+
+
+class Serving:
+    """`cairn serve` around a FakeCore, in a process of its own."""
+
+    def __init__(self, model, *flags, wait=True):
+        command = [sys.executable, "-c", FAKE_CAIRN, "serve", model, "--port", "0", *flags]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        self._lines = []
+        self._reader = threading.Thread(target=lambda: self._lines.extend(iter(self.process.stderr.readline, "")))
+        self._reader.start()
+        if wait:
+            self.url = "http://127.0.0.1:" + self.wait_for(r"serving .* on http://127\.0\.0\.1:(\d+)")
+
+    def wait_for(self, pattern):
+        deadline = time.monotonic() + 15
+        while not (found := re.search(pattern, self.log)):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.log
+            time.sleep(0.01)
+        return found.group(found.re.groups)
+
+    @property
+    def log(self):
+        return "".join(self._lines)
+
+    def ask(self, **body):
+        return httpx.post(self.url + "/v1/completions", json={"prompt": "hello"} | body, timeout=10, verify=False)
+
+    def core(self):
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def end(self):
+        try:
+            return self.process.wait(15)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._reader.join(10)
+            self.process.stdout.close()
+            self.process.stderr.close()
+
+
+@pytest.fixture
+def serving():
+    started = []
+
+    def start(*arguments, **options):
+        started.append(Serving(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.end()
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", FAKE_CAIRN, *arguments], capture_output=True, text=True, timeout=20, check=False
+    )
+
+
+def test_serving_and_draining(serving):
+    server = serving("fake", "--served-model-name", "echo", "--trust-remote-code", "--enforce-eager")
+    core = server.core()
+    answer = server.ask(model="echo").json()
+    assert answer["choices"][0]["text"] == "hello"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert not core.is_running()
+    assert "--trust-remote-code is ignored" in server.log and "--enforce-eager has no effect" in server.log
+    assert "bytes per token" in server.log and "the smallest prefix that can be hit" in server.log
+
+
+def test_the_cores_death_is_exit_code_1(serving):
+    server = serving("fake:pause_after=1")
+    with (
+        httpx.Client(timeout=10, verify=False) as client,
+        client.stream("POST", server.url + "/v1/completions", json={"prompt": "hello", "stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        assert '"text":"h"' in next(lines)
+        server.core().kill()
+        rest = [line for line in lines if line]
+    assert "SIGKILL" in rest[0] and '"error"' in rest[0] and rest[-1] == "data: [DONE]"
+    assert server.end() == 1
+
+
+def test_a_killed_server_takes_its_core_with_it(serving):
+    server = serving("fake")
+    core = server.core()
+    server.process.kill()
+    server.end()
+    assert core.wait(10) is None
+
+
+def test_a_signal_while_the_model_loads(serving):
+    server = serving("fake:build_seconds=30", "--log-level", "debug", wait=False)
+    deadline = time.monotonic() + 15
+    while not psutil.Process(server.process.pid).children():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        ("fake:refuse=true", 2, "fake:refuse=true: the fake model was told to refuse"),
+        ("fake:crash=true", 1, "the fake build was told to crash"),
+        ("fake:nonsense=1,stall_seconds=x", 2, "cannot be read"),
+    ],
+)
+def test_a_model_that_cannot_be_served(model, code, said):
+    done = run("serve", model, "--port", "0", "--log-level", "error")
+    assert done.returncode == code
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("cairn: ") and said in last
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
+    assert main(["serve", str(tmp_path), "--port", "0"], core="cairn.engine.fake:build_fake_core") == 2
+    assert f"cairn: {tmp_path}: no checkpoint's folder" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serve", "fake", "--port", str(port))
+    assert done.returncode == 2 and f"--port {port}" in done.stderr and "choose another" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve"], "MODEL is missing"),
+        (["serve", "m", "--port", "http"], "--port: should be a valid integer"),
+        (["serve", "m", "--host", "no.such.host.invalid"], "--host no.such.host.invalid cannot be used"),
+        (["serve", "m", "--tensor-parallel", "2"], "unrecognized arguments: --tensor-parallel"),
+        (["serve", "m", "--port"], "--port: expected one argument"),
+        (["bake"], "invalid choice: 'bake'"),
+        ([], "required: COMMAND"),
+        (["make-model", "nemotron_h", "out", "--size", "huge"], "--size: invalid choice: 'huge'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments, said, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_making_and_checking_a_model(tmp_path, capsys):
+    out = tmp_path / "model"
+    assert main(["make-model", "nemotron_h", str(out), "--seed", "3"]) == 0
+    assert (out / "config.json").is_file() and (out / "tokenizer.json").is_file()
+    assert main(["check", str(out)]) == 0
+    assert "nemotron_h" in capsys.readouterr().out
+    assert main(["make-model", "nemotron_h", str(out)]) == 2
+    assert main(["make-model", "gpt", str(tmp_path / "other")]) == 2
+    assert main(["check", str(tmp_path / "missing")]) == 2
+    assert str(tmp_path / "missing") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
+def test_help_needs_no_heavy_imports(arguments):
+    script = (
+        f"import sys; from cairn.cli import main; assert main({arguments!r}) == 0; "
+        "print([name for name in ('torch', 'transformers', 'fastapi', 'zmq') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "cairn", "--version"], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and done.stdout.startswith("cairn ")

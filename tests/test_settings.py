@@ -1,0 +1,170 @@
+"""Flags, environment variables and the YAML file: one model, one order of precedence, clear errors."""
+
+import argparse
+import os
+import shlex
+
+import pytest
+
+from cairn.cli import engine_config, server_options
+from cairn.errors import ConfigError
+from cairn.settings import add_flags, load_settings
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("CAIRN_"):
+            monkeypatch.delenv(name)
+
+
+def load(*arguments):
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    source = add_flags(parser)
+    return load_settings(parser.parse_args(list(arguments)), source)
+
+
+def test_defaults():
+    config, options = engine_config(load("m")), server_options(load("m"))
+    assert (config.model, config.block_size, config.kv_cache_memory_bytes) == ("m", 16, 1 << 30)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting) == (8, 2048, 1024)
+    assert config.enable_prefix_caching and not config.exact and config.mamba_cache_mode == "auto"
+    assert (options.host, options.port, options.model_name, options.api_key) == ("127.0.0.1", 8000, "m", None)
+    assert (options.shutdown_seconds, options.max_open) == (30.0, 1032)
+
+
+VLLM_COMMAND_LINE = """
+    m --port 9 --host 0.0.0.0 --tensor-parallel-size 1 --block-size 128 --max-model-len 777 --seed 5
+    --max-num-batched-tokens 99 --max-num-seqs 3 --gpu-memory-utilization 0.8 --enforce-eager
+    --trust-remote-code --dtype bfloat16 --served-model-name name --api-key key
+    --no-enable-prefix-caching --mamba-cache-mode align --no-disable-hybrid-kv-cache-manager
+    --eviction lru --exact --max-waiting 4 --shutdown-timeout 1.5 --kv-cache-memory-bytes 2GiB
+"""
+
+
+def test_every_flag_of_a_vllm_command_line():
+    settings = load(*shlex.split(VLLM_COMMAND_LINE))
+    config, options = engine_config(settings), server_options(settings)
+    assert (config.block_size, config.max_model_len, config.seed, config.dtype) == (128, 777, 5, "bfloat16")
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) == (99, 3, 4)
+    assert (config.enable_prefix_caching, config.mamba_cache_mode) == (False, "align")
+    assert (config.eviction, config.exact, config.kv_cache_memory_bytes) == ("lru", True, 2 << 30)
+    assert (options.host, options.port, options.model_name, options.api_key) == ("0.0.0.0", 9, "name", "key")
+    assert (options.shutdown_seconds, options.max_open) == (1.5, 7)
+
+
+def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: from-file\nmax-num-seqs: 2\nmax_waiting: 2\nblock-size: 2\nenable-prefix-caching: false\n")
+    monkeypatch.setenv("CAIRN_MAX_NUM_SEQS", "3")
+    monkeypatch.setenv("CAIRN_MAX_WAITING", "3")
+    settings = load("--config", str(file), "--max-num-seqs", "4")
+    assert (settings.max_num_seqs, settings.max_waiting, settings.block_size, settings.port) == (4, 3, 2, 8000)
+    assert settings.model == "from-file" and not settings.enable_prefix_caching
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("port: 1234\n")
+    monkeypatch.setenv("CAIRN_CONFIG", str(tmp_path / "c.yaml"))
+    monkeypatch.setenv("CAIRN_MODEL", "from-variable")
+    monkeypatch.setenv("CAIRN_HOST", "")
+    settings = load()
+    assert (settings.port, settings.model, settings.host) == (1234, "from-variable", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("512MiB", 512 << 20), ("1e9", 10**9), ("1.5 GB", 1_500_000_000), ("4096", 4096), ("2k", 2000)],
+)
+def test_sizes(text, size):
+    assert load("m", "--kv-cache-memory-bytes", text).kv_cache_memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "-1"),
+        ("--port", "65536"),
+        ("--port", "http"),
+        ("--block-size", "0"),
+        ("--block-size", "4097"),
+        ("--max-model-len", "0"),
+        ("--max-model-len", "1.5"),
+        ("--max-num-seqs", "0"),
+        ("--max-num-batched-tokens", "0"),
+        ("--max-waiting", "0"),
+        ("--seed", "-1"),
+        ("--seed", str(2**63)),
+        ("--dtype", "float16"),
+        ("--mamba-cache-mode", "some"),
+        ("--eviction", "fifo"),
+        ("--kv-cache-memory-bytes", "0"),
+        ("--kv-cache-memory-bytes", "1XB"),
+        ("--kv-cache-memory-bytes", "lots"),
+        ("--kv-cache-memory-bytes", "1e99"),
+        ("--gpu-memory-utilization", "1.1"),
+        ("--shutdown-timeout", "-1"),
+        ("--shutdown-timeout", "nan"),
+        ("--request-timeout", "0"),
+        ("--cpu-threads", "0"),
+        ("--log-level", "loud"),
+        ("--tensor-parallel-size", "0"),
+        ("--served-model-name", ""),
+        ("--api-key", ""),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_the_flag_and_the_value(flag, value):
+    with pytest.raises(ConfigError) as caught:
+        load("m", f"{flag}={value}")
+    assert str(caught.value).startswith(f"{flag}: ") and "\n" not in str(caught.value)
+    assert value[:80] in str(caught.value)
+
+
+def test_a_wrong_variable_is_named(monkeypatch):
+    monkeypatch.setenv("CAIRN_MAX_NUM_SEQS", "many")
+    with pytest.raises(ConfigError, match=r"^CAIRN_MAX_NUM_SEQS \(--max-num-seqs\): .*'many'"):
+        load("m")
+
+
+def test_a_key_is_never_shown():
+    with pytest.raises(ConfigError) as caught:
+        load("m", "--api-key", "k" * 513)
+    assert "kkk" not in str(caught.value) and "--api-key" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-num-seqs: many", r"max_num_seqs \(--max-num-seqs\): .*'many'"),
+        ("prot: 5", "no setting 'prot'"),
+        ("config: other.yaml", "no setting 'config'"),
+        ("- a\n- b", "must hold `name: value` lines"),
+        ("a: [", "not a YAML file"),
+        ("!!python/object/apply:os.system ['true']", "not a YAML file"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, said):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load("m", "--config", str(file))
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load("m", "--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "MODEL is missing"),
+        (["m", "--tensor-parallel-size", "2"], "--tensor-parallel-size: only 1 is supported yet"),
+        (["m", "--kv-transfer-config", "{}"], "--kv-transfer-config: .* not supported yet"),
+        (["m", "--disable-hybrid-kv-cache-manager"], "always a hybrid one"),
+    ],
+)
+def test_what_is_missing(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        load(*arguments)

@@ -1,0 +1,74 @@
+"""What others build on, written down: a change here is a change for somebody."""
+
+import argparse
+import importlib
+import re
+
+import pytest
+
+from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.fake import build_fake_core
+from cairn.server.metrics import Metrics
+from cairn.settings import add_flags
+
+FLAGS = """
+--api-key --block-size --config --cpu-threads --disable-hybrid-kv-cache-manager --dtype --enable-prefix-caching
+--enforce-eager --eviction --exact --gpu-memory-utilization --help --host --kv-cache-memory-bytes --kv-transfer-config
+--log-level --mamba-cache-mode --max-body-bytes --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
+--no-disable-hybrid-kv-cache-manager --no-enable-prefix-caching --no-enforce-eager --no-exact --no-trust-remote-code
+--port --request-timeout --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
+--trust-remote-code
+"""
+
+METRICS = """
+cairn:audits_total cairn:cached_pages cairn:checkpoints_evicted_total cairn:checkpoints_hit_total
+cairn:checkpoints_taken_total cairn:computed_prompt_tokens_total cairn:forward_passes_total cairn:free_pages
+cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_leases cairn:recomputed_tokens_total
+cairn:steps_total
+vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total vllm:inter_token_latency_seconds
+vllm:kv_cache_usage_perc vllm:num_preemptions_total vllm:num_requests_running vllm:num_requests_waiting
+vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_total vllm:request_decode_time_seconds
+vllm:request_generation_tokens vllm:request_prefill_time_seconds vllm:request_prompt_tokens
+vllm:request_queue_time_seconds vllm:request_success_total vllm:request_time_per_output_token_seconds
+vllm:time_to_first_token_seconds
+"""
+
+EXPORTED = {
+    "cairn": "__version__",
+    "cairn.cli": "engine_config main server_options",
+    "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
+    "cairn.engine.fake": "FakeCore FakeFaults build_fake_core",
+    "cairn.engine.local": "LocalEngine",
+    "cairn.engine.process": "ProcessEngine",
+    "cairn.server.app": "create_app",
+    "cairn.server.options": "ServerOptions",
+    "cairn.server.run": "HttpServer",
+    "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings size_in_bytes",
+}
+
+
+def test_flags():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+    assert flags == set(FLAGS.split())
+
+
+def test_metrics():
+    stats = EngineStats(
+        reasons={"none": 1},
+        lost_tokens={"evicted": 1},
+        checkpoints_taken={"grid": 1},
+        checkpoints_hit={"grid": 1},
+        checkpoints_evicted={"grid": 1},
+    )
+    text = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m").exposition(stats).decode()
+    names = set(re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE))
+    assert {name for name in names if not name.endswith("_created")} == set(METRICS.split())
+
+
+@pytest.mark.parametrize("module", EXPORTED)
+def test_exported_names(module):
+    loaded = importlib.import_module(module)
+    assert sorted(loaded.__all__) == EXPORTED[module].split()
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
