@@ -57,7 +57,7 @@ def test_stop_strings(stop, text, reason):
 def test_what_may_become_a_stop_string_is_held_back():
     fake = core()
     fake.submit(request("abc", stop=["bcd"]))
-    assert [fake.step()[0].text for _ in range(3)] == ["", "", "a"]
+    assert [fake.step()[0].text for _ in range(3)] == ["a", "", ""]
     assert fake.step()[0].text == "bc"
 
 

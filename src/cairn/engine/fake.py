@@ -27,6 +27,7 @@ from cairn.engine.contract import (
     Timings,
 )
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
+from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, ConfigError, InvalidRequest, ModelError, Overloaded
 from cairn.types import Clock, Keys, SystemClock
@@ -69,7 +70,7 @@ class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Answer:
-    """One request being echoed. `held_back` is text that may still become a stop string."""
+    """One request being echoed."""
 
     request: GenerateRequest
     keys: Keys
@@ -77,20 +78,20 @@ class _Answer:
     cached_tokens: int
     room: int
     stream: TextStream
+    stops: StopStrings
     submitted: float
     started: float = 0.0
     first: float = 0.0
     num_tokens: int = 0
-    held_back: str = ""
 
     def advance(self) -> GenerateOutput:
         """One more token; timings and cache report are the core's to add."""
         token = self.source[self.num_tokens % len(self.source)]
         self.num_tokens += 1
-        text, stop_string = self._add_text(self.stream.push(token))
+        text, stop_string = self.stops.push(self.stream.push(token))
         finish, reason = self._finish(token, stop_string)
         if finish is not None and stop_string is None:
-            text += self.held_back + self.stream.finish()
+            text += self.stops.finish() + self.stream.finish()
         return GenerateOutput(
             request_id=self.request.request_id,
             token_ids=[token],
@@ -98,16 +99,6 @@ class _Answer:
             finish_reason=finish,
             stop_reason=reason,
         )
-
-    def _add_text(self, text: str) -> tuple[str, str | None]:
-        text = self.held_back + text
-        met = [(text.index(stop), stop) for stop in self.request.stop if stop in text]
-        if met:
-            at, stop = min(met)
-            return text[:at], stop
-        keep = min(len(text), max((len(stop) for stop in self.request.stop), default=1) - 1)
-        self.held_back = text[len(text) - keep :]
-        return text[: len(text) - keep], None
 
     def _finish(self, token: int, stop_string: str | None) -> tuple[FinishReason | None, str | int | None]:
         if stop_string is not None:
@@ -169,6 +160,7 @@ class FakeCore:
             cached_tokens=self._look_up(request.cache_salt, keys),
             room=info.max_model_len - len(keys),
             stream=FakeTokenizer().stream(),
+            stops=StopStrings(request.stop),
             submitted=self._clock.now(),
         )
         self._waiting.append(answer)
