@@ -63,7 +63,7 @@ def test_the_grid_has_at_most_64_points():
 
 
 @pytest.mark.parametrize(
-    ("length", "idle_files", "points"), [(16384, 512, 255), (16384, 256, 127), (131072, 9999, 255)]
+    ("length", "idle_files", "points"), [(16384, 512, 255), (16384, 256, 127), (32768, 1024, 511), (131072, 9999, 255)]
 )
 def test_the_grid_is_denser_while_memory_is_idle(length, idle_files, points):
     facts = PromptFacts(length, 0, 0, 0, idle_files=idle_files)

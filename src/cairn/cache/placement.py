@@ -19,6 +19,9 @@ MAX_UNALIGNED = 6
 MAX_GRID, MAX_IDLE_GRID = 64, 256
 """Grid checkpoints of one request at most, and at most while idle memory holds twice as many."""
 
+DENSE_TOKENS = 32_768
+"""A prompt of up to so many tokens gets every grid point while idle memory holds twice as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
@@ -147,6 +150,8 @@ class Auto:
 
 
 def _grid_stride(num_tokens: int, idle_files: int) -> int:
+    if num_tokens <= DENSE_TOKENS and 2 * (num_tokens // GRID) <= idle_files:
+        return GRID
     most = min(MAX_IDLE_GRID, max(MAX_GRID, idle_files // 2))
     return GRID * max(1, -(-num_tokens // (GRID * most)))
 

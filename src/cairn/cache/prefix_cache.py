@@ -11,15 +11,16 @@ of tensors: pages are numbers, and what is in them is the runner's affair.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace, PageTable, PendingFile
+from cairn.cache.lookup import Acceptance, miss_reason
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import Placement, Wanted
 from cairn.cache.reasons import Reason
@@ -82,11 +83,12 @@ class PrefixCache:
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
         generated. Nothing is counted before `admitted`.
         """
-        raw = keys.tobytes()
         length = len(keys)
+        num_prompt_tokens = length if resumed_from is None else resumed_from
+        may = Acceptance(self.policy.exact, request_id, num_prompt_tokens, resumed_from is not None)
         root = self.residents.roots.get(namespace) if self.enabled else None
-        found = walk(root, raw, self._usable_run(request_id, resumed_from)) if root is not None else Walk()
-        checkpoint = self._deepest(found, length, request_id, resumed_from)
+        found = walk(root, keys.tobytes(), may.run_end()) if root is not None else Walk()
+        checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
@@ -95,11 +97,11 @@ class PrefixCache:
             purpose=f"running {request_id}" if resumed_from is None else f"resuming {request_id}",
             request_id=request_id,
             namespace=namespace,
-            num_prompt_tokens=length if resumed_from is None else resumed_from,
+            num_prompt_tokens=num_prompt_tokens,
             hit=hit,
             matched=found.matched,
             seen=found.seen,
-            reason=Reason.NONE,
+            reason=Reason.DISABLED,
             checkpoint=checkpoint,
             groups=self.layout.groups,
             tables=tuple(
@@ -107,12 +109,14 @@ class PrefixCache:
                 for index, group in enumerate(self.layout.groups)
             ),
             node=found.path[-1] if found.path else None,
-            decode_from=length if resumed_from is None or not self.policy.exact else resumed_from,
+            decode_from=num_prompt_tokens if self.policy.exact else length,
             _keys=keys,
             num_tokens=length,
             committed=found.matched,
         )
-        lease.reason = self._reason(lease, found, raw)
+        if self.policy.placement is not None:
+            running, roots = self.leases.values(), self.residents.roots
+            lease.reason = miss_reason(self.policy.placement, lease, found, running, roots)
         self._open(lease)
         return lease
 
@@ -137,80 +141,6 @@ class PrefixCache:
         if lease.checkpoint is not None:
             self.pool.acquire(lease.checkpoint.pages)
             lease.transient.append(lease.checkpoint.pages)
-
-    def _usable_run(self, request_id: str, resumed_from: int | None) -> Callable[[Node], int] | None:
-        """Up to which token a node's keys and values may be read: DESIGN section 6."""
-        if not self.policy.exact:
-            return None
-        prompt_end = 1 << 62 if resumed_from is None else resumed_from
-
-        def usable(node: Node) -> int:
-            if node.decode_by is None:
-                return min(node.end, prompt_end)
-            return node.end if resumed_from is not None and node.decode_by == request_id else node.start
-
-        return usable
-
-    def _deepest(self, found: Walk, length: int, request_id: str, resumed_from: int | None) -> Checkpoint | None:
-        prompt_end = length if resumed_from is None else resumed_from
-        for node in reversed(found.path):
-            checkpoint = node.checkpoint
-            if checkpoint is None or node.end > found.matched:
-                continue
-            if not self.policy.exact:
-                return checkpoint
-            match checkpoint.origin:
-                case Origin.GRID if node.end <= prompt_end:
-                    return checkpoint
-                case Origin.TAIL if node.end == prompt_end:
-                    return checkpoint
-                case Origin.DECODE if resumed_from is not None and checkpoint.maker == request_id:
-                    return checkpoint
-        return None
-
-    def _reason(self, lease: Lease, found: Walk, raw: bytes) -> Reason:
-        placement = self.policy.placement
-        if placement is None:
-            return Reason.DISABLED
-        length = lease.num_tokens
-        if lease.hit == length:
-            return Reason.NONE
-        if length < placement.min_cacheable:
-            return Reason.TOO_SHORT
-        known = found.path + found.beyond
-        losses = [node.loss for node in known if node.loss is not None and lease.hit < node.end <= found.seen]
-        ghosts = any(not node.resident for node in found.beyond)
-        if lease.hit < found.seen:
-            if Reason.PREEMPTED in losses:
-                return Reason.PREEMPTED
-            if found.seen < placement.min_shared:
-                return Reason.TOO_SHORT
-            if ghosts or losses:
-                return Reason.EVICTED
-        if self._being_computed(lease, raw) >= max(found.seen, lease.hit + 1):
-            return Reason.IN_PROGRESS
-        if lease.hit < found.seen:
-            return Reason.NO_CHECKPOINT
-        return self._new_or_elsewhere(lease, raw)
-
-    def _being_computed(self, lease: Lease, raw: bytes) -> int:
-        """The longest prefix that this prompt shares with one that is still in prefill."""
-        longest = 0
-        for other in self.leases.values():
-            if other.namespace != lease.namespace or other.committed >= other.num_prompt_tokens:
-                continue
-            if other.num_tokens > lease.hit and other.keys[lease.hit] == lease.keys[lease.hit]:
-                run = Node(None, other.keys.tobytes(), 0)
-                longest = max(longest, common_prefix(run, raw, 0))
-        return longest
-
-    def _new_or_elsewhere(self, lease: Lease, raw: bytes) -> Reason:
-        # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
-        plain = Namespace(lease.namespace.adapter)
-        root = self.residents.roots.get(plain) if lease.namespace != plain else None
-        if root is not None and walk(root, raw).seen > lease.seen:
-            return Reason.NAMESPACE
-        return Reason.NEVER_SEEN
 
     # -- growing -------------------------------------------------------------------------------------------------
 
