@@ -149,6 +149,7 @@ TestCacheMachine.settings = settings(max_examples=200, stateful_step_count=50, d
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_many_more_steps() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 

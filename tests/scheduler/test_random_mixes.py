@@ -1,7 +1,9 @@
 """Random requests in small pools: every one ends with the answer of a server that does nothing else."""
 
+import os
 from functools import cache
 
+import pytest
 from driver import PLAIN, Driver, alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,25 +19,27 @@ def reference(prompt, max_tokens, exact):
     return alone(list(prompt), exact, max_tokens=max_tokens)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    mode=st.sampled_from(["auto", "auto", "align", "all", "junction"]),
-    exact=st.booleans(),
-    ahead=st.sampled_from([1, 2, 3]),
-    num_pages=st.sampled_from([40, 60, 100, 400]),
-    block_size=st.sampled_from([8, 16, 48]),
-    requests=st.lists(
+MIX = {
+    "mode": st.sampled_from(["auto", "auto", "align", "all", "junction"]),
+    "exact": st.booleans(),
+    "ahead": st.sampled_from([1, 2, 3]),
+    "num_pages": st.sampled_from([40, 60, 100, 400]),
+    "block_size": st.sampled_from([8, 16, 48]),
+    "requests": st.lists(
         st.tuples(PROMPT, st.sampled_from([1, 3, 70]), st.integers(0, 6), st.booleans(), st.integers(-1, 8)),
         min_size=1,
         max_size=9,
     ),
-)
-def test_every_answer_is_right_whatever_happens(mode, exact, ahead, num_pages, block_size, requests):
+}
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+def check_mix(mode, exact, ahead, num_pages, block_size, requests):
     driver = Driver(mode, num_pages, block_size, exact=exact, max_in_flight=ahead, max_num_batched_tokens=100)
     expected, ended = {}, []
-    for parts, max_tokens, pause, salted, abort_after in requests:
+    for parts, max_tokens, pause, salted, fate in requests:
         prompt = tuple(token for part in parts for token in SEGMENTS[part])
-        if ended and abort_after == 0:
+        if ended and fate == 0:
             last = driver.requests[ended[-1]]
             prompt = (*last.spec.prompt.tolist(), *last.output)[:200]
         namespace = Namespace(cache_salt="s") if salted else PLAIN
@@ -45,10 +49,24 @@ def test_every_answer_is_right_whatever_happens(mode, exact, ahead, num_pages, b
         for _ in range(pause):
             if driver.scheduler.has_work:
                 driver.step()
-        if abort_after == 1:
+        if fate == 1:
             driver.scheduler.abort(name)
             expected.pop(name)
     driver.run()
     for name, (prompt, max_tokens) in expected.items():
         assert driver.output(name) == reference(prompt, max_tokens, exact), name
     assert driver.cache.clear(), "a page leaked"
+
+
+@settings(max_examples=150, derandomize=True, **COMMON)
+@given(**MIX)
+def test_every_answer_is_right_whatever_happens(**mix):
+    check_mix(**mix)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(max_examples=int(os.environ.get("CAIRN_LONG_EXAMPLES", "5000")), **COMMON)
+@given(**MIX)
+def test_many_more_mixes(**mix):
+    check_mix(**mix)
