@@ -1,7 +1,9 @@
 """One request inside the scheduler: its life as a table of transitions, and what it has got so far."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -30,13 +32,15 @@ class Phase(Enum):
     """Holds nothing any more."""
 
 
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.RUNNING, Phase.FINISHED}),
-    Phase.RUNNING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.PREEMPTING, Phase.FINISHED}),
-    Phase.PREEMPTING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.FINISHED}),
-    Phase.FINISHING: frozenset({Phase.FINISHED}),
-    Phase.FINISHED: frozenset(),
-}
+TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
+    {
+        Phase.WAITING: frozenset({Phase.RUNNING, Phase.FINISHED}),
+        Phase.RUNNING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.PREEMPTING, Phase.FINISHED}),
+        Phase.PREEMPTING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.FINISHED}),
+        Phase.FINISHING: frozenset({Phase.FINISHED}),
+        Phase.FINISHED: frozenset(),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
