@@ -35,6 +35,31 @@ vllm:time_to_first_token_seconds
 
 EXPORTED = {
     "cairn": "__version__",
+    "cairn.errors": "AuditError CairnError ConfigError EngineDead InvalidRequest ModelError NotFound "
+    "Overloaded RequestError",
+    "cairn.types": "Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
+    "cairn.step": "Fork FromStep GRID Keep PageCopy Restore Row Sample SampleOnly SampledToken Save "
+    "StepPlan StepResult",
+    "cairn.cache.audit": "audit",
+    "cairn.cache.checkpoint": "Checkpoint Kind Origin",
+    "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
+    "cairn.cache.layout": "AttentionGroup CacheLayout",
+    "cairn.cache.lease": "Lease Namespace PageTable PendingFile",
+    "cairn.cache.placement": "Align All Auto Junction Placement PromptFacts Wanted placement_for",
+    "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
+    "cairn.cache.reasons": "Reason",
+    "cairn.scheduler.books": "Books Counters SchedulerConfig",
+    "cairn.scheduler.request": "Finish Phase Request Spec TRANSITIONS Times",
+    "cairn.scheduler.scheduler": "Progress Scheduler",
+    "cairn.runner.runner": "Observe Runner",
+    "cairn.runner.simulated": "SimulatedRunner",
+    "cairn.models.contract": "Family ModelFacts TensorLoader",
+    "cairn.models.registry": "FAMILIES OpenModel ServedFamily family_of open_model",
+    "cairn.engine.build": "build_core",
+    "cairn.engine.contract": "CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats FinishReason "
+    "GenerateOutput GenerateRequest RenderedPrompt TextStream TextTokenizer Timings",
+    "cairn.engine.core": "Core StepRunner",
+    "cairn.engine.tokenizer": "IncrementalText ModelTokenizer",
     "cairn.cli": "engine_config main server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
     "cairn.engine.fake": "FakeCore FakeFaults build_fake_core",
