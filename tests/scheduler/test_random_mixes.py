@@ -15,13 +15,14 @@ PROMPT = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
 
 
 @cache
-def reference(prompt, max_tokens, exact):
-    return alone(list(prompt), exact, max_tokens=max_tokens)
+def reference(prompt, max_tokens, exact, stop):
+    return alone(list(prompt), exact, max_tokens=max_tokens, stop=stop)
 
 
 MIX = {
     "mode": st.sampled_from(["auto", "auto", "align", "all", "junction"]),
     "exact": st.booleans(),
+    "stop": st.sampled_from([(), (3, 17, 31)]),
     "ahead": st.sampled_from([1, 2, 3]),
     "num_pages": st.sampled_from([40, 60, 100, 400]),
     "block_size": st.sampled_from([8, 16, 48]),
@@ -34,7 +35,7 @@ MIX = {
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-def check_mix(mode, exact, ahead, num_pages, block_size, requests):
+def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests):
     driver = Driver(mode, num_pages, block_size, exact=exact, max_in_flight=ahead, max_num_batched_tokens=100)
     expected, ended = {}, []
     for parts, max_tokens, pause, salted, fate in requests:
@@ -43,7 +44,7 @@ def check_mix(mode, exact, ahead, num_pages, block_size, requests):
             last = driver.requests[ended[-1]]
             prompt = (*last.spec.prompt.tolist(), *last.output)[:200]
         namespace = Namespace(cache_salt="s") if salted else PLAIN
-        name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=(max(1, len(prompt) - 3),))
+        name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=(max(1, len(prompt) - 3),), stop=stop)
         expected[name] = (prompt, max_tokens)
         ended.append(name)
         for _ in range(pause):
@@ -54,7 +55,7 @@ def check_mix(mode, exact, ahead, num_pages, block_size, requests):
             expected.pop(name)
     driver.run()
     for name, (prompt, max_tokens) in expected.items():
-        assert driver.output(name) == reference(prompt, max_tokens, exact), name
+        assert driver.output(name) == reference(prompt, max_tokens, exact, stop), name
     assert driver.cache.clear(), "a page leaked"
 
 

@@ -139,14 +139,31 @@ def test_planning_ahead_feeds_tokens_from_the_step_before(exact):
     assert driver.output(name) == alone(TEXT[:100], exact, max_tokens=30)
 
 
-def test_a_finish_seen_one_step_late_is_trimmed():
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_a_finish_seen_late_is_trimmed(ahead):
     plain = alone(TEXT[:100], False, max_tokens=30)
     stop = plain[11]
-    driver = Driver(max_in_flight=2)
+    driver = Driver(max_in_flight=ahead)
     request = driver.ask(TEXT[:100], max_tokens=30, stop=[stop])
     assert request.output == plain[: plain.index(stop) + 1] and request.finish == "stop"
-    # the stop token itself was computed by the step that was out already
-    assert driver.ask(TEXT[:100] + request.output).first.hit == 100 + len(request.output)
+    prompt = TEXT[:100] + request.output + [7]
+    follow_up = driver.ask(prompt)
+    # one step ahead has computed the stop token itself; two ahead have gone past it, so that no state is left to save
+    assert follow_up.first.hit == {1: 99, 2: 100}.get(ahead, 100 - len(request.output)) + len(request.output)
+    assert follow_up.output == alone(prompt, False)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("after", range(1, 14))
+def test_an_abort_while_tokens_are_fed_ahead_keeps_no_state_of_unknown_tokens(ahead, after):
+    driver = Driver("align", block_size=8, max_in_flight=ahead)
+    name = driver.submit(TEXT[:5], max_tokens=20)
+    for _ in range(after):
+        driver.step()
+    driver.scheduler.abort(name)
+    driver.run()
+    prompt = TEXT[:5] + driver.output(name)
+    assert driver.ask(prompt).output == alone(prompt, False)
 
 
 @pytest.mark.parametrize("after", range(1, 12))

@@ -191,8 +191,10 @@ class Scheduler:
             self._count(request, part)
         request.num_computed = max(request.num_computed, part.end)
         request.furthest = max(request.furthest, request.num_computed)
-        if part.end <= request.prefill_until or part.kept:
-            books.cache.commit(request.lease, min(part.end, request.num_known), part.kept)
+        # a step that was out when the request ended may have gone on with tokens that are not part of it
+        known = part.end <= request.num_known
+        if part.end <= request.prefill_until or (part.kept and known):
+            books.cache.commit(request.lease, part.end, part.kept)
         news = None
         if request.phase is Phase.RUNNING and sampled is not None:
             news = self._take_token(request, sampled)
@@ -230,17 +232,17 @@ class Scheduler:
         if request.save_at is not None:
             return
         placement = books.cache.policy.placement
-        position = min(request.num_computed, request.num_known)
         if request.phase is Phase.PREEMPTING:
             back_to_queue(books, request)
             return
-        books.cache.commit(lease, position)
+        position = request.num_computed
+        books.cache.commit(lease, min(position, request.num_known))
         wanted = (
             placement is not None
             and placement.keeps_answer_end
             and not books.config.exact
             and request.finish in ("stop", "length")
-            and position > max(lease.hit, request.prefill_until)
+            and max(lease.hit, request.prefill_until) < position <= request.num_known
             and not request.saved
         )
         if wanted and books.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None:
