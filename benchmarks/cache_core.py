@@ -1,6 +1,6 @@
 """Microseconds that the cache core takes, whatever the model: full hit, insert, decode step, and the process wire.
 
-    python benchmarks/cache_core.py [--json FILE] [--repeats N] [--seed N]
+    python benchmarks/cache_core.py [--json FILE] [--plot FILE] [--repeats N] [--seed N]
 
 For each prompt length (8k, 32k, 128k tokens) and number of cached paths (1k, 100k):
   full hit   look-up, lease, first page of the answer, release; keys given as an array; median over the repeats
@@ -141,9 +141,25 @@ def measure(length: int, paths: int, repeats: int, seed: int) -> dict[str, float
     }
 
 
+def plot(rows: list[dict[str, float]], path: Path) -> None:
+    """Microseconds of a full hit over the prompt's length, one line for each number of cached paths."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for paths in PATHS:
+        points = [(row["tokens"], row["full_hit_us"]) for row in rows if row["paths"] == paths]
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"cairn, {paths:,} cached paths")
+    axes.plot([LENGTHS[-1]], [BASELINE_FULL_HIT_US], "x", color="black", label="vLLM 0.32's manager")
+    axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="full hit, microseconds")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
     parser.add_argument("--repeats", type=int, default=51)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -175,6 +191,8 @@ def main() -> None:
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.plot:
+        plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":

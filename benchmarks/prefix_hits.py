@@ -1,0 +1,159 @@
+"""Time to first token with the prefix cache, with vLLM's placement (`align`), and without a cache, in one run.
+
+    python benchmarks/prefix_hits.py [--model FOLDER] [--size tiny|small] [--json FILE] [--plot FILE] [--seed N]
+
+Requests go straight into the engine core, one at a time, greedy, each policy in a core of its own:
+  repeat      a prompt of 2,200 tokens, sent a second time
+  shared      a prompt that shares 1,500 of 2,200 tokens with an earlier one
+  next turn   the earlier prompt, its answer of 64 tokens, and 100 new tokens
+The first sight of each prompt warms the core and is not counted. Medians over the rounds; every round has new tokens.
+The baseline is the same core with `--no-enable-prefix-caching`.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from cairn.engine.build import build_core
+from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.core import Core
+from cairn.models.make_model import make_model
+
+POLICIES = {"auto": {}, "align": {"mamba_cache_mode": "align"}, "off": {"enable_prefix_caching": False}}
+WORKLOADS = ("repeat", "shared", "next turn")
+PROMPT, SHARED, ANSWER, NEW = 2_200, 1_500, 64, 100
+
+
+class Asker:
+    """One core, asked one request at a time."""
+
+    def __init__(self, folder: Path, **policy: object) -> None:
+        self.core: Core = build_core(EngineConfig(model=str(folder), kv_cache_memory_bytes=2 << 30, **policy))
+        self.count = 0
+
+    def ask(self, prompt: np.ndarray, max_tokens: int) -> tuple[float, list[int], int]:
+        """Seconds to the first token, the answer's tokens, and the cached tokens."""
+        self.count += 1
+        request = GenerateRequest(
+            request_id=str(self.count),
+            prompt=prompt.tobytes(),
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        start = time.perf_counter()
+        self.core.submit(request)
+        first, tokens, cached = 0.0, [], 0
+        while self.core.has_work:
+            for output in self.core.step():
+                first = first or time.perf_counter() - start
+                tokens += output.token_ids
+                if output.cache is not None:
+                    cached = output.cache.cached_tokens
+        return first, tokens, cached
+
+
+def one_round(asker: Asker, rng: np.random.Generator, vocabulary: int) -> dict[str, tuple[float, int]]:
+    """Seconds to the first token and cached tokens, by workload."""
+    prompt = rng.integers(20, vocabulary, PROMPT)
+    _, answer, _ = asker.ask(prompt, ANSWER)
+    prompts = {
+        "repeat": prompt,
+        "shared": np.concatenate([prompt[:SHARED], rng.integers(20, vocabulary, PROMPT - SHARED)]),
+        "next turn": np.concatenate([prompt, answer, rng.integers(20, vocabulary, NEW)]),
+    }
+    found = {}
+    for name in WORKLOADS:
+        seconds, _, cached = asker.ask(prompts[name], 1)
+        found[name] = (seconds, cached)
+    return found
+
+
+def measure(folder: Path, rounds: int, seed: int) -> list[dict[str, object]]:
+    """One row for each policy and workload."""
+    rows: list[dict[str, object]] = []
+    for policy, settings in POLICIES.items():
+        asker = Asker(folder, **settings)
+        rng = np.random.default_rng(seed)
+        vocabulary = asker.core.info.vocab_size
+        one_round(asker, rng, vocabulary)
+        found = [
+            one_round(asker, rng, vocabulary) for _ in track(range(rounds), policy, disable=not Console().is_terminal)
+        ]
+        for name in WORKLOADS:
+            row = {
+                "policy": policy,
+                "workload": name,
+                "ttft_ms": statistics.median(result[name][0] for result in found) * 1e3,
+                "cached_tokens": statistics.median(result[name][1] for result in found),
+            }
+            rows.append(row)
+    return rows
+
+
+def add_ratios(rows: list[dict[str, object]]) -> None:
+    """`speedup`: how many times shorter the time to first token is than without a cache."""
+    without = {row["workload"]: row["ttft_ms"] for row in rows if row["policy"] == "off"}
+    for row in rows:
+        row["speedup"] = float(without[row["workload"]]) / float(row["ttft_ms"])  # type: ignore[arg-type]
+
+
+def plot(rows: list[dict[str, object]], path: Path) -> None:
+    """Bars of the time to first token, one group a workload."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for index, policy in enumerate(POLICIES):
+        heights = [row["ttft_ms"] for row in rows if row["policy"] == policy]
+        places = [place + (index - 1) * 0.27 for place in range(len(WORKLOADS))]
+        bars = axes.bar(places, heights, width=0.25, label=policy)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
+    axes.set_ylabel("time to first token, ms")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="checkpoint folder; made with --size and --seed if not given")
+    parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.model or Path(scratch) / "model"
+        if arguments.model is None:
+            make_model("nemotron_h", folder, size=arguments.size, seed=arguments.seed)
+        rows = measure(folder, arguments.rounds, arguments.seed)
+    add_ratios(rows)
+    table = Table("workload", "policy", "cached tokens", "TTFT ms", "times faster than no cache")
+    for name in WORKLOADS:
+        for row in (row for row in rows if row["workload"] == name):
+            figures = f"{row['cached_tokens']:,.0f}", f"{row['ttft_ms']:,.1f}", f"{row['speedup']:.1f}"
+            table.add_row(name, str(row["policy"]), *figures)
+    Console().print(table)
+    if arguments.json:
+        machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, 1 thread"
+        result = {"machine": machine, "size": arguments.size, "seed": arguments.seed, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
