@@ -61,8 +61,12 @@ def _chunk(
     carried = carried.view(groups, length, per_group, dim).transpose(1, 2)
     y.view(groups, per_group, length, dim).addcmul_(carried, cum.exp().to(x.dtype).view(groups, per_group, length, 1))
     for target, mark in kept:
-        _advance(target.copy_(state), cum, inputs, b, mark)
+        if mark < length:
+            _advance(target.copy_(state), cum, inputs, b, mark)
     _advance(state, cum, inputs, b, length)
+    for target, mark in kept:
+        if mark == length:
+            target.copy_(state)
     x.mul_(ad[1][:, None]).add_(y.transpose(0, 1))
 
 
