@@ -1,0 +1,68 @@
+# A fresh machine needs Python 3.11 or newer, make and a package registry, then one of
+#
+#   make test    lint, types and all tests but the long ones
+#   make demo    a tiny model, real servers, and a table of what the prefix cache did
+#
+# TORCH_INSTALL_ARGS   what pip gets besides torch's version, e.g. an index with CPU builds: see README.md
+# SERVE_ARGS           more flags for `make serve`
+# TEST_ARGS            more arguments for pytest
+
+PYTHON ?= python3
+PORT ?= 8000
+TORCH_INSTALL_ARGS ?= -c constraints.txt
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := build/model
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# Tests count on one thread: tiny models are slower with more, and float sums then have one order.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
+
+.PHONY: test test-long lint demo serve benchmarks clean
+
+test: lint
+	@$(RUN) -m pytest $(TEST_ARGS)
+
+test-long: $(INSTALLED)
+	@$(RUN) -m pytest -m long $(TEST_ARGS)
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy src demo
+
+demo: $(MODEL)/config.json
+	@$(RUN) -m demo --model $(MODEL) --out build/demo
+
+serve: $(MODEL)/config.json
+	@$(OFFLINE) exec $(BIN)/cairn serve $(MODEL) --served-model-name tiny --port $(PORT) $(SERVE_ARGS)
+
+benchmarks: $(INSTALLED)
+	@mkdir -p build/benchmarks
+	@$(RUN) benchmarks/cache_core.py --json build/benchmarks/cache_core.json
+	@$(RUN) benchmarks/prefix_hits.py --json build/benchmarks/prefix_hits.json
+
+clean:
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# config.json is written last: a folder that has it is a finished checkpoint.
+$(MODEL)/config.json: $(wildcard src/cairn/models/*.py) | $(INSTALLED)
+	@rm -rf $(MODEL)
+	@mkdir -p $(dir $(MODEL))
+	@$(RUN) -m cairn make-model nemotron_h $(MODEL)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "Python 3.11 or newer is needed; '$(PYTHON)' is not. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  $(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV): once, it takes some minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INSTALL_ARGS) $(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,107 @@
+"""`make demo`: the main job on four servers, a table, and an exit code that says whether the promises were kept."""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
+
+import httpx
+from rich.console import Console
+
+from demo.checks import check_default, check_exact
+from demo.client import Client
+from demo.corpus import Corpus
+from demo.errors import DemoError
+from demo.job import Outcome, run_job
+from demo.server import serve_command, serving
+from demo.table import EXACT_NOTE, as_json, check_lines, default_table, exact_table
+
+__all__ = ["main"]
+
+WIDTH = 116
+
+CACHED, OFF, ALIGN, DEFAULT = "cairn", "no-cache", "align", "default"
+SERVERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        CACHED: ("--exact",),
+        OFF: ("--exact", "--no-enable-prefix-caching"),
+        ALIGN: ("--exact", "--mamba-cache-mode", "align"),
+        DEFAULT: (),
+    }
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: all promises kept; 1: one was broken, or the demo could not be run."""
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint made by `cairn make-model`")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the servers' logs and result.json")
+    parsed = parser.parse_args(arguments)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    try:
+        return _run(parsed.model, parsed.out, _console())
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    # as an exception, so that the server is stopped on the way out
+    sys.exit(128 + number)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def _run(model: Path, out: Path, console: Console) -> int:
+    corpus = Corpus()
+    runs = {name: _ask_all(name, model, out, corpus, console) for name in SERVERS}
+    checks = check_exact(runs[CACHED], {name: runs[name] for name in (OFF, ALIGN)}) + check_default(runs[DEFAULT])
+    console.print(exact_table(runs[CACHED], runs[OFF], runs[ALIGN]))
+    console.print(EXACT_NOTE, style="dim")
+    console.print()
+    console.print(default_table(runs[DEFAULT]))
+    console.print(check_lines(checks))
+    result = out / "result.json"
+    result.write_text(json.dumps({**_circumstances(), **as_json(runs, checks)}, indent=2) + "\n")
+    console.print(f"\nall figures: {result}", style="dim")
+    return 0 if all(check.kept for check in checks) else 1
+
+
+def _ask_all(name: str, model: Path, out: Path, corpus: Corpus, console: Console) -> list[Outcome]:
+    log = out / f"{name}.log"
+    flags = SERVERS[name]
+    console.print(f"cairn serve {' '.join((str(model), *flags))}", style="dim")
+    try:
+        with serving(serve_command(model, *flags), log) as url, Client(url) as client:
+            return run_job(client, corpus)
+    except httpx.HTTPError as error:
+        raise DemoError(f"the server '{name}' did not answer: {error!r} (log: {log})") from error
+    except DemoError as error:
+        raise DemoError(f"the server '{name}': {error} (log: {log})") from error
+
+
+def _circumstances() -> dict[str, object]:
+    return {
+        "cairn": version("cairn-serve"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "servers": {name: list(flags) for name, flags in SERVERS.items()},
+    }
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""`cairn serve` as a child process: started, waited for, and always stopped."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from demo.errors import DemoError
+
+__all__ = ["own_environment", "serve_command", "serving"]
+
+START_SECONDS = 180.0
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.05
+ADDRESS = re.compile(r"serving .* on (http://\S+:\d+)")
+LOG_TAIL = 2_000
+
+
+def serve_command(model: Path, *flags: str) -> list[str]:
+    """The command line of a server on a free port of the loopback."""
+    return [sys.executable, "-m", "cairn", "serve", str(model), "--host", "127.0.0.1", "--port", "0", *flags]
+
+
+def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the settings that a person may have made for servers of their own."""
+    return {name: value for name, value in environ.items() if not name.startswith("CAIRN_")}
+
+
+@contextmanager
+def serving(command: Sequence[str], log: Path, start_seconds: float = START_SECONDS) -> Iterator[str]:
+    """Run `command` and give its URL once it is healthy; what it says goes to the file `log`.
+
+    Raises DemoError that names the log when it ends or is not healthy within `start_seconds`.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=own_environment(os.environ),
+        )
+    try:
+        yield _when_healthy(process, log, time.monotonic() + start_seconds)
+    finally:
+        _stop(process)
+
+
+def _when_healthy(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> str:
+    while True:
+        if process.poll() is not None:
+            raise DemoError(f"the server ended with exit code {process.returncode}:\n{_tail(log)}\n(log: {log})")
+        address = ADDRESS.search(log.read_text(errors="replace"))
+        if address is not None and _healthy(address.group(1)):
+            return address.group(1)
+        if time.monotonic() > deadline:
+            raise DemoError(f"the server was not healthy in time:\n{_tail(log)}\n(log: {log})")
+        time.sleep(POLL_SECONDS)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-LOG_TAIL:].strip()

@@ -1,0 +1,219 @@
+"""Who may import whom: rooms import downwards or within themselves, and each heavy library has its rooms.
+
+Every rule is a function from modules to violations. It has to find none in the package, and one in each bad example.
+"""
+
+from types import MappingProxyType
+
+import pytest
+
+from source_scan import Import, Source, imports, source, sources, within
+
+FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.__version__")
+
+# What the cache's door takes and gives; tree, pages, residents, eviction and audit stay behind it.
+CACHE_DOOR = (
+    "cairn.cache.prefix_cache",
+    "cairn.cache.layout",
+    "cairn.cache.lease",
+    "cairn.cache.placement",
+    "cairn.cache.checkpoint",
+    "cairn.cache.reasons",
+)
+
+ARROWS = MappingProxyType(
+    {
+        "": (),
+        "errors": (),
+        "types": (),
+        "step": (),
+        "cache": (),
+        "transfer": ("cairn.cache.layout",),
+        "kernels": (),
+        "layers": ("cairn.kernels",),
+        "models": ("cairn.layers", "cairn.cache.layout"),
+        "scheduler": (*CACHE_DOOR, "cairn.transfer.contract"),
+        "runner": ("cairn.models", "cairn.layers", "cairn.kernels", "cairn.cache.layout", "cairn.transfer.contract"),
+        "engine": tuple(
+            f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
+        ),
+        "server": ("cairn.engine.contract",),
+        "proxy": (),
+        "replay": ("cairn.cache",),
+        "bench": (),
+        "settings": (),
+        "proxy_settings": ("cairn.settings",),
+        "cli": ("cairn",),
+        "__main__": ("cairn.cli",),
+    }
+)
+
+SETTINGS = ("settings", "proxy_settings")
+TORCH = ("torch", "safetensors.torch")
+TORCH_ROOMS = ("kernels", "layers", "models", "runner")
+TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
+NO_TORCH_MODULES = ("cairn.runner.simulated",)
+WEB = ("fastapi", "starlette", "uvicorn")
+WEB_ROOMS = ("server", "proxy")
+
+
+def may_import_torch(module: Source) -> bool:
+    if module.name in NO_TORCH_MODULES:
+        return False
+    return module.room in TORCH_ROOMS or module.name in TORCH_MODULES
+
+
+def arrows(modules):
+    """Imports go to floor 0, into the own room, or where the table points."""
+    for module in modules:
+        if module.room not in ARROWS:
+            yield f"{module.name} is in no room of the table"
+            continue
+        own = f"cairn.{module.room}" if module.room else "cairn"
+        floor = () if module.room in ("errors", "types") else FLOOR_0
+        allowed = (own, *floor, *ARROWS[module.room])
+        for found in imports(module):
+            if within(found.target, "cairn") and not any(within(found.target, room) for room in allowed):
+                yield f"{module.name}:{found.line} imports {found.target}"
+
+
+def settings_only_in_the_cli(modules):
+    """No room is given the whole configuration."""
+    for module in modules:
+        for found in imports(module):
+            if module.room not in (*SETTINGS, "cli") and any(
+                within(found.target, f"cairn.{name}") for name in SETTINGS
+            ):
+                yield f"{module.name}:{found.line} imports the settings"
+
+
+def torch_in_its_rooms(modules):
+    for module in modules:
+        for found in imports(module):
+            if not may_import_torch(module) and is_any(found, TORCH):
+                yield f"{module.name}:{found.line} imports torch"
+
+
+def nothing_else_loads_torch(modules):
+    """Importing a module without torch does not load it through another one either."""
+    by_name = {module.name: module for module in modules}
+    for module in modules:
+        if not may_import_torch(module):
+            for reached in eagerly_reached(module, by_name):
+                if any(found.eager and is_any(found, TORCH) for found in imports(reached)):
+                    yield f"{module.name} loads {reached.name}, which imports torch"
+
+
+def web_framework_in_its_rooms(modules):
+    for module in modules:
+        for found in imports(module):
+            if module.room not in WEB_ROOMS and is_any(found, WEB):
+                yield f"{module.name}:{found.line} imports {found.target}"
+
+
+def nixl_in_one_file(modules):
+    users = sorted({module.name for module in modules for found in imports(module) if is_any(found, ("nixl",))})
+    if len(users) > 1:
+        yield f"nixl is imported by {', '.join(users)}"
+
+
+def is_any(found: Import, libraries) -> bool:
+    return any(within(found.target, library) for library in libraries)
+
+
+def eagerly_reached(module, by_name):
+    """`module` and all modules that importing it imports, packages on the way included."""
+    reached, stack = {module.name: module}, [module]
+    while stack:
+        for found in imports(stack.pop()):
+            parts = found.target.split(".")
+            names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)] if found.eager else []
+            for name in names:
+                if name in by_name and name not in reached:
+                    reached[name] = by_name[name]
+                    stack.append(by_name[name])
+    return reached.values()
+
+
+RULES = (
+    arrows,
+    settings_only_in_the_cli,
+    torch_in_its_rooms,
+    nothing_else_loads_torch,
+    web_framework_in_its_rooms,
+    nixl_in_one_file,
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_package_keeps_the_rule(rule):
+    assert list(rule(sources())) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text"),
+    [
+        (arrows, "cairn.cache.tree", "from cairn.scheduler.request import Request"),
+        (arrows, "cairn.cache.tree", "import cairn.kernels"),
+        (arrows, "cairn.cache.tree", "from cairn import engine"),
+        (arrows, "cairn.cache.tree", "from ..runner import runner"),
+        (arrows, "cairn.cache.tree", "def late():\n    from cairn.models import registry"),
+        (arrows, "cairn.errors", "from cairn.step import Row"),
+        (arrows, "cairn.kernels.cpu.conv", "from cairn.layers.batch import Batch"),
+        (arrows, "cairn.models.loader", "from cairn.cache.prefix_cache import PrefixCache"),
+        (arrows, "cairn.scheduler.admit", "from cairn.cache.tree import Node"),
+        (arrows, "cairn.scheduler.admit", "from cairn.runner.runner import Runner"),
+        (arrows, "cairn.runner.runner", "from cairn.scheduler.scheduler import Scheduler"),
+        (arrows, "cairn.engine.core", "from cairn.server.app import create_app"),
+        (arrows, "cairn.server.app", "from cairn.engine.core import Core"),
+        (arrows, "cairn.server.app", "from cairn.engine import contract_of_another_kind"),
+        (arrows, "cairn.server.app", "if True:\n    import cairn"),
+        (arrows, "cairn.attic", "import os"),
+        (settings_only_in_the_cli, "cairn.engine.build", "from cairn.settings import ServeSettings"),
+        (torch_in_its_rooms, "cairn.cache.pages", "import torch"),
+        (torch_in_its_rooms, "cairn.scheduler.plan", "from torch.nn import functional"),
+        (torch_in_its_rooms, "cairn.engine.core", "def step():\n    import torch.nn as nn"),
+        (torch_in_its_rooms, "cairn.runner.simulated", "import torch"),
+        (torch_in_its_rooms, "cairn.cli", "from safetensors.torch import save_file"),
+        (web_framework_in_its_rooms, "cairn.engine.client", "from starlette.requests import Request"),
+        (web_framework_in_its_rooms, "cairn.cli", "def serve():\n    import uvicorn"),
+        (web_framework_in_its_rooms, "cairn.settings", "import fastapi.params"),
+    ],
+)
+def test_the_rule_finds_what_breaks_it(rule, name, text):
+    assert len(list(rule([source(name, text)]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("cairn.cache.tree", "from cairn.errors import AuditError\nfrom . import pages\nimport numpy"),
+        ("cairn.server.app", "from cairn.engine.contract import EngineClient"),
+        ("cairn.models.contract", "from cairn.cache.layout import CacheLayout\nimport torchvision"),
+        ("cairn.engine.build", "import torch\nfrom cairn.runner.runner import Runner"),
+        ("cairn.cli", "import cairn\nfrom cairn.server.run import HttpServer"),
+    ],
+)
+def test_what_is_allowed_passes(name, text):
+    assert [found for rule in RULES for found in rule([source(name, text)])] == []
+
+
+def test_torch_is_found_behind_another_module():
+    modules = [
+        source("cairn.cli", "def check():\n    from cairn.models.check import check"),
+        source("cairn.models.check", "import torch"),
+        source("cairn.engine.core", "from cairn.models import check"),
+        source(
+            "cairn.cache.tree", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cairn.models.check"
+        ),
+    ]
+    assert list(nothing_else_loads_torch(modules)) == [
+        "cairn.engine.core loads cairn.models.check, which imports torch"
+    ]
+
+
+def test_nixl_is_found_in_a_second_file():
+    one = source("cairn.transfer.links.nixl", "from nixl._api import nixl_agent")
+    two = source("cairn.engine.build", "def link():\n    import nixl")
+    assert list(nixl_in_one_file([one])) == []
+    assert len(list(nixl_in_one_file([one, two]))) == 1

@@ -1,0 +1,105 @@
+"""The documentation against the code: names that are written down must exist, and names that exist be written down."""
+
+import argparse
+import re
+
+import pytest
+from pydantic import ByteSize
+
+from cairn import __version__
+from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.placement import placement_for
+from cairn.cache.reasons import Reason
+from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.fake import build_fake_core
+from cairn.server.metrics import Metrics
+from cairn.settings import ServeSettings, add_flags
+from source_scan import ROOT, SRC
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)\s#]+)", path.read_text())
+    assert [target for target in targets if "://" not in target and not (path.parent / target).exists()] == []
+
+
+def test_every_flag_is_described():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
+    described = set(re.findall(r"`(--[a-z-]+)", page("operations.md")))
+    assert {flag for flag in flags - described if flag.replace("--no-", "--") not in described} == set()
+    assert described - flags == {"--no-"}
+
+
+def test_defaults_are_those_of_the_settings():
+    table = page("operations.md").split("### Accepted without effect")[0]
+    rows = dict(re.findall(r"^\| `--([a-z-]+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
+    fields = ServeSettings.model_fields
+    wrong = {flag: text for flag, text in rows.items() if text not in in_words(fields[flag.replace("-", "_")].default)}
+    assert wrong == {}
+    assert len(rows) > 20
+
+
+def in_words(default) -> tuple[str, ...]:
+    match default:
+        case None:
+            return ("none", "MODEL", "the model's")
+        case bool():
+            return ("on",) if default else ("off",)
+        case ByteSize():
+            return (default.human_readable(separator="").replace(".0", ""),)
+        case float():
+            return (f"{default:g}",)
+    return (str(default),)
+
+
+def test_every_metric_is_described():
+    stats = EngineStats(**{name: {"x": 1} for name, hint in EngineStats.__annotations__.items() if "dict" in str(hint)})
+    text = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m").exposition(stats).decode()
+    names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
+    described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))
+    assert described == names
+
+
+@pytest.mark.parametrize("words", [Reason, Kind, Origin])
+def test_every_word_of_a_closed_list_is_described(words):
+    described = set(re.findall(r"`(\w+)`", page("cache.md")))
+    assert {word.value for word in words} <= described
+
+
+def test_every_placement_mode_is_described():
+    modes = set(re.findall(r"^\| `(\w+)`(?: \(default\))? \|", page("cache.md").split("## Eviction")[0], re.MULTILINE))
+    assert modes == set(ServeSettings.model_fields["mamba_cache_mode"].annotation.__args__)
+    assert all(placement_for(mode, 16, exact=False) for mode in modes - {"none"})
+
+
+def test_every_module_of_a_described_room_has_its_line():
+    sections = re.split(r"^## (\S.*)$", page("rooms.md"), flags=re.MULTILINE)[1:]
+    rooms = {room: set(re.findall(r"`([\w/]+\.py)`", text)) for room, text in zip(*[iter(sections)] * 2, strict=True)}
+    assert len(rooms) > 8
+    for room, listed in rooms.items():
+        folder = SRC / "cairn" / room
+        if folder.is_dir():
+            paths = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
+            assert listed == {path.relative_to(folder).as_posix() for path in paths}, f"{room}: docs/rooms.md"
+        else:
+            assert [name for name in listed if not (SRC / "cairn" / name).exists()] == [], room
+
+
+def test_the_changelog_knows_the_version():
+    assert re.search(rf"^## \[.*{re.escape(__version__)}", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+
+
+def test_make_targets_that_are_named_exist():
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {"test", "test-long", "lint", "demo", "serve", "benchmarks", "clean"} <= targets
+    for path in PAGES:
+        for named in re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", path.read_text(), flags=re.MULTILINE):
+            assert named in targets, f"{path.name} names `make {named}`"
