@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import CheckpointFacts, Eviction, EvictionQueue
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Namespace
@@ -23,10 +24,18 @@ __all__ = ["Residents"]
 class Residents:
     """Nodes, checkpoints and ghosts, and the references they hold on pages.
 
-    `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 8 bytes.
+    `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 8 bytes. `observer` is told of what
+    comes and goes.
     """
 
-    def __init__(self, layout: CacheLayout, pool: PagePool, eviction: Eviction, ghost_tokens: int) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        pool: PagePool,
+        eviction: Eviction,
+        ghost_tokens: int,
+        observer: TreeObserver | None = None,
+    ) -> None:
         self.layout = layout
         self.pool = pool
         self.roots: dict[Namespace, Node] = {}
@@ -38,6 +47,7 @@ class Residents:
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
         self._ghost_limit = ghost_tokens
+        self._observer = observer
         self._tick = 0
 
     # -- nodes ---------------------------------------------------------------------------------------------------
@@ -48,6 +58,8 @@ class Residents:
         if root is None:
             root = self.roots[namespace] = Node(None, b"", 0)
             self._names[root] = namespace
+            if self._observer is not None:
+                self._observer.root_added(root, namespace)
         return root
 
     def add(self, parent: Node, raw: bytes, pages: tuple[Pages, ...], decode_by: str | None) -> Node:
@@ -73,6 +85,8 @@ class Residents:
                 self.pool.release(old)
         node.pages, node.decode_by, node.loss = pages, decode_by, None
         self._note_if_barren(node)
+        if self._observer is not None:
+            self._observer.node_changed(node)
 
     def cut(self, node: Node, at: int) -> Node:
         """Cut `node` at token `at`; returns the upper part, the lower one stays the same object."""
@@ -81,6 +95,8 @@ class Residents:
             self.pool.acquire(pages)
         if node in self.ghosts:
             self.ghosts[upper] = None
+        if self._observer is not None:
+            self._observer.node_cut(upper, node)
         return upper
 
     def lock(self, node: Node) -> None:
@@ -121,6 +137,8 @@ class Residents:
         self.barren.pop(node, None)
         self.taken[kind] += 1
         self.use(checkpoint, hit=False)
+        if self._observer is not None:
+            self._observer.node_changed(node)
         return True
 
     def use(self, checkpoint: Checkpoint, hit: bool) -> None:
@@ -199,6 +217,8 @@ class Residents:
         self.evicted[checkpoint.kind] += 1
         self.pool.release(checkpoint.pages)
         self._note_if_barren(node)
+        if self._observer is not None:
+            self._observer.node_changed(node)
 
     def _drop_run(self, node: Node) -> None:
         assert node.pages is not None and node.parent is not None
@@ -210,6 +230,8 @@ class Residents:
         self._note_if_barren(node.parent)
         self.ghosts[node] = None
         self.num_ghost_tokens += node.num_tokens
+        if self._observer is not None:
+            self._observer.node_changed(node)
         while self.num_ghost_tokens > self._ghost_limit:
             self._forget(next(iter(self.ghosts)))
 
@@ -228,3 +250,5 @@ class Residents:
     def _forget_root(self, node: Node) -> None:
         if node.parent is None and not node.children and node.locks == 0:
             del self.roots[self._names.pop(node)]
+            if self._observer is not None:
+                self._observer.root_forgotten(node)

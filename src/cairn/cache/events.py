@@ -1,0 +1,276 @@
+"""What routers are told of the cache: the full blocks of every path that a resident checkpoint makes worth routing to.
+
+    path     | block 0 | block 1 | block 2 | blo     a checkpoint at the end: blocks 0 to 2 are announced
+                                 ^ another            when the last one goes: blocks 0 and 1 stay, and so on
+
+A block is announced exactly while a checkpoint that can be hit hangs at or beyond its end on some path through it, so
+a router never hears of a prefix that cannot hit. All blocks that end within one node share that fate: the node is
+*live* while it has such a checkpoint itself or a live child. A model without recurrent state can be resumed anywhere;
+there, the keys and values of a node are enough.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from json import dumps
+from typing import Protocol
+
+import numpy as np
+
+from cairn.cache.checkpoint import Origin
+from cairn.cache.lease import Namespace
+from cairn.cache.tree import KEY_BYTES, Node
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockEvents",
+    "BlockRemoved",
+    "BlockStored",
+    "Event",
+    "TreeObserver",
+    "block_hash",
+    "next_digest",
+    "root_digest",
+]
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks that follow each other on one path, the first behind `parent_block_hash` (None: at the path's start).
+
+    `token_ids`: block_size for each of `block_hashes`.
+    """
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks that can be hit no more, the deepest first."""
+
+    block_hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Nothing is announced any more. Follows the removal of the last block, for routers that missed some before."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class TreeObserver(Protocol):
+    """Told of what happens in the tree, right after it has."""
+
+    def root_added(self, root: Node, namespace: Namespace) -> None: ...
+
+    def root_forgotten(self, root: Node) -> None: ...
+
+    def node_changed(self, node: Node) -> None:
+        """The node has got or lost its pages or its checkpoint."""
+        ...
+
+    def node_cut(self, upper: Node, lower: Node) -> None:
+        """`upper` is new and took over the first tokens of `lower`."""
+        ...
+
+
+def root_digest(namespace: Namespace) -> bytes:
+    """Where the chain of a namespace's blocks begins: sha256 of adapter and salt."""
+    return sha256(dumps(["cairn block chain 1", namespace.adapter, namespace.cache_salt]).encode()).digest()
+
+
+def next_digest(parent: bytes, tokens: bytes) -> bytes:
+    """sha256(digest of the block before, or of the root | the block's tokens, int64 little-endian)."""
+    return sha256(parent + tokens).digest()
+
+
+def block_hash(digest: bytes) -> int:
+    """What consumers take of a digest: its first 8 bytes as a big-endian signed integer."""
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A live node: the digests of the blocks that end in it, and how many reasons there are to announce them (its
+    own checkpoint and each live child; a root has one reason more, so that it stays)."""
+
+    digests: bytes
+    reasons: int = 1
+    anchored: bool = False
+
+
+class BlockEvents:
+    """Observes a tree and publishes events, O(blocks changed) each time. Single-threaded, as the tree is.
+
+    `exact`: what decode steps have built serves nobody but its maker, so it is not announced. `resumes_anywhere`: the
+    model has no recurrent state. `publish` is called from within the cache and must neither block nor call back.
+
+    Namespaces with a `cache_salt` are not announced at all: consumers match `token_ids` without the salt, and what a
+    salt separates is nobody else's to read. A path is announced up to the first block with a negative key token: those
+    stand for content under numbers of this process alone.
+    """
+
+    def __init__(
+        self, block_size: int, publish: Callable[[Event], None], exact: bool = False, resumes_anywhere: bool = False
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be positive, not {block_size}")
+        self.num_blocks = 0
+        self._block_size = block_size
+        self._publish = publish
+        self._exact = exact
+        self._resumes_anywhere = resumes_anywhere
+        self._live: dict[Node, _Live] = {}
+        self._adapters: dict[Node, str] = {}
+
+    # -- what the tree tells -------------------------------------------------------------------------------------
+
+    def root_added(self, root: Node, namespace: Namespace) -> None:
+        if namespace.cache_salt is None:
+            self._live[root] = _Live(root_digest(namespace))
+            self._adapters[root] = namespace.adapter
+
+    def root_forgotten(self, root: Node) -> None:
+        self._live.pop(root, None)
+        self._adapters.pop(root, None)
+
+    def node_changed(self, node: Node) -> None:
+        live = self._live.get(node)
+        anchored = self._is_anchor(node)
+        if anchored == (live is not None and live.anchored):
+            return
+        if anchored:
+            self._gain(node)
+        else:
+            self._lose(node)
+
+    def node_cut(self, upper: Node, lower: Node) -> None:
+        live = self._live.get(lower)
+        if live is not None:
+            at = self._blocks_in(upper) * DIGEST_BYTES
+            anchored = self._is_anchor(upper)
+            self._live[upper] = _Live(live.digests[:at], 1 + anchored, anchored)
+            live.digests = live.digests[at:]
+
+    # -- what follows from it ------------------------------------------------------------------------------------
+
+    def _is_anchor(self, node: Node) -> bool:
+        """Whether a prompt that goes through this node can resume at its end."""
+        if self._resumes_anywhere:
+            return node.pages is not None and not (self._exact and node.decode_by is not None)
+        checkpoint = node.checkpoint
+        return checkpoint is not None and not (self._exact and checkpoint.origin is Origin.DECODE)
+
+    def _blocks_in(self, node: Node) -> int:
+        """How many blocks end in (node.start, node.end]."""
+        return node.end // self._block_size - node.start // self._block_size
+
+    def _gain(self, node: Node) -> None:
+        fresh: list[Node] = []
+        step = node
+        while step not in self._live:
+            if step.parent is None:
+                return  # a root that is not announced
+            fresh.append(step)
+            step = step.parent
+        self._live[step].reasons += 1
+        if fresh:
+            self._announce(fresh[::-1])
+        self._live[node].anchored = True
+
+    def _lose(self, node: Node) -> None:
+        self._live[node].anchored = False
+        hashes: list[int] = []
+        step: Node | None = node
+        while step is not None:
+            live = self._live[step]
+            live.reasons -= 1
+            if live.reasons:
+                break
+            hashes += _hashes(live.digests)[::-1]
+            del self._live[step]
+            step = step.parent
+        if hashes:
+            self.num_blocks -= len(hashes)
+            self._publish(BlockRemoved(tuple(hashes)))
+            if self.num_blocks == 0:
+                self._publish(AllBlocksCleared())
+
+    def _announce(self, path: list[Node]) -> None:
+        """Make the nodes of `path` live, each the parent of the next, and tell of their blocks."""
+        top, size = path[0], self._block_size * KEY_BYTES
+        before = self._chain_before(top)
+        digest, unfinished = before, self._tokens_before(top)
+        stored: list[bytes] = []
+        digests: list[bytes] = []
+        for node in path:
+            run = unfinished + node.raw
+            count = len(run) // size
+            own = self._chain(digest, run) if digest is not None else []
+            self._live[node] = _Live(b"".join(own))
+            stored.append(run[: len(own) * size])
+            digests += own
+            digest = None if len(own) < count else (own[-1] if own else digest)
+            unfinished = run[count * size :]
+        if digests:
+            assert before is not None
+            self.num_blocks += len(digests)
+            self._publish(
+                BlockStored(
+                    block_hashes=tuple(block_hash(each) for each in digests),
+                    parent_block_hash=block_hash(before) if top.start >= self._block_size else None,
+                    token_ids=tuple(np.frombuffer(b"".join(stored), np.int64).tolist()),
+                    block_size=self._block_size,
+                    adapter=self._adapter(top),
+                )
+            )
+
+    def _chain(self, digest: bytes, run: bytes) -> list[bytes]:
+        """The digests, continued from `digest`, of the full blocks of `run` before its first negative token."""
+        negative = np.frombuffer(run, np.int64) < 0
+        length = int(negative.argmax()) if negative.any() else len(negative)
+        size = self._block_size * KEY_BYTES
+        chain = []
+        for at in range(0, length // self._block_size * size, size):
+            digest = next_digest(digest, run[at : at + size])
+            chain.append(digest)
+        return chain
+
+    def _chain_before(self, node: Node) -> bytes | None:
+        """The digest of the last block that ends at or before `node.start`, or that of the root; None: the path is
+        not announced so far."""
+        step = node.parent
+        assert step is not None
+        while step.parent is not None and self._blocks_in(step) == 0:
+            step = step.parent
+        digests = self._live[step].digests
+        complete = step.parent is None or len(digests) == self._blocks_in(step) * DIGEST_BYTES
+        return digests[-DIGEST_BYTES:] if complete else None
+
+    def _tokens_before(self, node: Node) -> bytes:
+        """The tokens of the unfinished block at `node.start`."""
+        need = node.start % self._block_size * KEY_BYTES
+        parts: list[bytes] = []
+        step = node.parent
+        while need:
+            assert step is not None
+            parts.append(step.raw[-need:])
+            need -= len(parts[-1])
+            step = step.parent
+        return b"".join(reversed(parts))
+
+    def _adapter(self, node: Node) -> str:
+        while node.parent is not None:
+            node = node.parent
+        return self._adapters[node]
+
+
+def _hashes(digests: bytes) -> list[int]:
+    return [block_hash(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]
