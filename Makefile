@@ -14,6 +14,7 @@ TORCH_INSTALL_ARGS ?= -c constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NIXL := $(VENV)/.installed-nixl
 MODEL := build/model
 TORCH := $(shell grep '^torch==' constraints.txt)
 
@@ -24,10 +25,10 @@ RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
 .PHONY: test test-long lint demo serve benchmarks clean
 
-test: lint
+test: lint $(NIXL)
 	@$(RUN) -m pytest $(TEST_ARGS)
 
-test-long: $(INSTALLED)
+test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
 
 lint: $(INSTALLED)
@@ -43,8 +44,9 @@ serve: $(MODEL)/config.json
 
 benchmarks: $(INSTALLED)
 	@mkdir -p build/benchmarks
-	@$(RUN) benchmarks/cache_core.py --json build/benchmarks/cache_core.json
-	@$(RUN) benchmarks/prefix_hits.py --json build/benchmarks/prefix_hits.json
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev]'
+	@$(RUN) benchmarks/cache_core.py --json build/benchmarks/cache_core.json --plot build/benchmarks/cache_core.svg
+	@$(RUN) benchmarks/prefix_hits.py --json build/benchmarks/prefix_hits.json --plot build/benchmarks/prefix_hits.svg
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
@@ -65,4 +67,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): once, it takes some minutes"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INSTALL_ARGS) $(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The transfer library is half a gigabyte, and only the tests need it so far.
+$(NIXL): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nixl,dev]'
 	@touch $@

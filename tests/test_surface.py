@@ -8,16 +8,26 @@ import pytest
 
 from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.engine.fake import build_fake_core
+from cairn.proxy.options import ProxyOptions
+from cairn.proxy.service import ProxyService
+from cairn.proxy_settings import add_proxy_flags
 from cairn.server.metrics import Metrics
 from cairn.settings import add_flags
 
 FLAGS = """
 --api-key --block-size --config --cpu-threads --disable-hybrid-kv-cache-manager --dtype --enable-prefix-caching
---enforce-eager --eviction --exact --gpu-memory-utilization --help --host --kv-cache-memory-bytes --kv-transfer-config
+--enforce-eager --eviction --exact --gpu-memory-utilization --help --host --kv-cache-memory-bytes --kv-events-config
+--kv-transfer-config
 --log-level --mamba-cache-mode --max-body-bytes --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
 --no-disable-hybrid-kv-cache-manager --no-enable-prefix-caching --no-enforce-eager --no-exact --no-trust-remote-code
 --port --request-timeout --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
 --trust-remote-code
+"""
+
+PROXY_FLAGS = """
+--affinity-bytes --api-key --connect-timeout --decode --health-interval --health-timeout --help --hint-timeout --host
+--load-factor --load-slack --log-level --max-attempts --max-body-bytes --max-hints --max-open --port --prefill
+--prefill-timeout --request-timeout --shutdown-timeout --stall-timeout
 """
 
 METRICS = """
@@ -31,6 +41,12 @@ vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_
 vllm:request_generation_tokens vllm:request_prefill_time_seconds vllm:request_prompt_tokens
 vllm:request_queue_time_seconds vllm:request_success_total vllm:request_time_per_output_token_seconds
 vllm:time_to_first_token_seconds
+"""
+
+PROXY_METRICS = """
+cairn_proxy:decode_only_total cairn_proxy:first_byte_seconds cairn_proxy:hints cairn_proxy:hints_sent_total
+cairn_proxy:hints_stored_total cairn_proxy:prefill_seconds cairn_proxy:request_seconds cairn_proxy:requests_total
+cairn_proxy:retries_total cairn_proxy:upstream_failures_total cairn_proxy:upstream_open cairn_proxy:upstream_up
 """
 
 EXPORTED = {
@@ -57,26 +73,42 @@ EXPORTED = {
     "cairn.models.registry": "FAMILIES OpenModel ServedFamily family_of open_model",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats FinishReason "
-    "GenerateOutput GenerateRequest RenderedPrompt TextStream TextTokenizer Timings",
+    "GenerateOutput GenerateRequest KvEventsConfig RenderedPrompt TextStream TextTokenizer Timings",
     "cairn.engine.core": "Core StepRunner",
     "cairn.engine.tokenizer": "IncrementalText ModelTokenizer",
-    "cairn.cli": "engine_config main server_options",
+    "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
     "cairn.engine.fake": "FakeCore FakeFaults build_fake_core",
     "cairn.engine.local": "LocalEngine",
     "cairn.engine.process": "ProcessEngine",
+    "cairn.proxy.app": "create_app",
+    "cairn.proxy.options": "ProxyOptions",
+    "cairn.proxy.run": "ProxyServer",
+    "cairn.proxy_settings": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
     "cairn.server.app": "create_app",
     "cairn.server.options": "ServerOptions",
     "cairn.server.run": "HttpServer",
-    "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings size_in_bytes",
+    "cairn.settings": "ENV_PREFIX KvEventsSettings ServeSettings add_flags kv_events_settings load_settings "
+    "size_in_bytes",
 }
 
 
-def test_flags():
+@pytest.mark.parametrize(("add", "expected"), [(add_flags, FLAGS), (add_proxy_flags, PROXY_FLAGS)])
+def test_flags(add, expected):
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    add(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
-    assert flags == set(FLAGS.split())
+    assert flags == set(expected.split())
+
+
+def names_of(exposition):
+    names = set(re.findall(r"^# TYPE (\S+)", exposition.decode(), flags=re.MULTILINE))
+    return {name for name in names if not name.endswith("_created")}
+
+
+def test_proxy_metrics():
+    service = ProxyService(ProxyOptions(prefill=("http://p:1",), decode=("http://d:1",), version="1"))
+    assert names_of(service.metrics.exposition()) == set(PROXY_METRICS.split())
 
 
 def test_metrics():
@@ -87,9 +119,8 @@ def test_metrics():
         checkpoints_hit={"grid": 1},
         checkpoints_evicted={"grid": 1},
     )
-    text = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m").exposition(stats).decode()
-    names = set(re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE))
-    assert {name for name in names if not name.endswith("_created")} == set(METRICS.split())
+    metrics = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m")
+    assert names_of(metrics.exposition(stats)) == set(METRICS.split())
 
 
 @pytest.mark.parametrize("module", EXPORTED)

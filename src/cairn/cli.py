@@ -18,11 +18,13 @@ from cairn.errors import CairnError, ConfigError, ModelError
 if TYPE_CHECKING:
     from pydantic_settings import CliSettingsSource
 
-    from cairn.engine.contract import EngineConfig, TextTokenizer
+    from cairn.engine.contract import EngineConfig, KvEventsConfig, TextTokenizer
+    from cairn.proxy.options import ProxyOptions
+    from cairn.proxy_settings import ProxySettings
     from cairn.server.options import ServerOptions
     from cairn.settings import ServeSettings
 
-__all__ = ["engine_config", "main", "server_options"]
+__all__ = ["engine_config", "main", "proxy_options", "server_options"]
 
 logger = logging.getLogger("cairn.cli")
 
@@ -42,18 +44,28 @@ def main(
 ) -> int:
     """Run one command and return its exit code. `core` and `load_tokenizer` replace the engine that `serve` runs."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser, serve = _parser()
+    parser, serve, proxy = _parser()
     source: CliSettingsSource[ServeSettings] | None = None
+    proxy_source: CliSettingsSource[ProxySettings] | None = None
     if arguments[:1] == ["serve"]:
         from cairn.settings import add_flags
 
         source = add_flags(serve)
+    if arguments[:1] == ["proxy"]:
+        from cairn.proxy_settings import add_proxy_flags
+
+        proxy_source = add_proxy_flags(proxy)
     try:
         parsed = parser.parse_args(arguments)
         if parsed.command == "make-model":
             return _make_model(parsed)
         if parsed.command == "check":
             return _check(parsed)
+        if parsed.command == "proxy":
+            assert proxy_source is not None
+            from cairn.proxy_settings import load_proxy_settings
+
+            return _proxy(load_proxy_settings(parsed, proxy_source))
         assert source is not None
         from cairn.settings import load_settings
 
@@ -70,7 +82,7 @@ def main(
         return 130
 
 
-def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = _Parser(prog="cairn", description="A serving engine for hybrid language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"cairn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -80,6 +92,13 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         description="Serve a checkpoint over HTTP, with OpenAI's API. Every flag can also be an environment variable "
         "(CAIRN_MAX_NUM_SEQS=8) or a line of the --config file (max-num-seqs: 8); a flag wins over a variable, and a "
         "variable over the file.",
+        allow_abbrev=False,
+    )
+    proxy = commands.add_parser(
+        "proxy",
+        help="put prefill and decode servers behind one address",
+        description="Have prompts computed by prefill servers and answered by decode servers, behind one address. "
+        "Every flag can also be an environment variable (CAIRN_PROXY_DECODE=http://a:8200,http://b:8200).",
         allow_abbrev=False,
     )
     make = commands.add_parser("make-model", help="write a random-weight checkpoint", allow_abbrev=False)
@@ -92,7 +111,7 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
     )
     check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
-    return parser, serve
+    return parser, serve, proxy
 
 
 def _make_model(parsed: argparse.Namespace) -> int:
@@ -129,6 +148,25 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         eviction=settings.eviction,
         exact=settings.exact,
         seed=settings.seed,
+        kv_events=_kv_events(settings),
+    )
+
+
+def _kv_events(settings: "ServeSettings") -> "KvEventsConfig | None":
+    from cairn.engine.contract import KvEventsConfig
+    from cairn.settings import kv_events_settings
+
+    asked = kv_events_settings(settings)
+    if asked is None:
+        return None
+    return KvEventsConfig(
+        endpoint=asked.endpoint,
+        replay_endpoint=asked.replay_endpoint,
+        topic=asked.topic,
+        buffer_steps=asked.buffer_steps,
+        hwm=asked.hwm,
+        max_queue_size=asked.max_queue_size,
+        encoding=asked.encoding,
     )
 
 
@@ -167,6 +205,53 @@ def _serve(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str]
             deadlines=EngineDeadlines(start=settings.start_timeout),
         )
         server = HttpServer(engine, server_options(settings))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.drain)
+        return await server.run()
+
+    return asyncio.run(run())
+
+
+def proxy_options(settings: "ProxySettings") -> "ProxyOptions":
+    from cairn.proxy.options import ProxyOptions
+
+    return ProxyOptions(
+        prefill=tuple(settings.prefill),
+        decode=tuple(settings.decode),
+        version=__version__,
+        host=settings.host,
+        port=settings.port,
+        api_key=settings.api_key,
+        max_open=settings.max_open,
+        max_body_bytes=int(settings.max_body_bytes),
+        max_attempts=settings.max_attempts,
+        connect_seconds=settings.connect_timeout,
+        prefill_seconds=settings.prefill_timeout,
+        stall_seconds=settings.stall_timeout,
+        request_seconds=settings.request_timeout,
+        shutdown_seconds=settings.shutdown_timeout,
+        health_seconds=settings.health_interval,
+        health_timeout_seconds=settings.health_timeout,
+        affinity_bytes=settings.affinity_bytes,
+        load_factor=settings.load_factor,
+        load_slack=settings.load_slack,
+        max_hints=settings.max_hints,
+        hint_seconds=settings.hint_timeout,
+    )
+
+
+def _proxy(settings: "ProxySettings") -> int:
+    from cairn.proxy.run import ProxyServer
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    # Two lines per forwarded request are the proxy's own metrics, told worse.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    async def run() -> int:
+        server = ProxyServer(proxy_options(settings))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.drain)

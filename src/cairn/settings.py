@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
@@ -24,7 +24,15 @@ from pydantic_settings import (
 
 from cairn.errors import ConfigError
 
-__all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings", "size_in_bytes"]
+__all__ = [
+    "ENV_PREFIX",
+    "KvEventsSettings",
+    "ServeSettings",
+    "add_flags",
+    "kv_events_settings",
+    "load_settings",
+    "size_in_bytes",
+]
 
 ENV_PREFIX = "CAIRN_"
 
@@ -43,6 +51,22 @@ def size_in_bytes(value: Any) -> Any:
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
+
+
+class KvEventsSettings(BaseModel):
+    """What --kv-events-config may say, in vLLM's words, and `encoding` besides."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enable_kv_cache_events: bool = True
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = Field("tcp://127.0.0.1:5557", max_length=256)
+    replay_endpoint: str | None = Field(None, max_length=256)
+    topic: str = Field("", max_length=256)
+    buffer_steps: int = Field(10_000, ge=1, le=1_000_000)
+    hwm: int = Field(100_000, ge=1, le=1_000_000)
+    max_queue_size: int = Field(100_000, ge=1, le=1_000_000)
+    encoding: Literal["map", "array"] = "map"
 
 
 class ServeSettings(BaseSettings):
@@ -99,6 +123,9 @@ class ServeSettings(BaseSettings):
     config: Path | None = Field(None, description="YAML file with settings, named like the flags")
     tensor_parallel_size: int = Field(1, description="only 1 yet", ge=1, le=1024)
     kv_transfer_config: str | None = Field(None, description="not supported yet")
+    kv_events_config: str | None = Field(
+        None, description='JSON, as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", ...}'
+    )
     trust_remote_code: bool = Field(False, description="accepted and ignored: code of a checkpoint is never run")
     gpu_memory_utilization: float = Field(
         0.9, description="accepted and ignored: the pool is sized by --kv-cache-memory-bytes", gt=0, le=1
@@ -152,6 +179,22 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
         raise ConfigError(_describe(error, flags, path)) from None
     _refuse_what_is_missing(settings)
     return settings
+
+
+def kv_events_settings(settings: ServeSettings) -> KvEventsSettings | None:
+    """What --kv-events-config asks for; None if it is not given, or switched off in itself.
+
+    Raises ConfigError that names the key.
+    """
+    if settings.kv_events_config is None:
+        return None
+    try:
+        events = KvEventsSettings.model_validate_json(settings.kv_events_config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the JSON"
+        raise ConfigError(f"--kv-events-config: {where}: {first['msg']}") from None
+    return events if events.enable_kv_cache_events and events.publisher == "zmq" else None
 
 
 def _refuse_what_is_missing(settings: ServeSettings) -> None:

@@ -53,7 +53,7 @@ def test_the_start_lines_say_what_the_pool_holds():
     assert "8192 pages of 128 bytes (1 MiB in all)" in text
     assert "8 bytes per token; the pool alone would hold 131072 tokens" in text
     assert "300 bytes per state checkpoint (3 pages); the pool alone would hold 2730 checkpoints" in text
-    assert "the smallest prefix that can be hit has 64 tokens" in text and "'align'" in text
+    assert "the smallest prefix that can be hit, in tokens: 64" in text and "'align'" in text
 
 
 def test_the_start_lines_of_other_models():

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace, PageTable, PendingFile
@@ -59,14 +60,18 @@ class CacheCounters:
 class PrefixCache:
     """Pages, tree and leases of one model on one rank. Not thread-safe: it belongs to the scheduler's thread."""
 
-    def __init__(self, layout: CacheLayout, num_pages: int, policy: CachePolicy) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_pages: int, policy: CachePolicy, observer: TreeObserver | None = None
+    ) -> None:
+        """`observer` is told of what enters and leaves the tree. Raises ConfigError for a layout of limited reach."""
         if any(group.reach is not None for group in layout.groups):
             raise ConfigError("attention layers with a limited reach (sliding window, chunked) are not supported yet")
         self.layout = layout
         self.policy = policy
         self.pool = PagePool(num_pages)
         tokens_per_page = max((group.tokens_per_page for group in layout.groups), default=layout.block_size)
-        self.residents = Residents(layout, self.pool, policy.eviction, GHOST_FACTOR * num_pages * tokens_per_page)
+        ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
+        self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer)
         self.leases: dict[int, Lease] = {}
         self.held: dict[int, list[Pages]] = {}
         self.counters = CacheCounters()
@@ -294,7 +299,11 @@ class PrefixCache:
 
     def clear(self) -> bool:
         """Drop everything that no lease holds. True if the whole pool is free then."""
-        return self.residents.make_room(self.pool.num_pages)
+        return self.make_room(self.pool.num_pages)
+
+    def make_room(self, num_pages: int) -> bool:
+        """Drop cached pages until `num_pages` are free; False if there are not so many that nobody holds."""
+        return self.residents.make_room(num_pages)
 
     def step_applied(self, step: int) -> None:
         """Let go of what step `step` named."""

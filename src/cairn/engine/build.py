@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Placement, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineConfig, EngineInfo
 from cairn.engine.core import Core
+from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import ConfigError
 from cairn.models.registry import OpenModel, open_model
@@ -63,8 +65,15 @@ def build_core(config: EngineConfig, clock: Clock | None = None, observe: Observ
         enable_prefix_caching=placement is not None,
         exact=config.exact,
     )
-    scheduler = Scheduler(scheduling, PrefixCache(layout, num_pages, policy), clock or SystemClock())
-    return Core(info, scheduler, runner, tokenizer, opened.facts.eos_token_ids, config.seed)
+    publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
+    events = _events(publisher, layout, config.exact) if publisher is not None else None
+    scheduler = Scheduler(scheduling, PrefixCache(layout, num_pages, policy, events), clock or SystemClock())
+    after_step = publisher.flush if publisher is not None else None
+    return Core(info, scheduler, runner, tokenizer, opened.facts.eos_token_ids, config.seed, after_step)
+
+
+def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool) -> BlockEvents:
+    return BlockEvents(layout.block_size, publisher.publish, exact, resumes_anywhere=layout.state_bytes == 0)
 
 
 def _placement(config: EngineConfig) -> Placement | None:

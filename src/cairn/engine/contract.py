@@ -23,6 +23,7 @@ __all__ = [
     "FinishReason",
     "GenerateOutput",
     "GenerateRequest",
+    "KvEventsConfig",
     "RenderedPrompt",
     "TextStream",
     "TextTokenizer",
@@ -30,6 +31,23 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsConfig:
+    """Where KV events are published, in vLLM's words. `replay_endpoint` None: no replays.
+
+    `buffer_steps`: steps kept for replays; `max_queue_size`: steps that may wait to be sent; `hwm`: messages that may
+    wait for one subscriber.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    topic: str = ""
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    encoding: Literal["map", "array"] = "map"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +67,7 @@ class EngineConfig:
     eviction: Literal["lru", "value"] = "value"
     exact: bool = False
     seed: int = 0
+    kv_events: KvEventsConfig | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 plan = scheduler.plan()      result = runner.run(plan)      scheduler.apply(result)
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -63,6 +64,7 @@ class Core:
     """Implements `EngineCore`: joins scheduler, runner and tokenizer, one thread only.
 
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
+    `after_step` is called when a step has been applied.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Core:
         tokenizer: TextTokenizer,
         eos_token_ids: tuple[int, ...],
         seed: int,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
@@ -82,6 +85,7 @@ class Core:
         self._seeds = np.random.default_rng(seed)
         self._answers: dict[RequestId, _Answer] = {}
         self._audits = 0
+        self._after_step = after_step
 
     @property
     def info(self) -> EngineInfo:
@@ -133,6 +137,8 @@ class Core:
         """One plan, run, apply; the outputs of the requests that moved."""
         result = self._runner.run(self._scheduler.plan())
         outputs = [self._output(progress) for progress in self._scheduler.apply(result)]
+        if self._after_step is not None:
+            self._after_step()
         return [output for output in outputs if output is not None]
 
     def _output(self, progress: Progress) -> GenerateOutput | None:

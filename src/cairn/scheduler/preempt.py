@@ -49,7 +49,7 @@ def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int
     own = sum(len(pages) for pages in lease.pages) - cache.layout.pages_for(lease.matched)
     position = victim.num_computed
     worth_it = position > lease.hit and size < own and position not in lease.files
-    if worth_it and cache.residents.make_room(needed_pages + size):
+    if worth_it and cache.make_room(needed_pages + size):
         if cache.want(lease, Wanted(position, Kind.PREEMPTION)) is not None:
             victim.save_at = position
             victim.to(Phase.PREEMPTING)

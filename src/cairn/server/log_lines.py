@@ -29,7 +29,7 @@ def start_lines(info: EngineInfo) -> list[str]:
     if info.enable_prefix_caching:
         lines.append(
             f"cache: checkpoints by policy '{info.mamba_cache_mode}'; "
-            f"the smallest prefix that can be hit has {info.min_cacheable_tokens} tokens"
+            f"the smallest prefix that can be hit, in tokens: {info.min_cacheable_tokens}"
         )
     else:
         lines.append("cache: prefix caching is off")

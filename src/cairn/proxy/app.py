@@ -1,0 +1,69 @@
+"""The HTTP application: routes, middleware, error handling, and the health checks beside them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cairn.errors import RequestError
+from cairn.proxy import routes
+from cairn.proxy.failures import failed
+from cairn.proxy.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds, response_for
+from cairn.proxy.service import ProxyService
+
+__all__ = ["create_app"]
+
+
+def create_app(service: ProxyService) -> FastAPI:
+    """The application around one proxy's state. It asks the servers for their health once before it takes requests."""
+    options = service.options
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.client:
+            await service.health.check_if_due()
+            checking = asyncio.create_task(service.health.run())
+            try:
+                yield
+            finally:
+                checking.cancel()
+                with suppress(asyncio.CancelledError):
+                    await checking
+
+    # A redirect would be built from the Host header.
+    app = FastAPI(
+        title="cairn proxy",
+        version=options.version,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    app.include_router(routes.router())
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+    app.add_middleware(GateKeeper, service=service)
+    if options.api_key is not None:
+        app.add_middleware(ApiKey, api_key=options.api_key)
+    app.add_middleware(BugShield)
+    app.add_middleware(RequestIds, service=service)
+    return app
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return response_for(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
+    response = response_for(failed(error.detail, error.status_code, code))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,216 @@
+"""One request's way: to a prefill server, with what it hands over to a decode server, and from there to the client.
+
+prefill   5xx, time-out, broken connection: the next prefill server; none left: the decode server does it alone
+          4xx: the client gets it as it is
+decode    5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
+          good for one use, so it is prefilled again, unless the request cannot have arrived
+          after the first byte: no second try, ever; a stream ends with an error event
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from cairn.proxy.affinity import affinity_key, is_batch
+from cairn.proxy.failures import failed
+from cairn.proxy.pool import Pool, Upstream
+from cairn.proxy.protocol import Body, bool_field, decode_body, handover_of, parse_body, prefill_body
+from cairn.proxy.relay import ClientSide
+from cairn.proxy.service import ProxyService
+from cairn.proxy.tap import AnswerTap
+from cairn.proxy.trail import Trail, trail_of
+from cairn.proxy.upstream import CallFailed, Headers, Reply, read_whole
+
+__all__ = ["Forwarding", "GeneratePath", "Job", "job_of"]
+
+GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as far as the proxy understands it. `arrived`: seconds of the service's clock."""
+
+    path: GeneratePath
+    body: Body
+    headers: Headers
+    key: bytes
+    trail: Trail | None
+    batch: bool
+    arrived: float
+
+
+def job_of(service: ProxyService, path: GeneratePath, content: bytes, headers: Headers) -> Job:
+    """Raises InvalidRequest."""
+    body = parse_body(content)
+    bool_field(body, "stream")
+    key = affinity_key(body, service.options.affinity_bytes)
+    batch = path == "/v1/completions" and is_batch(body)
+    return Job(path, body, headers, key, trail_of(body), batch, service.clock.now())
+
+
+class _PassOn(Exception):
+    """The prefill server's answer is the client's."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__()
+        self.reply = reply
+
+
+class Forwarding:
+    """Answers one job. Used once."""
+
+    def __init__(self, service: ProxyService, job: Job, client: ClientSide) -> None:
+        self._service = service
+        self._job = job
+        self._client = client
+        self._decode_only = ""
+        self._handover: msgspec.Raw | None = None
+        self._last_answer: Reply | None = None
+        self._last_failure = ""
+
+    async def run(self) -> int:
+        """The status of the answer, when its last byte is out. Raises RequestError."""
+        tried: list[Upstream] = []
+        decode, key = self._service.decode, self._job.key
+        try:
+            while len(tried) < self._service.options.max_attempts and decode.least_busy(tried) is not None:
+                await self._prefill()
+                # Only now: while the prompt was computed, others have come and gone.
+                upstream = decode.choose(key, tried)
+                if upstream is None:
+                    break
+                if tried:
+                    self._service.metrics.retries.labels("decode").inc()
+                tried.append(upstream)
+                status = await self._decode(upstream)
+                if status is not None:
+                    return status
+        except _PassOn as refusal:
+            return await self._answer_whole(refusal.reply)
+        if self._last_answer is not None:
+            return await self._answer_whole(self._last_answer)
+        if tried:
+            raise failed(f"no decode server could answer; the last one: {self._last_failure}", 502, "bad_gateway")
+        raise failed("no decode server is up: try again later", 503, "service_unavailable")
+
+    async def _prefill(self) -> None:
+        """See to it that there is something to hand over, or that everybody knows that there will not be."""
+        if self._handover is not None or self._decode_only:
+            return
+        if self._job.batch:
+            self._go_without("batch")
+            return
+        tried: list[Upstream] = []
+        while len(tried) < self._service.options.max_attempts:
+            upstream = self._service.prefill.choose(self._job.key, tried)
+            if upstream is None:
+                break
+            if tried:
+                self._service.metrics.retries.labels("prefill").inc()
+            tried.append(upstream)
+            try:
+                reply = await self._call_prefill(upstream)
+                self._handover = handover_of(reply.content)
+            except CallFailed as error:
+                self._failed(self._service.prefill, upstream, error)
+                continue
+            except ValueError as error:
+                self._failed(self._service.prefill, upstream, CallFailed(f"cannot be read: {error}", kind="answer"))
+                continue
+            if self._handover is None:
+                self._go_without("not_offered")
+            return
+        self._go_without("prefill_failed" if tried else "prefill_down")
+
+    async def _call_prefill(self, upstream: Upstream) -> Reply:
+        """A 200 from a prefill server. Raises CallFailed or, for 4xx, _PassOn."""
+        service, job = self._service, self._job
+        hint = service.hints.find(job.trail.marks) if job.trail is not None else None
+        if hint is not None:
+            service.metrics.hints_sent.inc()
+        url, started = upstream.url + job.path, service.clock.now()
+        options = service.options
+        with upstream.hold():
+            content = prefill_body(job.body, hint)
+            reply = await service.client.whole(
+                "POST", url, content, job.headers, options.prefill_seconds, options.max_body_bytes
+            )
+        if 400 <= reply.status < 500:
+            raise _PassOn(reply)
+        if reply.status != 200:
+            raise CallFailed(f"it answers with {reply.status}", kind="status")
+        service.metrics.prefill_seconds.observe(service.clock.now() - started)
+        return reply
+
+    async def _decode(self, upstream: Upstream) -> int | None:
+        """The status of the answer that the client has got, or None. Raises RequestError when it has got a part."""
+        service, job = self._service, self._job
+        content = decode_body(job.body, self._handover)
+        url, silence = upstream.url + job.path, service.options.stall_seconds
+        try:
+            with upstream.hold():
+                async with service.client.open(url, content, job.headers, silence) as (reply, chunks):
+                    if reply.status >= 500 or 300 <= reply.status < 400:
+                        await self._keep_failure(reply, chunks)
+                        raise CallFailed(f"it answers with {reply.status}", kind="status")
+                    await self._pass_through(reply, chunks)
+                    return reply.status
+        except CallFailed as error:
+            self._failed(service.decode, upstream, error)
+            if self._client.started:
+                raise failed(f"the decode server failed in mid-answer: {error}", 502, "bad_gateway") from error
+            if error.sent:
+                self._handover = None
+            return None
+
+    async def _pass_through(self, reply: Reply, chunks: AsyncGenerator[bytes, None]) -> None:
+        service, job = self._service, self._job
+        length = reply.header(b"content-length")
+        stream = reply.header(b"content-type").startswith(b"text/event-stream")
+        tap = AnswerTap(stream, int(length) if length.isdigit() else None)
+        # Nothing goes out before the server has something to say: until then another one can take over.
+        chunk: bytes | None = await anext(chunks, None)
+        service.metrics.first_byte_seconds.observe(service.clock.now() - job.arrived)
+        await self._client.start(reply.status, reply.headers)
+        noted = False
+        while chunk is not None:
+            tap.feed(chunk)
+            # Before the last bytes go out: the client's next turn may be quicker than the end of this connection.
+            if tap.done and not noted:
+                noted = True
+                self._note(tap)
+            await self._client.write(chunk)
+            chunk = await anext(chunks, None)
+        if not noted:
+            self._note(tap)
+        await self._client.end()
+
+    def _note(self, tap: AnswerTap) -> None:
+        """Remember where the pages of this conversation are."""
+        found = tap.findings()
+        mark = self._job.trail.end(found) if found.hint is not None and self._job.trail is not None else None
+        if mark is not None and found.hint is not None:
+            self._service.hints.remember(mark, found.hint)
+            self._service.metrics.hints_stored.inc()
+
+    async def _keep_failure(self, reply: Reply, chunks: AsyncGenerator[bytes, None]) -> None:
+        """Keep a 5xx, in case nobody can do better. A redirect is never passed on: it is not for the client."""
+        if reply.status >= 500:
+            content = await read_whole(chunks, self._service.options.max_body_bytes)
+            self._last_answer = Reply(reply.status, reply.headers, content)
+
+    async def _answer_whole(self, reply: Reply) -> int:
+        await self._client.start(reply.status, reply.headers)
+        await self._client.write(reply.content)
+        await self._client.end()
+        return reply.status
+
+    def _go_without(self, reason: str) -> None:
+        self._decode_only = reason
+        self._service.metrics.decode_only.labels(reason).inc()
+
+    def _failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
+        self._last_failure = str(error)
+        self._service.failed(pool, upstream, error)

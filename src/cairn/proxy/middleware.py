@@ -1,0 +1,172 @@
+"""What happens to a request before any route sees it: its id, the API key, the gate, the size of its body.
+
+Plain ASGI, so that streams pass through untouched. Decisions are made on `scope["path"]`, the path that is routed on.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cairn.errors import InvalidRequest, RequestError
+from cairn.proxy.failures import error_content, failed
+from cairn.proxy.service import ProxyService
+
+__all__ = ["ApiKey", "BodyLimit", "BugShield", "GateKeeper", "RequestIds", "response_for"]
+
+_OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/version"})
+_GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+_VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
+
+logger = logging.getLogger(__name__)
+
+
+def response_for(error: RequestError) -> Response:
+    return Response(error_content(error), error.status, media_type="application/json")
+
+
+class RequestIds:
+    """Gives every request an id, the client's X-Request-Id where it sent one, and returns it in the same header."""
+
+    def __init__(self, app: ASGIApp, service: ProxyService) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id")
+        if given is not None and not _VISIBLE.fullmatch(given):
+            error = InvalidRequest("the header X-Request-Id must be 1 to 128 visible ASCII characters", "X-Request-Id")
+            return await response_for(error)(scope, receive, send)
+        request_id = given or self._service.new_id()
+        scope["cairn.request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        return await self._app(scope, receive, send_with_id)
+
+
+class BugShield:
+    """Answers 500 where a bug comes out of the application, and keeps the connection usable."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            return await self._app(scope, receive, watched_send)
+        except Exception:
+            if started:
+                raise
+            logger.exception("a bug in answering %s", scope["path"])
+            return await response_for(failed("internal error", 500, "internal_error"))(scope, receive, send)
+
+
+class ApiKey:
+    """Lets nobody in without the key, but for the paths that monitors ask."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("authorization", "")
+        if hmac.compare_digest(given.encode("latin-1"), self._expected):
+            return await self._app(scope, receive, send)
+        response = response_for(
+            failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
+        )
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return await response(scope, receive, send)
+
+
+class GateKeeper:
+    """Holds a place at the gate for every request that makes work, until its last byte is sent."""
+
+    def __init__(self, app: ASGIApp, service: ProxyService) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _GATED_PATHS:
+            return await self._app(scope, receive, send)
+        try:
+            self._service.gate.enter()
+        except RequestError as error:
+            self._service.metrics.requests.labels("turned_away").inc()
+            return await response_for(error)(scope, receive, send)
+        try:
+            return await self._app(scope, receive, send)
+        finally:
+            self._service.gate.leave()
+
+
+class BodyLimit:
+    """Reads the body of a request, whole, but no more of it than allowed and no longer than allowed."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            return await self._app(scope, receive, send)
+        try:
+            self._check_announced(Headers(scope=scope).get("content-length", "0"))
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            error = failed(f"the body did not come within {self._seconds:g} s", 408, "request_timeout")
+            return await response_for(error)(scope, receive, send)
+        except RequestError as error:
+            return await response_for(error)(scope, receive, send)
+        if body is None:
+            return None
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
+        return await self._app(scope, replay, send)
+
+    def _check_announced(self, content_length: str) -> None:
+        if content_length.isdecimal() and int(content_length[:20]) > self._max_bytes:
+            raise self._too_large()
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """None when the client leaves before its body is there."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> RequestError:
+        return failed(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")

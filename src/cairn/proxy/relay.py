@@ -1,0 +1,107 @@
+"""The client's side of one request: its answer, byte for byte as it comes, or what went wrong."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cairn.errors import RequestError
+from cairn.proxy.failures import ClientGone, error_content
+from cairn.proxy.upstream import Headers
+
+__all__ = ["ClientSide", "Relay"]
+
+_LAST_WORDS_SECONDS = 10.0
+
+Result = TypeVar("Result")
+
+
+class ClientSide:
+    """Writes to the client. `started` once a byte of an answer may have gone out."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._event_stream = False
+        self._last_bytes = b""
+        self.started = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        kind = next((value for key, value in headers if key == b"content-type"), b"")
+        self._event_stream = kind.startswith(b"text/event-stream")
+        extra = [(b"x-accel-buffering", b"no")] if self._event_stream else []
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *extra]})
+
+    async def write(self, data: bytes) -> None:
+        self._last_bytes = (self._last_bytes + data)[-4:]
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: RequestError) -> None:
+        """A response of its own, the last event of a stream, or, too late for both, an answer that is cut off."""
+        content = error_content(error)
+        if not self.started:
+            await self.start(error.status, [(b"content-type", b"application/json")])
+            await self.write(content)
+            await self.end()
+        elif self._event_stream:
+            # The server may have ended within an event; what follows has to be one of its own.
+            apart = b"" if self._last_bytes.endswith((b"\n\n", b"\r\n\r\n")) or not self._last_bytes else b"\n\n"
+            await self.write(apart + b"data: " + content + b"\n\ndata: [DONE]\n\n")
+            await self.end()
+
+
+class Relay(Response):
+    """Does the work of one request while its client is there, and cancels it, upstream calls included, when not.
+
+    `work` gets the client's side; it returns the answer's status or raises RequestError. `ended` is told the status,
+    the error, or ClientGone, and whether an answer had been started. The request's body must have been read.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[ClientSide], Coroutine[Any, Any, int]],
+        ended: Callable[[int | RequestError | ClientGone, bool], None],
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = ClientSide(send)
+        try:
+            status = await _unless_gone(receive, self._work(client))
+        except RequestError as error:
+            self._ended(error, client.started)
+            with contextlib.suppress(TimeoutError, OSError, ClientGone):
+                async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                    await _unless_gone(receive, client.fail(error))
+        except (ClientGone, OSError):
+            self._ended(ClientGone(), client.started)
+        else:
+            self._ended(status, client.started)
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The work's result. Raises ClientGone, with the work cancelled and over, when the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,52 @@
+"""What all requests of one proxy share."""
+
+import logging
+import uuid
+from collections.abc import Callable
+
+from cairn.proxy.gate import Gate
+from cairn.proxy.health import HealthChecks
+from cairn.proxy.hints import Hints
+from cairn.proxy.metrics import ProxyMetrics
+from cairn.proxy.options import ProxyOptions
+from cairn.proxy.pool import Pool, Upstream
+from cairn.proxy.upstream import CallFailed, UpstreamClient
+from cairn.types import Clock, SystemClock
+
+__all__ = ["ProxyService"]
+
+logger = logging.getLogger(__name__)
+
+
+def _random_id() -> str:
+    return uuid.uuid4().hex
+
+
+class ProxyService:
+    """One proxy's state. `clock` measures and ages hints and health, `new_id` names requests that come without one."""
+
+    def __init__(
+        self, options: ProxyOptions, clock: Clock | None = None, new_id: Callable[[], str] = _random_id
+    ) -> None:
+        self.options = options
+        self.clock = clock or SystemClock()
+        self.new_id = new_id
+        self.prefill = Pool("prefill", options.prefill, options.load_factor, options.load_slack)
+        self.decode = Pool("decode", options.decode, options.load_factor, options.load_slack)
+        self.pools = (self.prefill, self.decode)
+        self.hints = Hints(options.max_hints, options.hint_seconds, self.clock)
+        self.metrics = ProxyMetrics(self.pools, self.hints)
+        self.gate = Gate(options.max_open, options.request_seconds)
+        self.client = UpstreamClient(options)
+        self.health = HealthChecks(self.pools, self.client, options, self.clock)
+
+    @property
+    def healthy(self) -> bool:
+        return self.decode.num_up > 0 and not self.gate.closed
+
+    def failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
+        """Note a failed call. A server that cannot be reached is down until its next health check says otherwise."""
+        self.metrics.failures.labels(pool.name, upstream.url, error.kind).inc()
+        if error.kind == "unreached" and upstream.up:
+            upstream.up = False
+            logger.warning("%s server %s is down: %s", pool.name, upstream.url, error)

@@ -1,0 +1,337 @@
+"""What the rest of cairn knows of a transfer: plain records, and three seams of a few methods each.
+
+    SchedulerSide   offers leases (as prefill server) and starts pulls (as decode server)      one per engine
+    WorkerSide      carries out the reads of a pull on one rank                                one per rank
+    Link            moves bytes from a peer's registered region into the own one               one per rank
+
+The scheduler speaks in tokens and page numbers, a worker turns them into byte ranges, a link knows bytes alone. No
+method of the three waits: all are called again and again by one owner, which may sleep while nothing is open.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, NewType, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.errors import CairnError
+from cairn.types import Keys, Pages
+
+__all__ = [
+    "ContentName",
+    "Descriptors",
+    "Event",
+    "HeldCheckpoint",
+    "LeaseEnded",
+    "Link",
+    "LinkError",
+    "Offer",
+    "PagesFree",
+    "Peer",
+    "PeerGeometry",
+    "PullEnded",
+    "PullId",
+    "ReadHandle",
+    "ReadOrder",
+    "ReadState",
+    "Region",
+    "SchedulerSide",
+    "Want",
+    "WorkerSide",
+]
+
+PullId = NewType("PullId", int)
+ReadHandle = NewType("ReadHandle", int)
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class LinkError(CairnError):
+    """A link cannot do what it was asked: the peer is gone, its description is broken, or a range is out of bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentName:
+    """Under which root the key tokens stand: prompts of different names never share anything."""
+
+    adapter: str = ""
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGeometry:
+    """How one rank of a server cuts its pages and checkpoints. Sizes in bytes, see `cairn.cache.layout`."""
+
+    block_size: _Count
+    page_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    page_units: _Count
+    header_bytes: _Size
+    state_bytes: _Size
+    state_units: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server that has proved itself. `ranks`: what its links say of themselves, one entry per rank."""
+
+    engine_id: str
+    geometry: PeerGeometry
+    ranks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCheckpoint:
+    """A checkpoint file that resumes the sequence at `position`."""
+
+    position: int
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a prefill server holds for one decode server: pages that cover `keys`, and checkpoints on the way."""
+
+    request_id: str
+    name: ContentName
+    keys: Keys
+    pages: Pages
+    checkpoints: tuple[HeldCheckpoint, ...]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) + sum(len(checkpoint.pages) for checkpoint in self.checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a decode server lacks of one offer.
+
+    Tokens [start, len(keys)) are to land in `pages`; `start` is a multiple of the own block size, or len(keys) when
+    no page is lacking. `checkpoint`: the file that is to receive the state, None when the own one is deep enough.
+    `release_only`: nothing is lacking at all; the offer is given back unused.
+    """
+
+    request_id: str
+    nonce: bytes
+    engine_id: str
+    host: str
+    port: int
+    name: ContentName
+    keys: Keys
+    start: int
+    pages: Pages
+    checkpoint: Pages | None
+    release_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """The pull's outcome is known. `failure` None: tokens up to `position` may be used, and the checkpoint at
+    `checkpoint_position` where one was wanted. Otherwise nothing of it may be, and the text says why."""
+
+    pull: PullId
+    failure: str | None
+    position: int = 0
+    checkpoint_position: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PagesFree:
+    """No write of this pull can come any more: the pages of its `Want` are their owner's again. Comes with or after
+    `PullEnded`, never before it."""
+
+    pull: PullId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The pages of an offer need not be held any longer. `state`: how it ended."""
+
+    remote_request_id: str
+    state: str
+
+
+Event = PullEnded | PagesFree | LeaseEnded
+
+
+class SchedulerSide(Protocol):
+    """The connector as the scheduler sees it."""
+
+    def has_room(self, num_pages: int) -> bool:
+        """Whether an offer of so many pages stays within the share of the pool that leases may hold."""
+        ...
+
+    def offer(self, offer: Offer) -> str:
+        """Lease pages that must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
+        ...
+
+    def withdraw(self, remote_request_id: str) -> None:
+        """End an offer early. Unknown or ended ones are left as they are."""
+        ...
+
+    def pull(self, want: Want) -> PullId:
+        """Start a transfer. Ends in exactly one `PullEnded` and one `PagesFree`."""
+        ...
+
+    def abort(self, pull: PullId) -> None:
+        """Give a transfer up. Its `PagesFree` may come much later. Ended ones are left as they are."""
+        ...
+
+    def events(self) -> list[Event]:
+        """What has ended since the last call, in order."""
+        ...
+
+
+class ReadState(Enum):
+    """Where a read is. Only under READING may bytes still arrive."""
+
+    READING = "reading"
+    DONE = "done"
+    """All bytes have landed."""
+    FAILED = "failed"
+    """The link has given up; what landed is worthless, and nothing more will come."""
+    CANCELLED = "cancelled"
+    """It was cancelled, and nothing more will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """Read the peer's `remote_pages` and `remote_checkpoint` into the own pages.
+
+    Tokens [start, end); `remote_pages` cover them in the peer's block size, `local_pages` in the own one.
+    """
+
+    pull: PullId
+    peer: Peer
+    start: int
+    end: int
+    remote_pages: Pages
+    local_pages: Pages
+    remote_checkpoint: Pages | None
+    local_checkpoint: Pages | None
+
+
+class WorkerSide(Protocol):
+    """One rank's hands. A read is named by its pull."""
+
+    def start(self, order: ReadOrder) -> None:
+        """Post the reads. Raises LinkError when the peer cannot be read; then nothing was posted."""
+        ...
+
+    def poll(self, pull: PullId) -> ReadState:
+        """How far it is; drives it. Once it is not READING the read is forgotten."""
+        ...
+
+    def cancel(self, pull: PullId) -> None:
+        """No longer wanted. `poll` says READING for as long as a late write may come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The memory of all pages of one rank: `num_pages` x `page_bytes` bytes from `address` on.
+
+    `owner` is whatever must stay alive for the memory to stay valid. `device`: number of the accelerator whose
+    memory it is, None for host memory.
+    """
+
+    address: int
+    num_pages: int
+    page_bytes: int
+    owner: object
+    device: int | None = None
+
+    @classmethod
+    def of(cls, pool: NDArray[np.uint8]) -> "Region":
+        """Host memory of shape [num_pages, page_bytes], contiguous."""
+        if pool.ndim != 2 or not pool.flags.c_contiguous:
+            raise ValueError(f"a region is one contiguous array [num_pages, page_bytes], not {pool.shape}")
+        return cls(pool.ctypes.data, pool.shape[0], pool.shape[1], pool)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Byte ranges to read, one per entry of the int64 arrays, all of shape [n]. No range crosses a page's end."""
+
+    remote_page: NDArray[np.int64]
+    remote_offset: NDArray[np.int64]
+    local_page: NDArray[np.int64]
+    local_offset: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    def take(self, start: int, stop: int) -> "Descriptors":
+        """Entries [start, stop), as views."""
+        part = slice(start, stop)
+        return Descriptors(
+            self.remote_page[part],
+            self.remote_offset[part],
+            self.local_page[part],
+            self.local_offset[part],
+            self.num_bytes[part],
+        )
+
+    def check(self, *, remote_pages: int, remote_page_bytes: int, local: Region) -> None:
+        """Raises LinkError unless every range lies within one page of either side."""
+        for what, page, offset, num_pages, page_bytes in (
+            ("remote", self.remote_page, self.remote_offset, remote_pages, remote_page_bytes),
+            ("local", self.local_page, self.local_offset, local.num_pages, local.page_bytes),
+        ):
+            inside = (page >= 0) & (page < num_pages) & (offset >= 0) & (self.num_bytes > 0)
+            inside &= (offset < page_bytes) & (self.num_bytes <= page_bytes - offset)
+            if not inside.all():
+                at = int(np.argmin(inside))
+                raise LinkError(
+                    f"{what} range is outside its page: page {page[at]} of {num_pages}, bytes {offset[at]} + "
+                    f"{self.num_bytes[at]} of {page_bytes}"
+                )
+
+
+class Link(Protocol):
+    """Moves bytes. One owner calls all methods; none waits for the peer.
+
+    A peer is named by the string that `connect` returned. A link never says that a read is over while a byte of it
+    may still be written: that is what quarantine rests on.
+    """
+
+    def register(self, region: Region) -> None:
+        """Open this memory to peers and reads. Once per link, before anything else."""
+        ...
+
+    def describe(self) -> bytes:
+        """What a peer needs to read from here. Whoever holds it can: hand it to proven peers only."""
+        ...
+
+    def connect(self, description: bytes) -> str:
+        """Get to know a peer; again with the same description gives the same name. Raises LinkError."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Its open reads are cancelled."""
+        ...
+
+    def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
+        """Start reading. At least one descriptor. Raises LinkError, and then nothing was started."""
+        ...
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        """How far it is; drives it. Once it is not READING the handle is gone. Raises LinkError for unknown ones."""
+        ...
+
+    def cancel(self, handle: ReadHandle) -> None:
+        """No longer wanted; go on polling until it is not READING. Unknown handles are left alone."""
+        ...
+
+    def progress(self) -> None:
+        """Serve the peers that read from here. To be called while a lease is open."""
+        ...
+
+    def close(self) -> int:
+        """Let go of everything. Returns how many reads may still write; the region must outlive those."""
+        ...

@@ -1,0 +1,86 @@
+"""What two servers compare to know that they speak of the same content, without sending any of it.
+
+    header   "cairn/kv/1" | layout hash | adapter | salt        each with its length before it; no salt != empty salt
+    digest   sha256(header | int64 key tokens, little endian | their number)
+
+The digest of a prefix costs one pass over the whole prompt: sha256 can be finished at every mark and go on.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from cairn.step import GRID
+from cairn.transfer.contract import ContentName
+from cairn.types import Keys
+
+__all__ = ["DIGEST_BYTES", "ContentDigest", "content_digest", "layout_hash"]
+
+DIGEST_BYTES = 32
+
+_CONTENT = b"cairn/kv/1"
+_LAYOUT = b"cairn/layout/1"
+
+
+def layout_hash(facts: Mapping[str, str | int]) -> bytes:
+    """sha256 over what must be equal for bytes to mean the same on both sides: model, dtypes, numbers of heads and
+    layers. Not what may differ: block size and tensor-parallel size. Shape [32] bytes."""
+    digest = hashlib.sha256(_LAYOUT)
+    for key in sorted(facts):
+        value = facts[key]
+        kind = "int" if isinstance(value, int) else "str"
+        for part in (key, kind, str(value)):
+            digest.update(_framed(part.encode()))
+    return digest.digest()
+
+
+def content_digest(layout: bytes, name: ContentName, keys: Keys) -> bytes:
+    """Digest of all `keys`, 32 bytes."""
+    digest = ContentDigest(layout, name)
+    digest.append(keys)
+    return digest.value()
+
+
+class ContentDigest:
+    """The digest of a growing sequence, and those at every multiple of 64 tokens on the way."""
+
+    def __init__(self, layout: bytes, name: ContentName) -> None:
+        self._sha = hashlib.sha256(_framed(_CONTENT) + _framed(layout) + _framed(_bytes(name.adapter)))
+        self._sha.update(b"\0" if name.salt is None else b"\1" + _framed(_bytes(name.salt)))
+        self._num_tokens = 0
+        self._marks = bytearray()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def marks(self) -> bytes:
+        """The digests of the first 64, 128, ... tokens, 32 bytes each."""
+        return bytes(self._marks)
+
+    def append(self, keys: Keys) -> None:
+        start = 0
+        while start < len(keys):
+            stop = min(len(keys), start + GRID - self._num_tokens % GRID)
+            self._sha.update(np.ascontiguousarray(keys[start:stop], dtype="<i8").tobytes())
+            self._num_tokens += stop - start
+            start = stop
+            if self._num_tokens % GRID == 0:
+                self._marks += self.value()
+
+    def value(self) -> bytes:
+        """Of all tokens so far, 32 bytes."""
+        sha = self._sha.copy()
+        sha.update(self._num_tokens.to_bytes(8, "little"))
+        return sha.digest()
+
+
+def _bytes(text: str) -> bytes:
+    # A lone surrogate is legal in JSON and has to differ from everything else, too.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _framed(part: bytes) -> bytes:
+    return len(part).to_bytes(8, "little") + part

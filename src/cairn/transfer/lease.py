@@ -1,0 +1,284 @@
+"""The producer's side: what it has promised to hold, for whom, and until when.
+
+    OFFERED --claim--> CLAIMED --confirm--> CONFIRMED
+       |                  |
+       +---- release, ----+----> RELEASED
+       +---- time is up --+----> EXPIRED
+
+A lease names pages by a random nonce that only the client's reference carries. It is used once: by the transfer that
+claimed it first. As long as it is OFFERED or CLAIMED its pages stay as they are; the moment its end is reached it is
+EXPIRED for good, so CONFIRMED proves that whatever was read until then was the right bytes. Every call looks at the
+clock first: no answer depends on when somebody last tidied up.
+"""
+
+import hmac
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from cairn.transfer.contract import HeldCheckpoint, Offer
+from cairn.transfer.digest import content_digest
+from cairn.transfer.proof import NONCE_BYTES
+from cairn.transfer.wire import (
+    Alive,
+    Claim,
+    Confirm,
+    Confirmed,
+    Granted,
+    Heartbeat,
+    Reason,
+    Refused,
+    Release,
+    Released,
+    pack_pages,
+    refusal,
+)
+from cairn.types import Clock
+
+__all__ = ["TRANSITIONS", "EndedLease", "LeaseBook", "LeaseLimits", "LeaseState"]
+
+
+class LeaseState(Enum):
+    """What is true of a lease."""
+
+    OFFERED = "offered"
+    """Held; nobody has asked for it yet."""
+    CLAIMED = "claimed"
+    """Held; one transfer reads, and may end it."""
+    CONFIRMED = "confirmed"
+    """Over: everything was read while it was held."""
+    RELEASED = "released"
+    """Over: nobody wants it (any more)."""
+    EXPIRED = "expired"
+    """Over: its time ran out. Its pages may hold other bytes by now."""
+
+
+TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
+    {
+        LeaseState.OFFERED: frozenset({LeaseState.CLAIMED, LeaseState.RELEASED, LeaseState.EXPIRED}),
+        LeaseState.CLAIMED: frozenset({LeaseState.CONFIRMED, LeaseState.RELEASED, LeaseState.EXPIRED}),
+        LeaseState.CONFIRMED: frozenset(),
+        LeaseState.RELEASED: frozenset(),
+        LeaseState.EXPIRED: frozenset(),
+    }
+)
+
+_HELD = frozenset({LeaseState.OFFERED, LeaseState.CLAIMED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLimits:
+    """Times in seconds. `max_pages`: how many pages all leases together may hold. `max_age`: heartbeats prolong no
+    further. `remember`: how long an ended lease can still say how it ended, and `max_remembered` how many do."""
+
+    max_pages: int
+    duration: float = 30.0
+    extension: float = 20.0
+    max_age: float = 600.0
+    remember: float = 120.0
+    max_remembered: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLease:
+    """The pages of this lease need not be held any longer."""
+
+    request_id: str
+    nonce: bytes
+    state: LeaseState
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """`held`: the offer and, once claimed, what was granted; dropped at the end, for tokens and pages are many."""
+
+    request_id: str
+    nonce: bytes
+    born: float
+    until: float
+    held: Offer | None
+    num_pages: int
+    state: LeaseState = LeaseState.OFFERED
+    claim: bytes | None = None
+    generation: int = 0
+    granted: tuple[Claim, Granted] | None = None
+    ended: float = 0.0
+
+
+class LeaseBook:
+    """All leases of one engine. `random` gives that many unpredictable bytes."""
+
+    def __init__(
+        self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
+    ) -> None:
+        self._layout = layout
+        self._tokens_per_page = tokens_per_page
+        self._limits = limits
+        self._clock = clock
+        self._random = random
+        self._held: dict[bytes, _Lease] = {}
+        self._over: dict[bytes, _Lease] = {}
+        self._ended: list[EndedLease] = []
+        self._generation = 0
+        self._num_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages under leases that have not ended."""
+        self.expire()
+        return self._num_pages
+
+    @property
+    def num_held(self) -> int:
+        """Leases that have not ended."""
+        self.expire()
+        return len(self._held)
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next lease runs out, or None while there is none."""
+        return min((lease.until for lease in self._held.values()), default=None)
+
+    def has_room(self, num_pages: int) -> bool:
+        """Whether so many pages more stay within the cap."""
+        return self.num_pages + num_pages <= self._limits.max_pages
+
+    def offer(self, offer: Offer) -> bytes:
+        """Hold these pages from now on. Returns the nonce. Ask `has_room` first."""
+        if not self.has_room(offer.num_pages):
+            raise AssertionError(f"{offer.request_id}: {offer.num_pages} pages do not fit under the leases' cap")
+        now = self._clock.now()
+        until = now + self._limits.duration
+        lease = _Lease(offer.request_id, self._random(NONCE_BYTES), now, until, offer, offer.num_pages)
+        self._held[lease.nonce] = lease
+        self._num_pages += offer.num_pages
+        return lease.nonce
+
+    def withdraw(self, nonce: bytes) -> None:
+        """The producer's own end of a lease, if it has not ended."""
+        self.expire()
+        if (lease := self._held.get(nonce)) is not None:
+            self._end(lease, LeaseState.RELEASED)
+
+    def expire(self) -> None:
+        """End what has run out, and forget what ended long ago."""
+        now = self._clock.now()
+        for lease in [lease for lease in self._held.values() if lease.until <= now]:
+            self._end(lease, LeaseState.EXPIRED)
+        while self._over:
+            oldest = next(iter(self._over.values()))
+            if len(self._over) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
+                break
+            del self._over[oldest.nonce]
+
+    def take_ended(self) -> list[EndedLease]:
+        """Leases that have ended since the last call, each once."""
+        self.expire()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def claim(self, claim: Claim) -> Granted | Refused:
+        lease = self._find(claim)
+        if isinstance(lease, Refused):
+            return lease
+        if lease.granted is not None:
+            # Only the very same claim is a repetition; the digest was right the first time.
+            first, granted = lease.granted
+            return granted if claim == first else refusal(claim, Reason.USED)
+        offer = lease.held
+        if offer is None or not self._covers(offer, claim):
+            return refusal(claim, Reason.OUT_OF_RANGE)
+        checkpoint = _deepest(offer, claim.position) if claim.checkpoint else None
+        if claim.checkpoint and checkpoint is None:
+            return refusal(claim, Reason.OUT_OF_RANGE)
+        digest = content_digest(self._layout, offer.name, offer.keys[: claim.position])
+        if not hmac.compare_digest(digest, claim.digest):
+            return refusal(claim, Reason.OTHER_CONTENT)
+        return self._grant(lease, claim, offer, checkpoint)
+
+    def _grant(self, lease: _Lease, claim: Claim, offer: Offer, checkpoint: HeldCheckpoint | None) -> Granted:
+        self._generation += 1
+        self._move(lease, LeaseState.CLAIMED)
+        self._extend(lease)
+        granted = Granted(
+            claim.claim,
+            self._generation,
+            claim.position,
+            pack_pages(offer.pages[claim.first_page : claim.last_page]),
+            checkpoint.position if checkpoint else None,
+            pack_pages(checkpoint.pages) if checkpoint else b"",
+        )
+        lease.claim, lease.generation, lease.granted = claim.claim, self._generation, (claim, granted)
+        return granted
+
+    def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
+        lease = self._find(beat)
+        if isinstance(lease, Refused):
+            return lease
+        self._extend(lease)
+        return Alive(beat.claim)
+
+    def confirm(self, confirm: Confirm) -> Confirmed | Refused:
+        lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
+        if isinstance(lease, Refused):
+            return lease
+        if lease.generation != confirm.generation:
+            return refusal(confirm, Reason.FORGED)
+        if lease.state is LeaseState.CLAIMED:
+            self._end(lease, LeaseState.CONFIRMED)
+        return Confirmed(confirm.claim, confirm.generation)
+
+    def release(self, release: Release) -> Released | Refused:
+        lease = self._find(release, repeatable=LeaseState.RELEASED)
+        if isinstance(lease, Refused):
+            return lease
+        if lease.state is not LeaseState.RELEASED:
+            self._end(lease, LeaseState.RELEASED)
+        return Released(release.claim)
+
+    def _find(
+        self, asked: Claim | Heartbeat | Confirm | Release, repeatable: LeaseState | None = None
+    ) -> _Lease | Refused:
+        """The lease, if the one who asks may use it. `repeatable`: how it may have ended all the same."""
+        self.expire()
+        lease = self._held.get(asked.nonce) or self._over.get(asked.nonce)
+        if lease is None:
+            return refusal(asked, Reason.UNKNOWN)
+        if lease.request_id != asked.request_id:
+            return refusal(asked, Reason.FORGED)
+        if lease.state is LeaseState.EXPIRED:
+            return refusal(asked, Reason.EXPIRED)
+        owned = lease.claim is None or lease.claim == asked.claim
+        if not owned or (lease.state not in _HELD and lease.state is not repeatable):
+            return refusal(asked, Reason.USED)
+        return lease
+
+    def _covers(self, offer: Offer, claim: Claim) -> bool:
+        num_pages = -(-claim.position // self._tokens_per_page)
+        return 0 < claim.position <= len(offer.keys) and claim.first_page <= claim.last_page <= num_pages
+
+    def _extend(self, lease: _Lease) -> None:
+        """A claim or a heartbeat: somebody is there."""
+        until = self._clock.now() + self._limits.extension
+        lease.until = max(lease.until, min(until, lease.born + self._limits.max_age))
+
+    def _end(self, lease: _Lease, state: LeaseState) -> None:
+        self._move(lease, state)
+        del self._held[lease.nonce]
+        self._num_pages -= lease.num_pages
+        lease.held, lease.granted, lease.ended = None, None, self._clock.now()
+        self._over[lease.nonce] = lease
+        self._ended.append(EndedLease(lease.request_id, lease.nonce, state))
+
+    @staticmethod
+    def _move(lease: _Lease, state: LeaseState) -> None:
+        """The only place where a state changes."""
+        if state not in TRANSITIONS[lease.state]:
+            raise AssertionError(f"{lease.request_id}: {lease.state.value} -> {state.value} is not a transition")
+        lease.state = state
+
+
+def _deepest(offer: Offer, position: int) -> HeldCheckpoint | None:
+    usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position]
+    return max(usable, key=lambda checkpoint: checkpoint.position, default=None)

@@ -1,0 +1,153 @@
+"""`kv_transfer_params` of a request, as proxies send them: strict, pure, and never trusted as an address.
+
+    {"do_remote_decode": true, ...}    prefill here; somebody else will decode      -> RemoteDecode
+    {"do_remote_prefill": true, ...}   decode here what somebody else has prefilled -> RemotePrefill
+    null, or both false                an ordinary request                          -> None
+
+Keys that are not listed here are ignored, and null is the same as missing. The block ids are checked for their form
+and then forgotten: which pages are read is the producer's word, in exchange for the nonce that is part of
+`remote_request_id`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cairn.errors import InvalidRequest
+from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.proof import NONCE_BYTES
+
+__all__ = ["RemoteDecode", "RemotePrefill", "parse_kv_transfer_params", "remote_request_id"]
+
+_NAME: Final = "kv_transfer_params"
+_MARK: Final = "~"
+_MAX_ENGINE_ID: Final = 256
+_MAX_REQUEST_ID: Final = 512
+_MAX_HOST: Final = 253
+_MAX_GROUPS: Final = 16
+_MAX_BLOCKS: Final = 1 << 20
+_MAX_NUMBER: Final = (1 << 31) - 1
+_MAX_TOKENS: Final = 1 << 26
+_MAX_RANKS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDecode:
+    """Keep what this request computes under a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """Where what this request needs may lie. `num_tokens` and `cached_tokens` are None where the proxy lost them."""
+
+    engine_id: str
+    request_id: str
+    nonce: bytes
+    host: str
+    port: int
+    tp_size: int
+    num_tokens: int | None
+    cached_tokens: int | None
+
+
+def remote_request_id(request_id: str, nonce: bytes) -> str:
+    """The reference that goes to the client. The nonce is in it, so no proxy can lose it."""
+    return f"{request_id}{_MARK}{nonce.hex()}"
+
+
+def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> RemoteDecode | RemotePrefill | None:
+    """Raises InvalidRequest that names the key, for everything that is not exactly what the protocol says."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{_NAME} must be an object or null, not {type(value).__name__}", _NAME)
+    decode, prefill = _flag(value, "do_remote_decode"), _flag(value, "do_remote_prefill")
+    if decode and prefill:
+        raise _wrong("do_remote_decode", "and do_remote_prefill must not both be true")
+    if prefill:
+        return _remote_prefill(value, policy)
+    return RemoteDecode() if decode else None
+
+
+def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> RemotePrefill:
+    host = _text(params, "remote_host", _MAX_HOST)
+    refusal = policy.refusal(host)
+    if refusal is not None:
+        raise _wrong("remote_host", refusal)
+    for key in ("dcp_size", "pp_size"):
+        if _integer(params, key, 1, _MAX_RANKS, default=1) != 1:
+            raise _wrong(key, "must be 1: context and pipeline parallelism are not supported")
+    if params.get("transfer_mode") not in (None, "pull"):
+        raise _wrong("transfer_mode", "must be 'pull'")
+    _check_block_ids(params)
+    request_id, nonce = _reference(params)
+    return RemotePrefill(
+        engine_id=_text(params, "remote_engine_id", _MAX_ENGINE_ID),
+        request_id=request_id,
+        nonce=nonce,
+        host=host,
+        port=_required(_integer(params, "remote_port", 1, 65535), "remote_port"),
+        tp_size=_required(_integer(params, "tp_size", 1, _MAX_RANKS, default=1), "tp_size"),
+        num_tokens=_integer(params, "remote_num_tokens", 0, _MAX_TOKENS),
+        cached_tokens=_integer(params, "remote_prefill_cached_tokens", 0, _MAX_TOKENS),
+    )
+
+
+def _reference(params: Mapping[object, object]) -> tuple[str, bytes]:
+    request_id, mark, nonce = _text(params, "remote_request_id", _MAX_REQUEST_ID).rpartition(_MARK)
+    # Compared with its own spelling: fromhex also takes spaces and capitals.
+    if mark and request_id and len(nonce) == 2 * NONCE_BYTES and set(nonce) <= set("0123456789abcdef"):
+        return request_id, bytes.fromhex(nonce)
+    raise _wrong("remote_request_id", "is not a reference of a cairn server: send it back as it was given")
+
+
+def _check_block_ids(params: Mapping[object, object]) -> None:
+    groups = params.get("remote_block_ids")
+    if not isinstance(groups, list):
+        raise _wrong("remote_block_ids", "must be a list with one list of block ids per group")
+    if len(groups) > _MAX_GROUPS:
+        raise _wrong("remote_block_ids", f"has {len(groups)} groups; at most {_MAX_GROUPS} are taken")
+    for group in groups:
+        if not isinstance(group, list) or len(group) > _MAX_BLOCKS:
+            raise _wrong("remote_block_ids", f"must hold lists of at most {_MAX_BLOCKS} block ids")
+        if not all(type(block) is int and 0 <= block <= _MAX_NUMBER for block in group):
+            raise _wrong("remote_block_ids", f"must hold integers from 0 to {_MAX_NUMBER}")
+
+
+def _flag(params: Mapping[object, object], key: str) -> bool:
+    value = params.get(key)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise _wrong(key, f"must be true or false, not {type(value).__name__}")
+    return value
+
+
+def _text(params: Mapping[object, object], key: str, longest: int) -> str:
+    value = params.get(key)
+    if value is None:
+        raise _wrong(key, "is missing")
+    if not isinstance(value, str) or not 1 <= len(value) <= longest:
+        raise _wrong(key, f"must be a text of 1 to {longest} characters")
+    if not value.isprintable():
+        raise _wrong(key, "must not hold control characters")
+    return value
+
+
+def _integer(params: Mapping[object, object], key: str, low: int, high: int, default: int | None = None) -> int | None:
+    value = params.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        raise _wrong(key, f"must be an integer from {low} to {high}")
+    return value
+
+
+def _required(value: int | None, key: str) -> int:
+    if value is None:
+        raise _wrong(key, "is missing")
+    return value
+
+
+def _wrong(key: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{_NAME}.{key} {what}", f"{_NAME}.{key}")

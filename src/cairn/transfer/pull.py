@@ -1,0 +1,309 @@
+"""One transfer, from the consumer's side, as one state machine.
+
+    RESOLVING -> HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE
+                      |             +---- nothing to read ---^
+                      +---- only a release ---------------------------^
+    any of them -> FAILED            nothing can arrive any more
+    READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
+    ABANDONED   -> FAILED            the link says that none will
+
+The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a deadline, and ABANDONED makes
+nobody wait. What was read may be used in DONE alone: P has then said that its lease never lapsed before the last
+byte had arrived.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from cairn.transfer.contract import LinkError, PullId, ReadOrder, ReadState, Want, WorkerSide
+from cairn.transfer.dial import Dial, DialState
+from cairn.transfer.digest import content_digest
+from cairn.transfer.wire import (
+    Claim,
+    Confirm,
+    Confirmed,
+    FromProducer,
+    Granted,
+    Heartbeat,
+    Refused,
+    Release,
+    ToProducer,
+    unpack_pages,
+)
+from cairn.types import Clock, Pages
+
+__all__ = ["TRANSITIONS", "Pull", "PullLimits", "PullState", "PullTools"]
+
+
+class PullState(Enum):
+    """Where a transfer is, and what is true there."""
+
+    RESOLVING = "resolving"
+    """Nothing was sent; the host has not been checked."""
+    HANDSHAKING = "handshaking"
+    """The peer may be spoken to; it has not proved itself."""
+    CLAIMING = "claiming"
+    """The claim is out; the lease may be ours or not."""
+    READING = "reading"
+    """The lease is ours; bytes arrive in the wanted pages."""
+    CONFIRMING = "confirming"
+    """All bytes are there; whether they are the right ones is not known."""
+    DONE = "done"
+    """They are. The pages are their owner's."""
+    FAILED = "failed"
+    """Nothing may be used. The pages are their owner's."""
+    ABANDONED = "abandoned"
+    """Nothing may be used, and bytes may still arrive: the pages are nobody's."""
+
+
+TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
+    {
+        PullState.RESOLVING: frozenset({PullState.HANDSHAKING, PullState.FAILED}),
+        PullState.HANDSHAKING: frozenset({PullState.CLAIMING, PullState.DONE, PullState.FAILED}),
+        PullState.CLAIMING: frozenset({PullState.READING, PullState.CONFIRMING, PullState.FAILED}),
+        PullState.READING: frozenset({PullState.CONFIRMING, PullState.FAILED, PullState.ABANDONED}),
+        PullState.CONFIRMING: frozenset({PullState.DONE, PullState.FAILED}),
+        PullState.ABANDONED: frozenset({PullState.FAILED}),
+        PullState.DONE: frozenset(),
+        PullState.FAILED: frozenset(),
+    }
+)
+
+_ASKED: Mapping[PullState, str] = MappingProxyType(
+    {PullState.CLAIMING: "claim", PullState.READING: "heartbeat", PullState.CONFIRMING: "confirm"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullLimits:
+    """Times in seconds: how long an answer may take, how long a read, and how often something is said again."""
+
+    answer: float = 5.0
+    read: float = 30.0
+    repeat: float = 0.5
+    heartbeat: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PullTools:
+    """What a transfer works with. `dial_to` gives the connection to (host, port), or why there is none."""
+
+    dial_to: Callable[[str, int], Dial | str]
+    worker: WorkerSide
+    clock: Clock
+    layout: bytes
+    limits: PullLimits
+
+
+class Pull:
+    """`claim`: 16 random bytes that name this transfer to the producer. Drive it with `advance`."""
+
+    def __init__(self, pull: PullId, want: Want, claim: bytes, tools: PullTools) -> None:
+        self.id = pull
+        self.want = want
+        self.claim = claim
+        self.state = PullState.RESOLVING
+        self.failure: str | None = None
+        self.silent = False
+        self.checkpoint_position: int | None = None
+        self.dial: Dial | None = None
+        self._tools = tools
+        self._limits = tools.limits
+        self._until = self._repeat_at = tools.clock.now()
+        self._said: Claim | Confirm | None = None
+        self._generation = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the outcome is known."""
+        return self.state in (PullState.DONE, PullState.FAILED, PullState.ABANDONED)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no write can come any more, and the outcome is known."""
+        return self.state in (PullState.DONE, PullState.FAILED)
+
+    def advance(self) -> None:
+        """One look at clock, connection and link. To be called again and again until `is_settled`."""
+        match self.state:
+            case PullState.RESOLVING:
+                self._resolve()
+            case PullState.HANDSHAKING:
+                self._handshake()
+            case PullState.CLAIMING | PullState.CONFIRMING:
+                self._wait_for_answer()
+            case PullState.READING:
+                self._read()
+            case PullState.ABANDONED:
+                if self._tools.worker.poll(self.id) is not ReadState.READING:
+                    self._to(PullState.FAILED)
+
+    def abort(self) -> None:
+        """Nobody wants the outcome any more."""
+        if not self.is_over:
+            self._give_up("aborted")
+
+    def receive(self, reply: FromProducer) -> None:
+        """A record of the producer that names this claim. What does not fit the state is late and ignored."""
+        match self.state, reply:
+            case PullState.CLAIMING, Granted():
+                self._granted(reply)
+            case PullState.CONFIRMING, Confirmed() if reply.generation == self._generation:
+                self._to(PullState.DONE)
+            case state, Refused(asked=asked, reason=reason) if asked == _ASKED.get(state):
+                # Nothing to give back: the lease is not ours, or no longer.
+                self._give_up(f"refused by the peer: {reason.value}", release=False)
+
+    def _resolve(self) -> None:
+        dial = self._tools.dial_to(self.want.host, self.want.port)
+        if isinstance(dial, str):
+            self._give_up(dial)
+            return
+        self.dial = dial
+        dial.open()
+        self._until = self._tools.clock.now() + self._limits.answer
+        self._to(PullState.HANDSHAKING)
+        self._handshake()
+
+    def _handshake(self) -> None:
+        if self.dial is None or self.dial.state is not DialState.OPEN:
+            self._check_peer()
+            return
+        peer, want = self.dial.peer, self.want
+        if peer is None or peer.engine_id != want.engine_id:
+            self._give_up("the peer is another engine than the one that made the offer: it has restarted")
+        elif want.release_only:
+            self._release()
+            self._to(PullState.DONE)
+        else:
+            first, last = self._page_range(peer.geometry.block_size)
+            digest = content_digest(self._tools.layout, want.name, want.keys)
+            wants_state = want.checkpoint is not None
+            self._to(PullState.CLAIMING)
+            self._ask(Claim(self.claim, want.request_id, want.nonce, digest, len(want.keys), first, last, wants_state))
+
+    def _page_range(self, block_size: int) -> tuple[int, int]:
+        """Which of the producer's pages hold the wanted tokens."""
+        last = -(-len(self.want.keys) // block_size)
+        return (last if self.want.start >= len(self.want.keys) else self.want.start // block_size), last
+
+    def _granted(self, granted: Granted) -> None:
+        order = self._order(granted)
+        if order is None:
+            self._give_up("the peer's grant is not what was claimed")
+            return
+        self._generation = granted.generation
+        self.checkpoint_position = granted.checkpoint_position
+        if not len(order.remote_pages) and order.remote_checkpoint is None:
+            self._confirm()
+            return
+        try:
+            self._tools.worker.start(order)
+        except LinkError as error:
+            self._give_up(f"the pages cannot be read: {error}")
+            return
+        now = self._tools.clock.now()
+        self._until, self._repeat_at = now + self._limits.read, now + self._limits.heartbeat
+        self._to(PullState.READING)
+        self._read()
+
+    def _order(self, granted: Granted) -> ReadOrder | None:
+        """What to read, or None when the grant does not follow from the claim."""
+        claim, want = self._said, self.want
+        pages, state = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
+        if not isinstance(claim, Claim) or self.dial is None or self.dial.peer is None or pages is None:
+            return None
+        remote_checkpoint: Pages | None = None
+        if claim.checkpoint:
+            if state is None or not len(state) or not 0 < (granted.checkpoint_position or 0) <= claim.position:
+                return None
+            remote_checkpoint = state
+        elif granted.checkpoint_position is not None:
+            return None
+        if len(pages) != claim.last_page - claim.first_page or granted.position != claim.position:
+            return None
+        return ReadOrder(
+            self.id,
+            self.dial.peer,
+            want.start,
+            claim.position,
+            pages,
+            want.pages,
+            remote_checkpoint,
+            want.checkpoint,
+        )
+
+    def _read(self) -> None:
+        state = self._tools.worker.poll(self.id)
+        now = self._tools.clock.now()
+        if state is ReadState.DONE:
+            self._confirm()
+        elif state is not ReadState.READING:
+            self._release()
+            self._fail("the link failed while reading")
+        elif now >= self._until:
+            self._give_up(f"the read took longer than {self._limits.read:g} s")
+        elif self.dial is None or self.dial.state is not DialState.OPEN:
+            self._check_peer()
+        elif now >= self._repeat_at:
+            self._repeat_at = now + self._limits.heartbeat
+            self._send(Heartbeat(self.claim, self.want.request_id, self.want.nonce))
+
+    def _confirm(self) -> None:
+        self._to(PullState.CONFIRMING)
+        self._ask(Confirm(self.claim, self.want.request_id, self.want.nonce, self._generation))
+
+    def _wait_for_answer(self) -> None:
+        now = self._tools.clock.now()
+        if self._check_peer() and now >= self._repeat_at and self._said is not None:
+            self._repeat_at = now + self._limits.repeat
+            self._send(self._said)
+
+    def _check_peer(self) -> bool:
+        """Whether there is still hope for an answer; gives up when there is not."""
+        if self.dial is None or self.dial.state is DialState.CLOSED:
+            self._give_up(self.dial.failure or "the connection is closed" if self.dial else "there is no connection")
+        elif self._tools.clock.now() >= self._until:
+            self.silent = True
+            self._give_up(f"no answer within {self._limits.answer:g} s while {self.state.value}")
+        else:
+            return True
+        return False
+
+    def _ask(self, record: Claim | Confirm) -> None:
+        now = self._tools.clock.now()
+        self._said = record
+        self._until, self._repeat_at = now + self._limits.answer, now + self._limits.repeat
+        self._send(record)
+
+    def _send(self, record: ToProducer) -> None:
+        if self.dial is not None:
+            self.dial.request(record)
+
+    def _release(self) -> None:
+        """A courtesy, sent once: when it is lost, the lease ends by itself."""
+        self._send(Release(self.claim, self.want.request_id, self.want.nonce))
+
+    def _give_up(self, failure: str, *, release: bool = True) -> None:
+        """End without a result, as soon as nothing can be written any more."""
+        if release and self.state in (PullState.CLAIMING, PullState.READING, PullState.CONFIRMING):
+            self._release()
+        if self.state is PullState.READING:
+            self._tools.worker.cancel(self.id)
+            if self._tools.worker.poll(self.id) is ReadState.READING:
+                self.failure = failure
+                self._to(PullState.ABANDONED)
+                return
+        self._fail(failure)
+
+    def _fail(self, failure: str) -> None:
+        self.failure = failure
+        self._to(PullState.FAILED)
+
+    def _to(self, state: PullState) -> None:
+        """The only place where the state changes."""
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"{self.want.request_id}: {self.state.value} -> {state.value} is not a transition")
+        self.state = state

@@ -1,0 +1,310 @@
+"""The side channel: msgpack records between a consumer (D: reads pages) and a producer (P: holds them).
+
+    consumer -> producer   Hello, Prove, Sealed(Claim | ContentClaim | Heartbeat | Confirm | Release)
+    producer -> consumer   Challenge, Welcome, Denied, Sealed(Granted | Refused | Alive | Confirmed | Released)
+
+Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
+answers a repetition as it answered the first time. A frame that is none of these, too long or cut short is dropped
+and counted by whoever reads it; nothing here raises on what a peer sent.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from cairn.transfer.contract import PeerGeometry
+from cairn.types import Pages
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "VERSION",
+    "Alive",
+    "Asked",
+    "Challenge",
+    "Claim",
+    "Confirm",
+    "Confirmed",
+    "ContentClaim",
+    "Denied",
+    "Frame",
+    "Frames",
+    "FromProducer",
+    "Granted",
+    "Heartbeat",
+    "Hello",
+    "Prove",
+    "Reason",
+    "Refused",
+    "Release",
+    "Released",
+    "Sealed",
+    "ToProducer",
+    "Welcome",
+    "outer_frames",
+    "pack_pages",
+    "refusal",
+    "replies",
+    "requests",
+    "unpack_pages",
+]
+
+VERSION = 1
+"""Both sides must speak the same one. History: 1, the first."""
+
+MAX_FRAME_BYTES = 4 << 20
+"""No frame is larger. Room for the pages of eight million tokens."""
+
+_MAX_TOKENS = 1 << 26
+_MAX_PAGE_BYTES = 4 * (1 << 19)
+_MAX_MARK_BYTES = 32 * (1 << 15)
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
+Generation = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
+Asked = Literal["claim", "content_claim", "heartbeat", "confirm", "release"]
+Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+
+
+class Reason(Enum):
+    """Why a producer refuses."""
+
+    UNKNOWN = "unknown"
+    """No lease has this nonce: never given, forged, long over, or from before a restart."""
+    FORGED = "forged"
+    """The nonce is that of another request."""
+    EXPIRED = "expired"
+    USED = "used"
+    """Claimed before by another transfer, or ended."""
+    OTHER_CONTENT = "other_content"
+    """The digest differs: another prompt, image, adapter or salt."""
+    OUT_OF_RANGE = "out_of_range"
+    """Tokens, pages or a checkpoint are wanted that were not offered."""
+    NOT_HELD = "not_held"
+    """A content claim names nothing that is still held."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Opens a handshake. `engine_id`: the consumer's, new at every start."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    engine_id: Name
+    nonce: Nonce
+    layout: Hash
+    geometry: PeerGeometry
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """Answers Hello. `answers`: the consumer's nonce; `nonce` names the session from here on."""
+
+    answers: Nonce
+    nonce: Nonce
+    engine_id: Name
+    layout: Hash
+    geometry: PeerGeometry
+    proof: Hash
+
+
+class Prove(msgspec.Struct, frozen=True, tag="prove"):
+    """Answers Challenge."""
+
+    session: Nonce
+    proof: Hash
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Answers Prove: what each rank's link says of itself, and a mark over it."""
+
+    session: Nonce
+    ranks: Annotated[list[Description], msgspec.Meta(min_length=1, max_length=1024)]
+    mark: Hash
+
+
+class Denied(msgspec.Struct, frozen=True, tag="denied"):
+    """Answers Hello, Prove or Sealed with their nonce or session. Not proven itself, so never more than a hint."""
+
+    answers: Nonce
+    text: Text
+
+
+class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+    """A record of an open session. `mark` is over `body`, see `proof`."""
+
+    session: Nonce
+    mark: Hash
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
+
+
+Frame: TypeAlias = Hello | Challenge | Prove | Welcome | Denied | Sealed
+
+
+class Claim(msgspec.Struct, frozen=True, tag="claim"):
+    """I want what the lease `nonce` holds: pages [first_page, last_page) of the producer's block size, of the first
+    `position` tokens, whose digest this is; and the deepest checkpoint among them. `claim`: the transfer's own name,
+    equal in all its repetitions."""
+
+    claim: Nonce
+    request_id: Name
+    nonce: Nonce
+    digest: Hash
+    position: Number
+    first_page: Number
+    last_page: Number
+    checkpoint: bool
+
+
+class ContentClaim(msgspec.Struct, frozen=True, tag="content_claim"):
+    """I want what you hold of this content, for which no lease was given: `marks` are the digests of the first 64,
+    128, ... tokens, 32 bytes each; pages from token `start` on are wanted."""
+
+    claim: Nonce
+    adapter: Text
+    marks: Annotated[bytes, msgspec.Meta(min_length=32, max_length=_MAX_MARK_BYTES)]
+    start: Number
+    checkpoint: bool
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """I still want the lease: move its end."""
+
+    claim: Nonce
+    request_id: Name
+    nonce: Nonce
+
+
+class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
+    """All is read. Was the lease of this generation alive the whole time? Ends it."""
+
+    claim: Nonce
+    request_id: Name
+    nonce: Nonce
+    generation: Generation
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """I want nothing of the lease, or nothing more."""
+
+    claim: Nonce
+    request_id: Name
+    nonce: Nonce
+
+
+ToProducer: TypeAlias = Claim | ContentClaim | Heartbeat | Confirm | Release
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """The pages that were claimed, pinned until the lease ends, as int32 numbers, little endian.
+
+    `position`: tokens that may be used. `checkpoint_position` and `checkpoint` (page numbers) where one was wanted.
+    """
+
+    claim: Nonce
+    generation: Generation
+    position: Number
+    pages: PageBytes
+    checkpoint_position: Number | None
+    checkpoint: PageBytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Answers any request; `asked` is its tag. A Confirm that is refused means that the lease has lapsed."""
+
+    claim: Nonce
+    asked: Asked
+    reason: Reason
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Answers Heartbeat."""
+
+    claim: Nonce
+
+
+class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
+    """The lease of this generation never lapsed while you read."""
+
+    claim: Nonce
+    generation: Generation
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Answers Release."""
+
+    claim: Nonce
+
+
+FromProducer: TypeAlias = Granted | Refused | Alive | Confirmed | Released
+
+_TAGS: Mapping[type, Asked] = MappingProxyType(
+    {
+        Claim: "claim",
+        ContentClaim: "content_claim",
+        Heartbeat: "heartbeat",
+        Confirm: "confirm",
+        Release: "release",
+    }
+)
+
+Message = TypeVar("Message")
+
+
+class Frames(Generic[Message]):
+    """Messages of one kind as msgpack bytes. `dropped` counts what could not be read."""
+
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[Message]") -> None:
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder()
+        self.dropped = 0
+
+    def encode(self, message: Message) -> bytes:
+        """Our own records always fit: what goes into them is bounded where it comes from."""
+        frame = self._encoder.encode(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise AssertionError(f"a record of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+        return frame
+
+    def decode(self, frame: bytes) -> Message | None:
+        """None for everything that is not exactly one record of the schema."""
+        try:
+            if len(frame) <= MAX_FRAME_BYTES:
+                return self._decoder.decode(frame)
+        # A frame nested a thousand levels deep ends in RecursionError; text that is no UTF-8 in UnicodeDecodeError.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass
+        self.dropped += 1
+        return None
+
+
+def outer_frames() -> Frames[Frame]:
+    return Frames(msgspec.msgpack.Decoder(Frame))
+
+
+def requests() -> Frames[ToProducer]:
+    return Frames(msgspec.msgpack.Decoder(ToProducer))
+
+
+def replies() -> Frames[FromProducer]:
+    return Frames(msgspec.msgpack.Decoder(FromProducer))
+
+
+def pack_pages(pages: Pages) -> bytes:
+    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+
+
+def refusal(request: ToProducer, reason: Reason) -> Refused:
+    return Refused(request.claim, _TAGS[type(request)], reason)
+
+
+def unpack_pages(packed: bytes) -> Pages | None:
+    """Page numbers, or None when they are no int32 numbers >= 0."""
+    if len(packed) % 4:
+        return None
+    pages = np.frombuffer(packed, dtype="<i4").astype(np.int32)
+    return pages if not len(pages) or pages.min() >= 0 else None

@@ -1,0 +1,75 @@
+"""When a server counts as up, to the second."""
+
+import asyncio
+
+import pytest
+
+from cairn.proxy.health import HealthChecks
+from cairn.proxy.options import ProxyOptions
+from cairn.proxy.pool import Pool
+from cairn.proxy.upstream import CallFailed, Reply
+from cairn.types import ManualClock
+
+SLOW = CallFailed("no answer within 5 s", kind="timeout")
+GONE = CallFailed("cannot be reached", kind="unreached", sent=False)
+
+
+class Scripted:
+    """Stands in for the HTTP client: what the servers would answer, and who was asked."""
+
+    def __init__(self):
+        self.answer = 200
+        self.asked = []
+
+    async def whole(self, method, url, content, headers, seconds, max_bytes):
+        self.asked.append((method, url, seconds))
+        if isinstance(self.answer, CallFailed):
+            raise self.answer
+        return Reply(self.answer, [])
+
+
+@pytest.fixture
+def checks():
+    pool, client, clock = Pool("decode", ["http://a", "http://b"]), Scripted(), ManualClock(100)
+    options = ProxyOptions(
+        prefill=(), decode=("http://a", "http://b"), version="1", health_seconds=5.0, health_timeout_seconds=2.0
+    )
+    health = HealthChecks([pool], client, options, clock)
+
+    def check(answer, seconds=5.0):
+        client.answer = answer
+        clock.advance(seconds)
+        asyncio.run(health.check_if_due())
+        return [upstream.up for upstream in pool.upstreams.values()]
+
+    check.client, check.pool, check.health = client, pool, health
+    return check
+
+
+def test_all_are_asked_at_the_interval(checks):
+    assert checks.health.seconds_left == 0
+    assert checks(200, 0) == [True, True]
+    assert checks.client.asked == [("GET", "http://a/health", 2.0), ("GET", "http://b/health", 2.0)]
+    assert checks.health.seconds_left == 5
+    checks(200, 4.9)
+    assert len(checks.client.asked) == 2
+    checks(200, 0.2)
+    assert len(checks.client.asked) == 4
+
+
+@pytest.mark.parametrize("answer", [503, 404, 301, GONE])
+def test_a_server_that_says_no_is_down_at_once_and_up_again_at_once(checks, answer):
+    assert checks(answer) == [False, False]
+    assert checks(200) == [True, True]
+    assert checks(answer) == [False, False]
+
+
+def test_a_server_that_is_slow_gets_a_second_chance(checks):
+    assert checks(SLOW) == [False, False]
+    checks(200)
+    assert checks(SLOW) == [True, True]
+    assert checks(200) == [True, True]
+    assert checks(SLOW) == [True, True]
+    assert checks(SLOW) == [False, False]
+    assert checks(SLOW) == [False, False]
+    assert checks(200) == [True, True]

@@ -1,0 +1,210 @@
+"""Both halves of an engine behind the scheduler's door, and the worker's planner."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cairn.transfer.contract import (
+    ContentName,
+    Descriptors,
+    HeldCheckpoint,
+    LeaseEnded,
+    LinkError,
+    Offer,
+    PagesFree,
+    Peer,
+    PeerGeometry,
+    PullEnded,
+    PullId,
+    ReadOrder,
+    ReadState,
+    Region,
+    SchedulerSide,
+    WorkerSide,
+)
+from cairn.transfer.links.memory import Fault
+from cairn.transfer.worker import LinkWorker, whole_pages
+from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
+
+PROMPT = keys(160)
+OFFER = Offer(
+    "cmpl-1", ContentName(), PROMPT, np.arange(10, 20, dtype=np.int32), (HeldCheckpoint(160, np.array([40, 41])),)
+)
+
+
+def drive(world):
+    events = []
+    for _ in range(20):
+        events += world.connector.events()
+        world.deliver()
+    return events
+
+
+def test_a_reference_through_a_proxy_and_back():
+    world = World()
+    connector: SchedulerSide = world.connector
+    assert world.connector.is_idle and connector.events() == []
+    reference = connector.offer(OFFER)
+    assert not world.connector.is_idle
+    ref = parsed(reference, world.p.name)
+    pull = connector.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    assert drive(world) == [
+        PullEnded(pull, None, 160, 160),
+        PagesFree(pull),
+        LeaseEnded(reference, "confirmed"),
+    ]
+    assert world.connector.is_idle
+
+
+def test_room_is_that_of_the_leases():
+    world = World(max_pages=20)
+    assert world.connector.has_room(20) and not world.connector.has_room(21)
+    reference = world.connector.offer(OFFER)
+    assert world.connector.has_room(8) and not world.connector.has_room(9)
+    world.connector.withdraw(reference)
+    world.connector.withdraw("cmpl-1~" + "0" * 32)
+    assert world.connector.events() == [LeaseEnded(reference, "released")] and world.connector.has_room(20)
+    world.connector.withdraw(reference)
+
+
+def test_an_offer_nobody_wants_ends_by_itself():
+    world = World()
+    reference = world.connector.offer(OFFER)
+    world.clock.advance(29.9)
+    assert world.connector.events() == []
+    world.clock.advance(0.1)
+    assert world.connector.events() == [LeaseEnded(reference, "expired")] and world.connector.is_idle
+
+
+def test_an_aborted_pull_ends_once_and_unknown_ones_are_left_alone():
+    world = World()
+    ref = parsed(world.connector.offer(OFFER), world.p.name)
+    pull = world.connector.pull(world.want(ref, PROMPT, range(10)))
+    world.connector.abort(pull)
+    world.connector.abort(PullId(99))
+    assert world.connector.events() == [PullEnded(pull, "aborted", 160, None), PagesFree(pull)]
+    world.connector.abort(pull)
+    assert world.connector.events() == []
+
+
+def test_many_pulls_share_one_connection():
+    world = World()
+    refs = [world.offer(keys(16, seed), [seed], request_id=f"cmpl-{seed}") for seed in range(8)]
+    for seed, ref in enumerate(refs):
+        world.consumer.pull(world.want(ref, keys(16, seed), [seed]))
+    events = world.run()
+    assert [event.failure for event in events if isinstance(event, PullEnded)] == [None] * 8
+    assert np.array_equal(world.memory[:8], world.p.memory[:8]) and world.sent == 2 + 2 * 8
+
+
+def order(world, remote, local, *, geometry=GEOMETRY, ranks=None, pull=1):
+    ranks = (world.p.link.describe(),) if ranks is None else ranks
+    pages = (np.array(remote, np.int32), np.array(local, np.int32))
+    return ReadOrder(PullId(pull), Peer("p", geometry, ranks), 0, 160, *pages, None, None)
+
+
+def test_a_read_of_many_chunks_keeps_two_handles_open():
+    world = World(descriptors_per_poll=1)
+    worker: WorkerSide = LinkWorker(world.link, whole_pages(0, PAGE_BYTES), chunk_bytes=2 * PAGE_BYTES)
+    worker.start(order(world, range(7), range(7)))
+    open_handles = []
+    while worker.poll(PullId(1)) is ReadState.READING:
+        open_handles.append(world.link.num_open)
+    assert max(open_handles) == 2 and len(world.link.moved) == 7
+    with pytest.raises(AssertionError, match="no read"):
+        worker.poll(PullId(1))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 3 * PAGE_BYTES + 1, 1 << 40])
+def test_every_chunk_size_moves_every_page_once_and_is_kept(chunk_bytes, monkeypatch):
+    world = World()
+    sizes = []
+    read = world.link.read
+
+    def counted(peer, descriptors):
+        sizes.append(descriptors.num_bytes.sum())
+        return read(peer, descriptors)
+
+    monkeypatch.setattr(world.link, "read", counted)
+    worker = LinkWorker(world.link, whole_pages(0, PAGE_BYTES), chunk_bytes=chunk_bytes)
+    worker.start(order(world, range(10), range(20, 30)))
+    while worker.poll(PullId(1)) is ReadState.READING:
+        pass
+    assert [(move.remote_page, move.local_page) for move in world.link.moved] == list(
+        zip(range(10), range(20, 30), strict=True)
+    )
+    # A page is never cut, so one larger than the chunk is a handle of its own.
+    assert max(sizes) == min(max(chunk_bytes // PAGE_BYTES, 1), 10) * PAGE_BYTES
+
+
+def test_a_peer_that_dies_between_two_chunks_fails_the_read():
+    world = World(descriptors_per_poll=1)
+    worker = LinkWorker(world.link, whole_pages(0, PAGE_BYTES), chunk_bytes=PAGE_BYTES)
+    worker.start(order(world, range(5), range(5)))
+    assert worker.poll(PullId(1)) is ReadState.READING
+    world.fabric.inject(world.p.name, Fault.DEAD)
+    assert worker.poll(PullId(1)) is ReadState.FAILED
+    assert world.link.num_open == worker.num_reads == 0
+    with pytest.raises(LinkError, match="gone"):
+        worker.start(order(world, range(5), range(5), pull=2))
+    assert worker.num_reads == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"ranks": ()}, "0 ranks"),
+        ({"geometry": PeerGeometry(16, 128, 1, 8, 100, 1)}, "128 bytes"),
+        ({"remote": range(3)}, "3 pages where 2"),
+        ({"remote": (0, 99)}, "outside its page"),
+        ({"ranks": (b"nobody",)}, "no link called"),
+    ],
+)
+def test_what_a_peer_gives_wrongly_is_refused_before_a_byte_moves(changed, why):
+    world = World()
+    worker = LinkWorker(world.link, whole_pages(0, PAGE_BYTES))
+    with pytest.raises(LinkError, match=why):
+        worker.start(order(world, **{"remote": (0, 1), "local": (0, 1)} | changed))
+    assert not world.link.moved and worker.num_reads == world.link.num_open == 0
+
+
+def test_a_region_is_one_contiguous_array_of_pages():
+    with pytest.raises(ValueError, match="contiguous"):
+        Region.of(np.zeros((4, 8), np.uint8)[:, ::2])
+    with pytest.raises(ValueError, match="contiguous"):
+        Region.of(np.zeros(4, np.uint8))
+
+
+def test_descriptors_are_cut_as_views():
+    descriptors = Descriptors(*np.arange(20).reshape(5, 4))
+    part = descriptors.take(1, 3)
+    assert len(descriptors) == 4 and part.num_bytes.tolist() == [17, 18] and part.num_bytes.base is not None
+
+
+def test_a_peer_that_the_link_drops_in_mid_read_fails_it_and_can_be_read_again():
+    world = World(descriptors_per_poll=1)
+    worker = LinkWorker(world.link, whole_pages(0, PAGE_BYTES))
+    worker.start(order(world, range(5), range(5)))
+    assert worker.poll(PullId(1)) is ReadState.READING
+    world.link.disconnect(world.p.name)
+    assert worker.poll(PullId(1)) is ReadState.FAILED, "half of the bytes are not all of them"
+    worker.start(order(world, range(5), range(5), pull=2))
+    while (state := worker.poll(PullId(2))) is ReadState.READING:
+        pass
+    assert state is ReadState.DONE
+
+
+def test_connections_to_peers_are_bounded_and_silent_ones_forgotten():
+    world = World()
+    world.consumer._send = lambda address, frame: None
+    ref = world.offer(PROMPT, range(10, 20))
+    for port in range(1, 301):
+        world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=port))
+    refused = [event.failure for event in world.run(2) if isinstance(event, PullEnded)]
+    assert len(refused) == 44 and {"256 connections" in failure for failure in refused} == {True}
+    world.clock.advance(5.0)
+    assert len(world.run(2)) == 2 * 256 and world.consumer.num_open == 0
+    pull = world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=999))
+    assert world.run(2) == [] and world.consumer.num_open == 1
+    world.consumer.abort(pull)

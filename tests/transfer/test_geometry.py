@@ -1,0 +1,427 @@
+"""Every byte of every unit arrives exactly once: the reads, carried out, against pages filled by counting on fingers.
+
+The naive side knows only the layouts' definitions: it names each byte of the whole model by (unit, run, token, byte)
+and puts it where a rank of some size and block size keeps it, one address at a time.
+"""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.errors import ConfigError
+from cairn.transfer.contract import PeerGeometry
+from cairn.transfer.geometry import file_reads, lay_out, page_reads, staging_copies, staging_pages, staging_reads
+from cairn.transfer.geometry_pairing import ModelUnits, Pairing, geometry_of, pair
+
+SIZES = (1, 2, 4)
+BLOCKS = (16, 32, 64, 128)
+UNITS = (1, 2, 4, 8)
+LAYERS, ROW = 1, 3
+RUNS = 2 * LAYERS
+SPANS = ((0, 128), (0, 256), (0, 1), (128, 300), (48, 130), (37, 41), (5, 261), (256, 256))
+TP_PAIRS = tuple(itertools.product(SIZES, SIZES))
+
+
+def geometry(
+    tp_size: int, block_size: int = 16, kv_heads: int = 1, state_units: int = 1, header: int = 7, unit_bytes: int = 50
+) -> PeerGeometry:
+    held, states = max(1, kv_heads // tp_size), max(1, state_units // tp_size)
+    return geometry_of(
+        CacheLayout(
+            block_size=block_size,
+            page_bytes=held * RUNS * block_size * ROW,
+            page_units=held,
+            groups=(AttentionGroup("full", block_size),),
+            header_bytes=header,
+            state_bytes=states * unit_bytes,
+            state_units=states,
+        ),
+        tp_size,
+    )
+
+
+def model(kv_heads: int = 1, state_units: int = 1) -> ModelUnits:
+    return ModelUnits(kv_heads, LAYERS, state_units)
+
+
+def units_of(total: int, tp_size: int, rank: int) -> list[int]:
+    """The units that a rank holds, by dealing them out one by one."""
+    if total >= tp_size:
+        hands = [[] for _ in range(tp_size)]
+        for unit in range(total):
+            hands[unit // (total // tp_size)].append(unit)
+        return hands[rank]
+    return [rank // (tp_size // total)]
+
+
+@dataclass
+class Memory:
+    """The pool of one rank, and how often each byte was written."""
+
+    bytes: np.ndarray
+    writes: np.ndarray
+
+    @classmethod
+    def empty(cls, num_pages: int, page_bytes: int) -> "Memory":
+        return cls(np.full((num_pages, page_bytes), 255, np.uint8), np.zeros((num_pages, page_bytes), np.int64))
+
+
+def key_values(kv_heads: int, num_tokens: int, seed: int) -> np.ndarray:
+    """The whole model's keys and values, [head][run][token][byte], no byte 255."""
+    return np.random.default_rng(seed).integers(0, 255, (kv_heads, RUNS, num_tokens, ROW), np.uint8)
+
+
+def token_addresses(side: PeerGeometry, heads: list[int], token: int) -> list[tuple[int, int, tuple[int, int]]]:
+    """(block number, byte offset, (head, run)) of each row of one token on a rank that holds `heads`."""
+    found = []
+    for place, head in enumerate(heads):
+        for run in range(RUNS):
+            offset = ((place * RUNS + run) * side.block_size + token % side.block_size) * ROW
+            found.append((token // side.block_size, offset, (head, run)))
+    return found
+
+
+def store_pages(
+    side: PeerGeometry, rank: int, values: np.ndarray, first: int, pages: np.ndarray, num_pages: int
+) -> np.ndarray:
+    """What a rank's pool holds when `pages` are its blocks from `first` on."""
+    pool = np.full((num_pages, side.page_bytes), 254, np.uint8)
+    heads = units_of(len(values), side.tp_size, rank)
+    for token in range(first * side.block_size, min(values.shape[2], (first + len(pages)) * side.block_size)):
+        for block, offset, (head, run) in token_addresses(side, heads, token):
+            pool[pages[block - first], offset : offset + ROW] = values[head, run, token]
+    return pool
+
+
+def transfer(reads, remote_pools, memory: Memory) -> None:
+    """Carry reads out, descriptor by descriptor."""
+    for rank, found in reads.items():
+        columns = (found.remote_page, found.remote_offset, found.local_page, found.local_offset, found.num_bytes)
+        for page, offset, local_page, local_offset, size in zip(*(each.tolist() for each in columns), strict=True):
+            assert size > 0 and offset + size <= remote_pools[rank].shape[1]
+            assert local_offset + size <= memory.bytes.shape[1]
+            source = remote_pools[rank][page, offset : offset + size]
+            memory.bytes[local_page, local_offset : local_offset + size] = source
+            memory.writes[local_page, local_offset : local_offset + size] += 1
+
+
+def shuffled(count: int, total: int, seed: int) -> np.ndarray:
+    return np.array(random.Random(seed).sample(range(total), count), np.int32)
+
+
+def blocks_of(side: PeerGeometry, start: int, end: int) -> tuple[int, int]:
+    """First block and number of blocks that tokens [start, end) touch."""
+    touched = sorted({token // side.block_size for token in range(start, end)})
+    return (touched[0], len(touched)) if touched else (0, 0)
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def check_pages(pairing: Pairing, rank: int, values: np.ndarray, start: int, end: int) -> None:
+    """Move tokens [start, end) to one rank and look at every byte of its pool."""
+    remote, local = pairing.remote, pairing.local
+    (first, count), (own_first, own_count) = blocks_of(remote, start, end), blocks_of(local, start, end)
+    remote_pages, local_pages = shuffled(count, count + 3, 1), shuffled(own_count, own_count + 3, 2)
+    pools = [store_pages(remote, each, values, first, remote_pages, count + 3) for each in range(remote.tp_size)]
+    if pairing.staged:
+        memory = by_staging(pairing, (start, end), pools, remote_pages, local_pages)
+    else:
+        memory = Memory.empty(own_count + 3, local.page_bytes)
+        reads = page_reads(pairing, start, end, remote_pages, local_pages)
+        transfer(reads, pools, memory)
+        written = np.zeros_like(memory.writes)
+        written[local_pages] = 1
+        np.testing.assert_array_equal(memory.writes, written)
+        for found in reads.values():
+            assert len(found) == count, "one descriptor a page and rank"
+    expected = np.full_like(memory.bytes, 255)
+    heads = units_of(len(values), local.tp_size, rank)
+    for token in range(start, end):
+        for block, offset, (head, run) in token_addresses(local, heads, token):
+            expected[local_pages[block - own_first], offset : offset + ROW] = values[head, run, token]
+    if pairing.staged:
+        np.testing.assert_array_equal(memory.bytes, expected)
+    else:
+        inside = expected != 255
+        np.testing.assert_array_equal(memory.bytes[inside], expected[inside])
+
+
+def by_staging(pairing: Pairing, span, pools, remote_pages, local_pages) -> Memory:
+    """Through staging in the last pages of the same pool; what is returned leaves these out."""
+    free = len(local_pages) + 3
+    staging = staging_pages(pairing, *span)
+    memory = Memory.empty(free + staging, pairing.local.page_bytes)
+    reads = staging_reads(pairing, *span, remote_pages, first_page=free)
+    transfer(reads, pools, memory)
+    slot_bytes = len(remote_pages) * pairing.slot_bytes
+    assert (staging - 1) * pairing.local.page_bytes < slot_bytes <= staging * pairing.local.page_bytes or not slot_bytes
+    assert not memory.writes[:free].any(), "no page but those of staging is written by a peer"
+    assert (memory.writes[free:].reshape(-1)[:slot_bytes] == 1).all()
+    assert not memory.writes[free:].reshape(-1)[slot_bytes:].any()
+    pieces = max(1, pairing.remote.block_size // pairing.local.block_size)
+    for found in reads.values():
+        assert len(remote_pages) <= len(found) <= len(remote_pages) * pieces
+    copies = staging_copies(pairing, *span, local_pages)
+    assert int(copies.num_tokens.sum()) == span[1] - span[0]
+    assert (copies.num_tokens[1:-1] == copies.granule).all()
+    lay_out(pairing, copies, memory.bytes[free:], memory.bytes)
+    return Memory(memory.bytes[:free], memory.writes[:free])
+
+
+@pytest.mark.parametrize(("remote_tp", "local_tp"), TP_PAIRS)
+@pytest.mark.parametrize("kv_heads", UNITS)
+def test_every_byte_of_every_page_arrives_once(remote_tp: int, local_tp: int, kv_heads: int) -> None:
+    values = key_values(kv_heads, max(end for _, end in SPANS), seed=kv_heads)
+    for remote_block, local_block in itertools.product(BLOCKS, BLOCKS):
+        remote, local = geometry(remote_tp, remote_block, kv_heads), geometry(local_tp, local_block, kv_heads)
+        for rank in range(local_tp):
+            pairing = pair(model(kv_heads), remote, local, rank)
+            # all spans for one rank of each pair of sizes, two of them for the others
+            for index, (start, end) in enumerate(SPANS):
+                if rank == remote_block % local_tp or index % 4 == (rank + kv_heads) % 4:
+                    check_pages(pairing, rank, values, start, end)
+
+
+@pytest.mark.parametrize("kv_heads", UNITS)
+@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.parametrize("tp_size", SIZES)
+def test_equal_sizes_take_one_descriptor_a_page_and_one_a_file_page(tp_size, block_size, kv_heads) -> None:
+    side = geometry(tp_size, block_size, kv_heads, state_units=8, unit_bytes=500)
+    pages, file = shuffled(9, 40, 3), shuffled(-(-(7 + 500 * 8 // tp_size) // side.page_bytes), 60, 4)
+    for rank in range(tp_size):
+        pairing = pair(model(kv_heads, 8), side, side, rank)
+        assert pairing.ranks == (rank,)
+        reads = page_reads(pairing, 0, 9 * block_size, pages, pages[::-1])[rank]
+        assert len(reads) == 9
+        assert (reads.num_bytes == side.page_bytes).all()
+        assert reads.remote_page.tolist() == pages.tolist() and reads.local_page.tolist() == pages[::-1].tolist()
+        reads = file_reads(pairing, file, file[::-1])[rank]
+        assert len(reads) == len(file)
+        assert reads.remote_page.tolist() == file.tolist() and reads.local_page.tolist() == file[::-1].tolist()
+        assert int(reads.num_bytes.sum()) == side.header_bytes + side.state_bytes
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def store_file(side: PeerGeometry, rank: int, header: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """The bytes of one rank's file."""
+    units = units_of(len(states), side.tp_size, rank) if len(states) else []
+    return np.concatenate([header, *(states[unit] for unit in units)])
+
+
+def pooled(file: np.ndarray, pages: np.ndarray, num_pages: int, page_bytes: int) -> np.ndarray:
+    pool = np.full((num_pages, page_bytes), 254, np.uint8)
+    for at, value in enumerate(file.tolist()):
+        pool[pages[at // page_bytes], at % page_bytes] = value
+    return pool
+
+
+def check_file(pairing: Pairing, rank: int, header: np.ndarray, states: np.ndarray) -> None:
+    remote, local = pairing.remote, pairing.local
+    files = [store_file(remote, each, header, states) for each in range(remote.tp_size)]
+    expected = store_file(local, rank, header, states)
+    count, own = (max(1, -(-len(each) // side.page_bytes)) for each, side in ((files[0], remote), (expected, local)))
+    remote_file, local_file = shuffled(count, count + 2, 5), shuffled(own, own + 2, 6)
+    pools = [pooled(file, remote_file, count + 2, remote.page_bytes) for file in files]
+    memory = Memory.empty(own + 2, local.page_bytes)
+    reads = file_reads(pairing, remote_file, local_file)
+    transfer(reads, pools, memory)
+    wanted = pooled(expected, local_file, own + 2, local.page_bytes)
+    np.testing.assert_array_equal(np.where(memory.writes == 1, memory.bytes, 254), wanted)
+    assert memory.writes.max(initial=0) <= 1 and memory.writes.sum() == len(expected)
+    assert sum(map(len, reads.values())) == fewest(pairing, rank, len(header), len(states))
+
+
+def fewest(pairing: Pairing, rank: int, header_bytes: int, state_units: int) -> int:
+    """Descriptors that cannot be avoided: walk the local file byte by byte, and begin a new one only where the page of
+    either side ends, or where the next byte does not follow on the same remote rank."""
+    remote, local = pairing.remote, pairing.local
+    unit_bytes = local.state_bytes // max(1, local.state_units)
+    needed, previous = 0, None
+    for at in range(header_bytes + local.state_bytes):
+        if at < header_bytes:
+            owner, offset = rank * remote.tp_size // local.tp_size, at
+        else:
+            place, inside = divmod(at - header_bytes, unit_bytes)
+            unit = units_of(state_units, local.tp_size, rank)[place]
+            holders = [r for r in range(remote.tp_size) if unit in units_of(state_units, remote.tp_size, r)]
+            owner = min(holders, key=lambda r: abs(r - rank * remote.tp_size // local.tp_size))
+            place = units_of(state_units, remote.tp_size, owner).index(unit)
+            offset = header_bytes + place * unit_bytes + inside
+        follows = previous == (owner, offset - 1) and offset % remote.page_bytes and at % local.page_bytes
+        needed += not follows
+        previous = (owner, offset)
+    return needed
+
+
+@pytest.mark.parametrize(("remote_tp", "local_tp"), TP_PAIRS)
+@pytest.mark.parametrize("state_units", UNITS)
+def test_every_byte_of_a_checkpoint_arrives_once_in_the_fewest_pieces(remote_tp, local_tp, state_units) -> None:
+    rng = np.random.default_rng(0)
+    for header, unit_bytes, blocks in itertools.product(
+        (0, 7, 96, 130), (1, 50, 96, 333), ((16, 16), (16, 64), (128, 32))
+    ):
+        head, states = rng.integers(0, 254, header, np.uint8), rng.integers(0, 254, (state_units, unit_bytes), np.uint8)
+        remote, local = (
+            geometry(tp, block, 4, state_units, header, unit_bytes)
+            for tp, block in zip((remote_tp, local_tp), blocks, strict=True)
+        )
+        for rank in range(local_tp):
+            check_file(pair(model(4, state_units), remote, local, rank), rank, head, states)
+
+
+def test_a_model_without_recurrent_state_moves_its_header() -> None:
+    side = PeerGeometry(16, RUNS * 16 * ROW, 1, 200, 0, 0, 1)
+    pairing = pair(ModelUnits(1, LAYERS, 0), side, side, 0)
+    check_file(pairing, 0, np.arange(200, dtype=np.uint8), np.zeros((0, 1), np.uint8))
+
+
+def test_a_model_without_attention_has_no_pages_to_move() -> None:
+    sides = [
+        geometry_of(CacheLayout(block, 64, 1, (), 7, 50 * 4 // tp, 4 // tp), tp) for block, tp in ((16, 1), (24, 2))
+    ]
+    pairing = pair(ModelUnits(0, 0, 4), *sides, 1)
+    empty = np.empty(0, np.int32)
+    assert page_reads(pairing, 0, 100, empty, empty) == {}
+    assert staging_pages(pairing, 0, 100) == 0
+    rng = np.random.default_rng(0)
+    check_file(pairing, 1, rng.integers(0, 254, 7, np.uint8), rng.integers(0, 254, (4, 50), np.uint8))
+
+
+def test_nothing_to_move_is_no_read() -> None:
+    empty = np.empty(0, np.int32)
+    pairing = pair(model(), geometry(1), geometry(1, 64), 0)
+    assert staging_reads(pairing, 40, 40, empty, 0) == {} and staging_pages(pairing, 40, 40) == 0
+    copies = staging_copies(pairing, 40, 40, empty)
+    assert len(copies) == 0
+    lay_out(pairing, copies, np.empty((0, 1), np.uint8), np.empty((0, pairing.local.page_bytes), np.uint8))
+    equal = pair(model(), geometry(1), geometry(1), 0)
+    assert page_reads(equal, 40, 40, empty, empty) == {}
+
+
+# -- which ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("remote_tp", "local_tp"), TP_PAIRS)
+@pytest.mark.parametrize(("kv_heads", "state_units"), list(itertools.product(UNITS, UNITS)))
+def test_as_few_ranks_as_hold_it_and_the_load_spread_evenly(remote_tp, local_tp, kv_heads, state_units) -> None:
+    remote, local = (geometry(tp, 16, kv_heads, state_units) for tp in (remote_tp, local_tp))
+    units = model(kv_heads, state_units)
+    pairings = [pair(units, remote, local, rank) for rank in range(local_tp)]
+    file_pages = [shuffled(-(-(7 + side.state_bytes) // side.page_bytes), 99, 0) for side in (remote, local)]
+    load = dict.fromkeys(range(remote_tp), 0)
+    for rank, pairing in enumerate(pairings):
+        page = page_reads(pairing, 0, 16, np.zeros(1, np.int32), np.zeros(1, np.int32))
+        file = file_reads(pairing, *file_pages)
+        assert pairing.ranks == tuple(sorted(page.keys() | file.keys()))
+        for reads, total in ((page, kv_heads), (file, state_units)):
+            own = set(units_of(total, local_tp, rank))
+            spans = [set(units_of(total, remote_tp, other)) for other in reads]
+            assert set.union(*spans) >= own
+            assert len(reads) == min(len(own), max(1, remote_tp // local_tp)) or total < remote_tp
+            assert len(reads) <= len(own) and all(own & span for span in spans)
+        for other, reads in page.items():
+            load[other] += int(reads.num_bytes.sum())
+    if kv_heads >= remote_tp or local_tp >= remote_tp:
+        assert len(set(load.values())) == 1, "a remote rank serves more than another"
+
+
+# -- everything at once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_pairs_move_pages_and_checkpoint(seed: int) -> None:
+    rng = random.Random(seed)
+    kv_heads, state_units = rng.choice(UNITS), rng.choice(UNITS)
+    header, unit_bytes = rng.randrange(300), rng.randrange(1, 400)
+    remote, local = (
+        geometry(rng.choice(SIZES), rng.choice(BLOCKS), kv_heads, state_units, header, unit_bytes) for _ in range(2)
+    )
+    start = rng.randrange(300)
+    end = rng.randrange(start, 400)
+    values, noise = key_values(kv_heads, 400, seed), np.random.default_rng(seed)
+    head, states = noise.integers(0, 254, header, np.uint8), noise.integers(0, 254, (state_units, unit_bytes), np.uint8)
+    for rank in range(local.tp_size):
+        pairing = pair(model(kv_heads, state_units), remote, local, rank)
+        check_pages(pairing, rank, values, start, end)
+        check_file(pairing, rank, head, states)
+
+
+def test_no_range_leaves_its_page() -> None:
+    for (remote_tp, local_tp), (remote_block, local_block) in itertools.product(TP_PAIRS, ((16, 128), (128, 16))):
+        remote, local = (
+            geometry(tp, block, 8, 8, 130, 999) for tp, block in ((remote_tp, remote_block), (local_tp, local_block))
+        )
+        pairing = pair(model(8, 8), remote, local, local_tp - 1)
+        reads = staging_reads(pairing, 0, 1024, shuffled(1024 // remote_block, 64, 0), 5)
+        for found in reads.values():
+            assert (found.remote_offset + found.num_bytes <= remote.page_bytes).all()
+            assert (found.local_offset + found.num_bytes <= local.page_bytes).all()
+            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + staging_pages(pairing, 0, 1024)
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("units", "remote", "local", "rank", "words"),
+    [
+        (model(6), geometry(4, kv_heads=4), geometry(1, kv_heads=6), 0, "--tensor-parallel-size 4 and 6 kv heads"),
+        (model(3), geometry(1, kv_heads=3), geometry(2, kv_heads=3), 0, "--tensor-parallel-size 2 and 3 kv heads"),
+        (model(1, 6), geometry(1, state_units=6), geometry(4, state_units=6), 0, "and 6 state units"),
+        (model(4), geometry(2, kv_heads=4), geometry(2, kv_heads=2), 0, "the own pages have 1 kv heads"),
+        (model(4), geometry(2, kv_heads=8), geometry(2, kv_heads=4), 0, "the peer's pages have 4 kv heads"),
+        (model(1, 4), geometry(1, state_units=2), geometry(1, state_units=4), 0, "the peer's checkpoints have 2 units"),
+        (model(), geometry(1, header=8), geometry(1), 0, "header_bytes: 8 at the peer, 7 here"),
+        (model(), geometry(1, unit_bytes=8), geometry(1, unit_bytes=9), 0, "bytes of a state unit: 8 at the peer, 9"),
+        (model(), geometry(1), geometry(2), 2, "rank 2 is none of the 2"),
+        (model(), geometry(1, 48), geometry(1, 32), 0, "--block-size 32 and the peer's 48"),
+        (model(), PeerGeometry(16, 192, 1, 7, 50, 1), geometry(1), 0, "bytes of one head of one token: 6"),
+        (model(), PeerGeometry(16, 97, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 97 bytes"),
+        (
+            ModelUnits(0, 0, 1),
+            PeerGeometry(16, 1, 1, 7, 50, 1),
+            geometry(1),
+            0,
+            "page_bytes of a model without attention: 1 ",
+        ),
+        (ModelUnits(1, LAYERS, 0), geometry(1), geometry(1), 0, "the peer's checkpoints have 1 units in 50 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(units, remote, local, rank, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        pair(units, remote, local, rank)
+
+
+def test_models_of_several_groups_are_refused() -> None:
+    groups = (AttentionGroup("full", 16), AttentionGroup("window", 16, 64))
+    for chosen in (groups, groups[1:]):
+        with pytest.raises(ConfigError, match="one group of attention layers of full reach"):
+            geometry_of(CacheLayout(16, 96, 1, chosen, 0, 0, 0), 1)
+
+
+def test_lists_of_the_wrong_length_are_refused() -> None:
+    equal, unequal = pair(model(), geometry(1), geometry(1), 0), pair(model(), geometry(1), geometry(1, 64), 0)
+    two, three = np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="remote_pages lists 2 pages, tokens \\[10, 40\\) take 3"):
+        page_reads(equal, 10, 40, two, three)
+    with pytest.raises(ValueError, match="local_pages lists 2 pages"):
+        page_reads(equal, 10, 40, three, two)
+    with pytest.raises(ValueError, match="need staging"):
+        page_reads(unequal, 0, 64, three, three)
+    with pytest.raises(ValueError, match="remote_pages lists 3 pages"):
+        staging_reads(unequal, 0, 64, three, 0)
+    with pytest.raises(ValueError, match="local_pages lists 3 pages"):
+        staging_copies(unequal, 0, 64, three)
+    with pytest.raises(ValueError, match="remote_file lists 2 pages, a checkpoint takes 1"):
+        file_reads(equal, two, two[:1])
+    with pytest.raises(ValueError, match="local_file lists 3 pages, a checkpoint takes 1"):
+        file_reads(equal, two[:1], three)
+    with pytest.raises(ValueError, match="are no range"):
+        page_reads(equal, 40, 10, two, two)

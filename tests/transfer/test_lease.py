@@ -1,0 +1,223 @@
+"""What a producer promises, and what it never grants."""
+
+import random
+
+import numpy as np
+import pytest
+
+from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer
+from cairn.transfer.digest import content_digest
+from cairn.transfer.lease import TRANSITIONS, LeaseBook, LeaseLimits, LeaseState
+from cairn.transfer.wire import (
+    Alive,
+    Claim,
+    Confirm,
+    Confirmed,
+    Granted,
+    Heartbeat,
+    Reason,
+    Refused,
+    Release,
+    Released,
+    unpack_pages,
+)
+from cairn.types import ManualClock
+from transfer.world import BLOCK, LAYOUT, keys
+
+ME, OTHER = b"m" * 16, b"o" * 16
+PROMPT = keys(400)
+NAME = ContentName("", "salt")
+FILES = (
+    HeldCheckpoint(128, np.array([50], np.int32)),
+    HeldCheckpoint(256, np.array([51], np.int32)),
+    HeldCheckpoint(384, np.array([52], np.int32)),
+    HeldCheckpoint(400, np.array([53, 9], np.int32)),
+)
+OFFER = Offer("cmpl-1", NAME, PROMPT, np.arange(25, dtype=np.int32) + 20, FILES)
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def book(clock):
+    return LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
+
+
+def claim(nonce, *, mine=ME, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, last=25, checkpoint=True):
+    digest = content_digest(LAYOUT, name, prompt)
+    return Claim(mine, request_id, nonce, digest, len(prompt), first, last, checkpoint)
+
+
+def reason(answer):
+    assert isinstance(answer, Refused)
+    return answer.reason
+
+
+def test_a_claim_gets_its_pages_and_the_deepest_checkpoint(book):
+    granted = book.claim(claim(book.offer(OFFER), first=6, last=10))
+    assert unpack_pages(granted.pages).tolist() == [26, 27, 28, 29]
+    assert granted.checkpoint_position == 400 and unpack_pages(granted.checkpoint).tolist() == [53, 9]
+
+
+def test_a_claim_of_a_shorter_prefix_gets_the_deepest_checkpoint_below_it(book):
+    granted = book.claim(claim(book.offer(OFFER), prompt=PROMPT[:300], last=19))
+    assert granted.checkpoint_position == 256 and len(unpack_pages(granted.pages)) == 19
+
+
+def test_zero_pages_are_an_ordinary_claim(book):
+    granted = book.claim(claim(book.offer(OFFER), first=25, checkpoint=False))
+    assert granted.pages == b"" and granted.checkpoint_position is None and granted.checkpoint == b""
+
+
+def test_a_repeated_claim_is_answered_as_it_was_the_first_time(book):
+    nonce = book.offer(OFFER)
+    assert isinstance(book.claim(claim(nonce)), Granted)
+    assert book.claim(claim(nonce)) == book.claim(claim(nonce))
+
+
+def test_a_reference_is_used_once(book):
+    nonce = book.offer(OFFER)
+    granted = book.claim(claim(nonce))
+    assert reason(book.claim(claim(nonce, mine=OTHER))) is Reason.USED
+    assert reason(book.claim(claim(nonce, first=1))) is Reason.USED
+    for ask in (Heartbeat(OTHER, "cmpl-1", nonce), Release(OTHER, "cmpl-1", nonce)):
+        assert reason({Heartbeat: book.heartbeat, Release: book.release}[type(ask)](ask)) is Reason.USED
+    assert reason(book.confirm(Confirm(OTHER, "cmpl-1", nonce, granted.generation))) is Reason.USED
+    assert book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation)) == Confirmed(ME, granted.generation)
+    assert reason(book.claim(claim(nonce))) is Reason.USED
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"request_id": "cmpl-2"}, Reason.FORGED),
+        ({"prompt": keys(400, seed=1)}, Reason.OTHER_CONTENT),
+        ({"name": ContentName("", "other")}, Reason.OTHER_CONTENT),
+        ({"name": ContentName("", None)}, Reason.OTHER_CONTENT),
+        ({"name": ContentName("adapter", "salt")}, Reason.OTHER_CONTENT),
+        ({"prompt": keys(401)}, Reason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:0], "last": 0}, Reason.OUT_OF_RANGE),
+        ({"last": 26}, Reason.OUT_OF_RANGE),
+        ({"first": 3, "last": 2}, Reason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:100], "last": 8}, Reason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:100], "last": 7}, Reason.OUT_OF_RANGE),  # the shallowest checkpoint is at 128
+    ],
+)
+def test_what_does_not_fit_is_refused_and_spends_nothing(book, changed, why):
+    nonce = book.offer(OFFER)
+    assert reason(book.claim(claim(nonce, **changed))) is why
+    assert isinstance(book.claim(claim(nonce)), Granted)
+
+
+def test_an_unknown_nonce_is_refused(book):
+    nonce = book.offer(OFFER)
+    wrong = bytes([nonce[0] ^ 1]) + nonce[1:]
+    assert reason(book.claim(claim(wrong))) is Reason.UNKNOWN
+    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", wrong))) is Reason.UNKNOWN
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", wrong, 1))) is Reason.UNKNOWN
+    assert reason(book.release(Release(ME, "cmpl-1", wrong))) is Reason.UNKNOWN
+
+
+def test_a_lease_ends_at_its_time_and_no_heartbeat_brings_it_back(book, clock):
+    nonce = book.offer(OFFER)
+    granted = book.claim(claim(nonce))
+    assert book.next_end == 30.0
+    clock.advance(30.0)
+    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is Reason.EXPIRED
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation))) is Reason.EXPIRED
+    assert reason(book.claim(claim(nonce))) is Reason.EXPIRED
+    assert [lease.state for lease in book.take_ended()] == [LeaseState.EXPIRED]
+    assert book.take_ended() == [] and book.num_pages == 0 and book.next_end is None
+
+
+def test_heartbeats_prolong_before_and_after_the_claim_up_to_the_greatest_age(book, clock):
+    nonce = book.offer(OFFER)
+    book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))
+    assert book.next_end == 30.0, "an extension never shortens"
+    clock.advance(29.0)
+    assert book.heartbeat(Heartbeat(ME, "cmpl-1", nonce)) == Alive(ME) and book.next_end == 49.0
+    book.claim(claim(nonce))
+    beats = 0
+    while beats < 100 and isinstance(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce)), Alive):
+        clock.advance(19.0)
+        beats += 1
+    assert clock.now() >= 600.0 and beats < 40 and book.num_held == 0
+
+
+def test_confirm_ends_the_lease_and_may_be_repeated(book, clock):
+    nonce = book.offer(OFFER)
+    granted = book.claim(claim(nonce))
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation + 1))) is Reason.FORGED
+    confirm = Confirm(ME, "cmpl-1", nonce, granted.generation)
+    assert book.confirm(confirm) == Confirmed(ME, granted.generation)
+    assert book.num_pages == 0
+    clock.advance(60.0)
+    assert book.confirm(confirm) == Confirmed(ME, granted.generation), "it never lapsed, whatever the time is now"
+    assert len(book.take_ended()) == 1
+
+
+def test_an_unclaimed_lease_cannot_be_confirmed(book):
+    nonce = book.offer(OFFER)
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, 1))) is Reason.FORGED
+    assert book.num_held == 1
+
+
+def test_release_ends_the_lease_before_and_after_the_claim(book):
+    for claimed in (False, True):
+        nonce = book.offer(OFFER)
+        if claimed:
+            book.claim(claim(nonce))
+        release = Release(ME, "cmpl-1", nonce)
+        assert book.release(release) == Released(ME) == book.release(release)
+        assert reason(book.claim(claim(nonce))) is Reason.USED
+        assert book.num_pages == 0
+
+
+def test_withdrawing_ends_what_has_not_ended(book):
+    nonce = book.offer(OFFER)
+    book.withdraw(nonce)
+    book.withdraw(nonce)
+    book.withdraw(b"x" * 16)
+    assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED]
+
+
+def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
+    assert OFFER.num_pages == 30 and book.has_room(60) and not book.has_room(61)
+    first, _ = book.offer(OFFER), book.offer(OFFER)
+    assert book.num_pages == 60 and not book.has_room(1)
+    with pytest.raises(AssertionError, match="cap"):
+        book.offer(OFFER)
+    book.release(Release(ME, "cmpl-1", first))
+    assert book.has_room(30) and not book.has_room(31)
+    clock.advance(30.0)
+    assert book.has_room(60)
+
+
+def test_equal_request_ids_do_not_meet(book):
+    first, second = book.offer(OFFER), book.offer(OFFER)
+    assert isinstance(book.claim(claim(first)), Granted) and isinstance(book.claim(claim(second, mine=OTHER)), Granted)
+
+
+def test_what_is_remembered_of_the_past_is_bounded(clock):
+    limits = LeaseLimits(max_pages=60, max_remembered=3)
+    book = LeaseBook(LAYOUT, BLOCK, limits, clock, random.Random(1).randbytes)
+    nonces = []
+    for _ in range(5):
+        nonces.append(book.offer(OFFER))
+        book.withdraw(nonces[-1])
+    found = [reason(book.claim(claim(nonce))) for nonce in nonces]
+    assert found == [Reason.UNKNOWN] * 2 + [Reason.USED] * 3
+    clock.advance(limits.remember)
+    assert reason(book.claim(claim(nonces[-1]))) is Reason.UNKNOWN
+
+
+def test_every_state_is_in_the_table_and_ends_are_ends():
+    assert set(TRANSITIONS) == set(LeaseState)
+    assert {state for state, nexts in TRANSITIONS.items() if not nexts} == {
+        LeaseState.CONFIRMED,
+        LeaseState.RELEASED,
+        LeaseState.EXPIRED,
+    }

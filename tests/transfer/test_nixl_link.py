@@ -1,0 +1,235 @@
+"""The NIXL link keeps the contract with real UCX on loopback: two agents in one process, and two processes."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from cairn.errors import ConfigError
+from cairn.transfer.contract import LinkError, PagesFree, ReadState, Region
+from cairn.transfer.links.nixl import NixlLink
+from transfer.link_contract import NUM_PAGES, PAGE_BYTES, LinkContract, pages, pool, ranges
+from transfer.world import World
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
+
+SOURCE = Path(__file__).with_name("nixl_source.py")
+FROZEN_READER = Path(__file__).with_name("nixl_frozen_reader.py")
+WAIT_SECONDS = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loopback():
+    """UCX reads these once, before the process' first agent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_NET_DEVICES", "lo")
+        yield
+
+
+class TestNixlLink(LinkContract):
+    @pytest.fixture
+    def sides(self):
+        mine, theirs = pool(1), pool(2)
+        reader, source = NixlLink("reader"), NixlLink("source")
+        reader.register(Region.of(mine))
+        source.register(Region.of(theirs))
+        yield reader, mine, source, theirs
+        assert reader.close() == 0 and source.close() == 0
+
+
+def test_every_incarnation_has_a_name_of_its_own():
+    first, second = NixlLink("decode"), NixlLink("decode")
+    assert first.name != second.name and first.name.startswith("decode-")
+    first.close()
+    second.close()
+
+
+def test_an_idle_link_costs_no_processor_time():
+    """The trap: NIXL's progress thread would spin on a whole core."""
+    link = NixlLink("idle")
+    link.register(Region.of(pool(1)))
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    link.close()
+
+
+def test_a_new_process_loads_neither_nixl_nor_torch_before_a_link_is_made():
+    code = "import sys, cairn.transfer.links.nixl; print('nixl' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert done.stdout == "False False\n", done.stderr
+
+
+def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ConfigError, match=r"pip install 'cairn-serve\[nixl\]'"):
+        NixlLink("reader")
+
+
+class NixlLinks:
+    """Real links where a `World` asks its fabric for some."""
+
+    def __init__(self) -> None:
+        self.made = []
+
+    def link(self, name: str) -> NixlLink:
+        self.made.append(NixlLink(name))
+        return self.made[-1]
+
+
+def test_a_whole_transfer_from_handshake_to_confirmation():
+    world = World(links=NixlLinks())
+    prompt = np.arange(160)
+    for round_ in range(2):
+        ref = world.offer(prompt, range(10, 20), [(160, (40, 41))])
+        world.consumer.pull(world.want(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
+        events = []
+        until = time.monotonic() + WAIT_SECONDS
+        while not any(isinstance(event, PagesFree) for event in events) and time.monotonic() < until:
+            events += world.run(1)
+            world.p.link.progress()
+        assert events[0].failure is None and events[0].checkpoint_position == 160
+        assert np.array_equal(world.memory[[6, 7, 8, 9, 30, 31]], world.p.memory[[16, 17, 18, 19, 40, 41]])
+        assert not world.memory[:6].any() and world.sent == 4 + 2 * round_
+    assert [link.close() for link in world.fabric.made] == [0, 0]
+
+
+class RemoteSource:
+    """A source in a process of its own: pages whose every byte follows from its place."""
+
+    def __init__(self, tls: str = "") -> None:
+        environment = dict(os.environ, UCX_NET_DEVICES="lo") | ({"UCX_TLS": tls} if tls else {})
+        self.process = subprocess.Popen(
+            [sys.executable, str(SOURCE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self.description = bytes.fromhex(self.process.stdout.readline().decode())
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+        self.process.stdin.close()
+        self.process.wait(WAIT_SECONDS)
+        self.process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"address": 0},
+        {"address": 2**64 - 1},
+        {"address": 4096},
+        {"num_pages": 0},
+        {"num_pages": 1000},
+        {"num_pages": 10**9},
+        {"page_bytes": -1},
+        {"page_bytes": 2**50},
+        {"device": 5000},
+        {"metadata": b""},
+        {"metadata": b"garbage"},
+        {"metadata": b"x" * (2 << 20)},
+        {"name": ""},
+        {"name": "another"},
+        {"name": 5},
+        {"type": "nixl2"},
+    ],
+)
+def test_a_description_with_a_wrong_number_is_refused_and_the_true_one_still_works(changed, reader):
+    link, mine = reader
+    theirs, source = pool(2), NixlLink("source")
+    source.register(Region.of(theirs))
+    true = source.describe()
+    with pytest.raises(LinkError):
+        link.connect(msgspec.msgpack.encode(msgspec.msgpack.decode(true) | changed))
+    handle = link.read(link.connect(true), pages([3], [1]))
+    while link.poll(handle) is ReadState.READING:
+        source.progress()
+    assert np.array_equal(mine[1], theirs[3])
+    assert link.close() == source.close() == link.num_leaked == 0
+
+
+@pytest.fixture
+def source():
+    source = RemoteSource()
+    yield source
+    source.stop()
+
+
+@pytest.fixture
+def reader():
+    memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
+    link = NixlLink("reader")
+    link.register(Region.of(memory))
+    yield link, memory
+    link.close()
+
+
+def finish(link, handle):
+    until = time.monotonic() + WAIT_SECONDS
+    while (state := link.poll(handle)) is ReadState.READING:
+        if time.monotonic() > until:
+            raise AssertionError("the read does not end")
+        time.sleep(0.001)
+    return state
+
+
+def test_two_processes(source, reader):
+    link, mine = reader
+    theirs = pool(7)
+    peer = link.connect(source.description)
+    assert finish(link, link.read(peer, pages([3, 11, 0], [1, 2, 5]))) is ReadState.DONE
+    assert np.array_equal(mine[[1, 2, 5]], theirs[[3, 11, 0]])
+    assert finish(link, link.read(peer, ranges((4, 10, 0, 20, 30), (5, 0, 0, 0, 1)))) is ReadState.DONE
+    assert np.array_equal(mine[0, 20:50], theirs[4, 10:40]) and mine[0, 0] == theirs[5, 0]
+    assert not mine[[3, 4, *range(6, NUM_PAGES)]].any()
+
+
+def test_a_killed_peer_is_an_error_at_once_and_its_successor_another_peer(source, reader):
+    link, mine = reader
+    peer = link.connect(source.description)
+    assert finish(link, link.read(peer, pages([3], [1]))) is ReadState.DONE
+    source.process.kill()
+    source.process.wait(WAIT_SECONDS)
+    with contextlib.suppress(LinkError):
+        assert finish(link, link.read(peer, pages([4], [2]))) is ReadState.FAILED
+    with pytest.raises(LinkError, match="gone"):
+        link.read(peer, pages([4], [2]))
+    with pytest.raises(LinkError, match="failed"):
+        link.connect(source.description)
+    link.disconnect(peer)
+    assert not mine[2].any() and link.num_open == 0
+    successor = RemoteSource()
+    try:
+        assert finish(link, link.read(link.connect(successor.description), pages([4], [2]))) is ReadState.DONE
+    finally:
+        successor.stop()
+    assert np.array_equal(mine[2], pool(7)[4])
+
+
+def test_a_frozen_peer_over_tcp_keeps_the_read_open_until_the_late_write_has_come():
+    """The trap: releasing the handle would report an end, and the bytes would come all the same."""
+    source = RemoteSource(tls="tcp")
+    try:
+        environment = dict(os.environ, UCX_NET_DEVICES="lo", UCX_TLS="tcp")
+        done = subprocess.run(
+            [sys.executable, str(FROZEN_READER), str(source.process.pid), source.description.hex()],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=4 * WAIT_SECONDS,
+        )
+    finally:
+        source.stop()
+    assert done.stdout.splitlines() == [
+        "warm done",
+        "frozen reading False",
+        "close 1 1",
+        "resumed cancelled True 0",
+    ], done.stderr

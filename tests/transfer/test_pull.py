@@ -1,0 +1,284 @@
+"""One transfer at a time: what moves, what is accepted, and how it ends when something goes wrong."""
+
+import numpy as np
+import pytest
+
+from cairn.transfer.contract import ContentName, PagesFree, PullEnded
+from cairn.transfer.lease import LeaseState
+from cairn.transfer.links.memory import Fault
+from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.pull import TRANSITIONS, PullState
+from transfer.world import BLOCK, PAGE_BYTES, STATE_PAGES, World, keys
+
+PROMPT = keys(160)
+PAGES = list(range(10, 20))
+FILE = (160, (40, 41))
+
+
+def moved(world):
+    return [(move.remote_page, move.remote_offset, move.num_bytes) for move in world.link.moved]
+
+
+def whole(*pages):
+    return [(page, 0, PAGE_BYTES) for page in pages]
+
+
+def ended(events):
+    """(failure, checkpoint position) of the one outcome; the pages are free after it."""
+    assert [type(event) for event in events] == [PullEnded, PagesFree], events
+    return events[0].failure, events[0].checkpoint_position
+
+
+def test_ssm_prefix_cold_start_moves_everything_once():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    assert ended(world.run()) == (None, 160)
+    assert moved(world) == whole(*PAGES, 40, 41)
+    assert np.array_equal(world.memory[[*range(10), 30, 31]], world.p.memory[[*PAGES, 40, 41]])
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED]
+    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+
+
+def test_mamba_align_only_the_deepest_checkpoint_moves():
+    world = World()
+    prompt = keys(400)
+    files = [(128, (40,)), (256, (41,)), (384, (42,)), (400, (43,))]
+    ref = world.offer(prompt, range(25), files)
+    world.consumer.pull(world.want(ref, prompt, range(25), checkpoint=(30,)))
+    assert ended(world.run()) == (None, 400)
+    assert moved(world) == whole(*range(25), 43)
+
+
+def test_ssm_prefix_six_of_ten_pages_are_here():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(6, 10), start=6 * BLOCK, checkpoint=(30, 31)))
+    assert ended(world.run()) == (None, 160)
+    assert moved(world) == whole(16, 17, 18, 19, 40, 41)
+
+
+def test_ssm_prefix_only_the_checkpoint_is_lacking():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, (), start=160, checkpoint=(30, 31)))
+    assert ended(world.run()) == (None, 160)
+    assert moved(world) == whole(40, 41)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 159])
+def test_ssm_prefix_nothing_is_lacking_and_the_claim_is_confirmed_without_a_read(num_tokens):
+    world = World()
+    ref = world.offer(keys(num_tokens), PAGES[: -(-num_tokens // BLOCK)], [])
+    world.consumer.pull(world.want(ref, keys(num_tokens), (), start=num_tokens))
+    assert ended(world.run()) == (None, None)
+    assert moved(world) == []
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED]
+
+
+def test_a_full_local_hit_sends_just_a_release():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, (), start=160, release_only=True))
+    assert ended(world.run()) == (None, None)
+    assert moved(world) == [] and world.sent == 3  # Hello, Prove, Release
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED]
+
+
+def test_a_second_transfer_needs_no_second_handshake():
+    world = World()
+    for number in range(2):
+        ref = world.offer(PROMPT, PAGES, [FILE])
+        world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+        assert ended(world.run())[0] is None
+        assert world.sent == 4 + 2 * number  # Hello, Prove, then Claim and Confirm of each
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"prompt": keys(160, seed=3)}, "other_content"),
+        ({"name": ContentName("", "salt")}, "other_content"),
+        ({"request_id": "cmpl-2"}, "forged"),
+        ({"nonce": b"n" * 16}, "unknown"),
+        ({"engine_id": "prefill-0"}, "restarted"),
+        ({"host": "10.0.0.1"}, "allowlist"),
+    ],
+)
+def test_a_wrong_reference_moves_no_byte(changed, why):
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    args = {"prompt": PROMPT, "pages": range(10), "checkpoint": (30, 31)}
+    for key in ("request_id", "nonce", "engine_id"):
+        if key in changed:
+            changed = dict(changed)
+            ref = type(ref)(**{name: getattr(ref, name) for name in ref.__slots__} | {key: changed.pop(key)})
+    world.consumer.pull(world.want(ref, **args | changed))
+    assert why in ended(world.run())[0]
+    assert moved(world) == [] and not world.memory.any()
+    assert world.leases.num_held == 1, "the rightful one can still claim it"
+
+
+def test_a_foreign_host_is_never_sent_to():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), host="169.254.169.254"))
+    world.run()
+    assert world.sent == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "why"),
+    [
+        (World(secret=b"another secret, long"), "proof is wrong"),
+        (World(layout=b"M" * 32), "layouts differ"),
+        (World(policy=PeerPolicy(), secret=b""), "proof is wrong"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_refused(world, why):
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    assert why in ended(world.run())[0]
+    assert moved(world) == [] and world.p.producer.sessions.num_open == 0
+
+
+def test_a_silent_peer_ends_the_transfer_and_the_next_one_greets_again():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    assert world.run() and world.consumer.num_open == 0
+    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    events = []
+    for _ in range(12):
+        events += world.consumer.tick()
+        world.to_producer.clear()
+        world.clock.advance(0.5)
+    assert "no answer within" in ended(events)[0]
+    ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
+    sent = world.sent
+    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    assert ended(world.run())[0] is None and world.sent - sent == 4
+
+
+def test_a_lost_answer_is_asked_for_again():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    events = []
+    for round_ in range(20):
+        events += world.consumer.tick()
+        while world.to_producer:
+            world.at_producer(world.to_producer.popleft())
+        if round_ % 2:
+            world.deliver()
+        world.to_consumer.clear()
+        world.clock.advance(0.6)
+    assert ended(events) == (None, 160)
+
+
+def test_a_lease_that_lapses_in_mid_read_is_never_accepted():
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.run(3)
+    world.clock.advance(29.0)
+    world.leases.expire()
+    world.clock.advance(1.0)
+    world.leases.expire()
+    world.p.fill(PAGES, world.rng)
+    failure, _ = ended(world.run())
+    assert failure == "the read took longer than 30 s" or "expired" in failure
+    assert world.consumer.num_open == world.link.num_open == 0
+
+
+def test_heartbeats_keep_a_slow_read_alive():
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.clock.advance(29.0)
+    events = world.run(3)
+    for _ in range(12):
+        world.clock.advance(2.4)
+        events += world.run(1)
+    assert world.clock.now() > 50.0
+    assert ended(events + world.run()) == (None, 160)
+
+
+def test_a_frozen_peer_leaves_the_pages_in_quarantine_until_the_late_write_has_come():
+    world = World(descriptors_per_poll=1, late_writes=True)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.run(3)
+    world.fabric.inject(world.p.name, Fault.FROZEN)
+    world.consumer.abort(pull)
+    events = world.run()
+    assert [type(event) for event in events] == [PullEnded] and events[0].failure == "aborted"
+    assert world.consumer.num_quarantined == 1
+    world.clock.advance(10_000.0)
+    assert world.run() == [] and world.consumer.num_open == 1, "no time frees them, only the link does"
+    before = world.memory.copy()
+    world.fabric.inject(world.p.name, Fault.NONE)
+    assert world.run() == [PagesFree(pull)]
+    assert not np.array_equal(world.memory, before), "the late write did come"
+    assert world.consumer.num_open == world.link.num_open == 0
+
+
+def test_a_producer_that_dies_in_mid_read_ends_it():
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.run(3)
+    world.fabric.inject(world.p.name, Fault.DEAD)
+    assert ended(world.run())[0] == "the link failed while reading"
+
+
+def test_a_producer_that_restarts_before_the_confirmation_ends_it():
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.run(3)
+    world.restart()
+    assert "restart" in ended(world.run())[0]
+    other = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(other, PROMPT, range(10), checkpoint=(30, 31)))
+    assert ended(world.run()) == (None, 160)
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_abort_at_any_moment_ends_everything_on_both_sides(after):
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    events = world.run(after)
+    world.consumer.abort(pull)
+    world.consumer.abort(pull)
+    assert ended(events + world.run())[0] == "aborted"
+    world.clock.advance(30.0)
+    assert len(world.leases.take_ended()) == 1 and world.leases.num_pages == 0
+    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+
+
+def test_handles_hold_at_most_the_chunk():
+    world = World(delay=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    most = 0
+    for _ in range(20):
+        world.consumer.tick()
+        world.deliver()
+        most = max(most, world.link.num_open)
+    assert most == 2 and world.consumer.num_open == 0
+    assert len(world.link.moved) == len(PAGES) + STATE_PAGES
+
+
+def test_a_grant_of_other_sizes_than_expected_is_given_back():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.want(ref, PROMPT, range(9), checkpoint=(30, 31)))
+    assert "gives 10 pages where 9 were expected" in ended(world.run())[0]
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED]
+
+
+def test_every_state_is_in_the_table_and_ends_are_ends():
+    assert set(TRANSITIONS) == set(PullState)
+    assert {state for state, nexts in TRANSITIONS.items() if not nexts} == {PullState.DONE, PullState.FAILED}

@@ -1,0 +1,311 @@
+"""Random lives of leases and transfers against a model that knows only what was offered: whatever is lost, repeated,
+delayed, aborted, frozen, restarted or forged, never a wrong byte is accepted, no page that may still be written to is
+used again, nothing leaks, and every transfer ends.
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cairn.transfer.contract import ContentName, PagesFree, PullEnded
+from cairn.transfer.links.memory import Fault
+from transfer.world import BLOCK, NUM_PAGES, STATE_PAGES, World, keys
+
+CANARY = 0xEE
+LIES = ["prompt", "salt", "nonce", "request", "longer", "release"]
+LONGEST_LIFE = 60.0
+"""Seconds: more than handshake, claim, read and confirmation may take together."""
+
+
+@dataclass
+class Offered:
+    """What the model knows of an offer: the bytes as they were then."""
+
+    ref: object
+    prompt: np.ndarray
+    name: ContentName
+    pages: list
+    file: list
+    snapshot: np.ndarray
+    accepted: int = 0
+
+
+@dataclass
+class Pulled:
+    """What the model knows of a transfer. `honest`: nothing of its reference was changed."""
+
+    offer: Offered
+    honest: bool
+    first_page: int
+    local: list
+    wants_state: bool
+    ended: bool = False
+
+
+class Transfers(RuleBasedStateMachine):
+    @initialize(
+        seed=st.integers(0, 2**32), per_poll=st.sampled_from([1, 2, 100]), delay=st.integers(0, 2), late=st.booleans()
+    )
+    def start(self, seed, per_poll, delay, late):
+        self.world = World(seed, descriptors_per_poll=per_poll, delay=delay, late_writes=late, max_pages=NUM_PAGES // 2)
+        self.world.memory[:] = CANARY
+        self.mine = set(range(NUM_PAGES))
+        self.theirs = set(range(NUM_PAGES))
+        self.offers: dict[bytes, Offered] = {}
+        self.latest: list[Offered] = []
+        self.pulls: dict[int, Pulled] = {}
+        self.recorded: list[bytes] = []
+
+    # -- the producer ------------------------------------------------------------------------------------------------
+
+    @rule(num_tokens=st.integers(1, 120), salted=st.booleans(), seed=st.integers(0, 3))
+    def offer(self, num_tokens, salted, seed):
+        num_pages = -(-num_tokens // BLOCK)
+        if not self.world.leases.has_room(num_pages + STATE_PAGES):
+            return
+        self.collect_leases()
+        taken = sorted(self.theirs, key=lambda page: (page * 37 + seed) % NUM_PAGES)[: num_pages + STATE_PAGES]
+        self.theirs -= set(taken)
+        pages, file = taken[:num_pages], taken[num_pages:]
+        prompt, name = keys(num_tokens, seed), ContentName("", "salt" if salted else None)
+        ref = self.world.offer(prompt, pages, [(num_tokens, file)], name=name)
+        offered = Offered(ref, prompt, name, pages, file, self.world.p.memory[taken].copy())
+        self.offers[ref.nonce] = offered
+        self.latest = [*self.latest[-5:], offered]
+
+    @precondition(lambda self: self.latest)
+    @rule(which=st.integers(0, 5))
+    def withdraw(self, which):
+        self.world.leases.withdraw(self.latest[which % len(self.latest)].ref.nonce)
+
+    @rule()
+    def collect_leases(self):
+        """Pages of ended leases are used again at once, for something else."""
+        for lease in self.world.leases.take_ended():
+            offered = self.offers[lease.nonce]
+            assert not self.theirs & set(offered.pages + offered.file)
+            self.theirs |= set(offered.pages + offered.file)
+            self.world.p.fill(offered.pages + offered.file, self.world.rng)
+
+    @rule(gone=st.booleans())
+    def restart_the_producer(self, gone):
+        if gone:
+            self.world.fabric.inject(self.world.p.name, Fault.DEAD)
+        self.world.restart()
+        self.theirs = set(range(NUM_PAGES))
+
+    @rule(fault=st.sampled_from([Fault.NONE, Fault.NONE, Fault.FROZEN, Fault.DROP]))
+    def inject(self, fault):
+        self.world.fabric.inject(self.world.p.name, fault)
+
+    # -- the consumer ------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.latest)
+    @rule(
+        which=st.integers(0, 5),
+        have=st.integers(0, 8),
+        wants_state=st.booleans(),
+        lie=st.sampled_from([None] * 6 + LIES),
+    )
+    def pull(self, which, have, wants_state, lie):
+        offered = self.latest[-1 - which % len(self.latest)]
+        ref, prompt, name, num_pages = offered.ref, offered.prompt, offered.name, len(offered.pages)
+        first = min(have, num_pages)
+        num_local = num_pages - first + (STATE_PAGES if wants_state else 0)
+        if num_local > len(self.mine) or self.world.consumer.num_open >= 6:
+            return
+        match lie:
+            case "prompt":
+                prompt = prompt.copy()
+                prompt[-1] += 1
+            case "salt":
+                name = ContentName("", "another")
+            case "longer":
+                prompt = np.append(prompt, prompt[:1]) if len(prompt) % BLOCK else prompt + 1
+            case "nonce":
+                ref = type(ref)(ref.engine_id, ref.request_id, b"?" * 16, ref.host, ref.port, 1, None, None)
+            case "request":
+                ref = type(ref)(ref.engine_id, "cmpl-9", ref.nonce, ref.host, ref.port, 1, None, None)
+        local = sorted(self.mine)[:num_local]
+        self.mine -= set(local)
+        want = self.world.want(
+            ref,
+            prompt,
+            local[: num_pages - first],
+            start=min(first * BLOCK, len(prompt)) if first < num_pages else len(prompt),
+            checkpoint=local[num_pages - first :] if wants_state else None,
+            name=name,
+            release_only=lie == "release",
+        )
+        pull = self.world.consumer.pull(want)
+        self.pulls[pull] = Pulled(offered, lie in (None, "release"), first, local, wants_state and lie is None)
+        if lie == "release":
+            self.pulls[pull].first_page = num_pages
+
+    @precondition(lambda self: self.pulls)
+    @rule(which=st.integers(0, 5))
+    def abort(self, which):
+        pulls = list(self.pulls)
+        self.world.consumer.abort(pulls[which % len(pulls)])
+
+    @rule(times=st.integers(1, 3))
+    def tick(self, times):
+        for _ in range(times):
+            for event in self.world.consumer.tick():
+                self.happened(event)
+
+    def happened(self, event):
+        pulled = self.pulls[event.pull]
+        match event:
+            case PullEnded(failure=failure):
+                assert not pulled.ended
+                pulled.ended = True
+                if failure is None:
+                    self.accept(pulled, event)
+            case PagesFree():
+                assert pulled.ended, "the pages cannot be free before the outcome is known"
+                self.world.memory[pulled.local] = CANARY
+                self.mine |= set(pulled.local)
+                del self.pulls[event.pull]
+
+    def accept(self, pulled, event):
+        offered = pulled.offer
+        assert pulled.honest
+        wanted = list(range(pulled.first_page, len(offered.pages)))
+        if pulled.wants_state:
+            assert event.checkpoint_position == len(offered.prompt)
+            wanted += range(len(offered.pages), len(offered.pages) + STATE_PAGES)
+        got = self.world.memory[pulled.local[: len(wanted)]]
+        assert np.array_equal(got, offered.snapshot[wanted]), "bytes that P did not offer were accepted"
+        if wanted:
+            offered.accepted += 1
+            assert offered.accepted == 1, "a reference was used twice"
+
+    # -- the way between -------------------------------------------------------------------------------------------
+
+    @rule(times=st.integers(1, 4))
+    def everything_arrives(self, times):
+        for _ in range(times):
+            self.recorded = [*self.recorded[-20:], *self.world.to_producer]
+            self.world.deliver()
+            self.tick(1)
+
+    @rule(how=st.sampled_from(["arrive", "lose", "repeat", "last"]), to_producer=st.booleans())
+    def one_frame(self, how, to_producer):
+        world = self.world
+        queue, arrive = (
+            (world.to_producer, world.at_producer) if to_producer else (world.to_consumer, world.at_consumer)
+        )
+        if not queue:
+            return
+        frame = queue.pop() if how == "last" else queue.popleft()
+        for _ in range({"lose": 0, "repeat": 2}.get(how, 1)):
+            arrive(frame)
+
+    @precondition(lambda self: self.recorded)
+    @rule(which=st.integers(0, 20), by_a_stranger=st.booleans())
+    def an_old_frame_again(self, which, by_a_stranger):
+        frame = self.recorded[which % len(self.recorded)]
+        if by_a_stranger:
+            before = self.world.leases.num_held, self.world.p.producer.sessions.num_open
+            self.world.p.producer.receive(b"stranger", frame)
+            assert (self.world.leases.num_held, self.world.p.producer.sessions.num_open) == before
+        else:
+            self.world.to_producer.append(frame)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0, 19.0, 31.0]))
+    def time_passes(self, seconds):
+        self.world.clock.advance(seconds)
+
+    # -- many things at once -----------------------------------------------------------------------------------------
+
+    @rule(seed=st.integers(0, 2**32), troubles=st.integers(0, 3))
+    def a_busy_while(self, seed, troubles):
+        """Left alone, rules are chosen evenly, and hardly a transfer gets as far as reading."""
+        rng = random.Random(seed)
+        ordinary = (self.ordinary_transfer, self.move_on, self.move_on, self.move_on)
+        trouble = (self.abort_any, self.lose_or_repeat, self.lapse, self.trouble_at_the_producer, self.pull_again)
+        for _ in range(25):
+            rng.choice(trouble if rng.random() < 0.1 * troubles else ordinary)(rng)
+            self.nothing_is_written_outside_a_transfer()
+
+    def ordinary_transfer(self, rng):
+        self.offer(rng.randint(1, 120), rng.random() < 0.5, rng.randrange(4))
+        self.pull_again(rng)
+
+    def pull_again(self, rng):
+        lie = rng.choice([None] * 8 + LIES)
+        if self.latest:
+            self.pull(rng.choice([0, 0, 0, 1, 2]), rng.choice([0, 0, 1, 3, 8]), rng.random() < 0.8, lie)
+
+    def move_on(self, rng):
+        self.recorded = [*self.recorded[-20:], *self.world.to_producer]
+        self.world.deliver()
+        self.tick(rng.randint(1, 2))
+        self.collect_leases()
+        self.world.clock.advance(rng.choice([0.0, 0.1, 0.6]))
+
+    def abort_any(self, rng):
+        if self.pulls:
+            self.abort(rng.randrange(6))
+
+    def lose_or_repeat(self, rng):
+        for _ in range(3):
+            self.one_frame(rng.choice(["arrive", "lose", "repeat", "last"]), rng.random() < 0.5)
+        if self.recorded:
+            self.an_old_frame_again(rng.randrange(20), rng.random() < 0.5)
+
+    def lapse(self, rng):
+        self.world.clock.advance(rng.choice([5.0, 19.0, 21.0, 31.0]))
+        self.collect_leases()
+
+    def trouble_at_the_producer(self, rng):
+        match rng.randrange(6):
+            case 0:
+                self.restart_the_producer(rng.random() < 0.5)
+            case 1 | 2:
+                self.inject(rng.choice([Fault.FROZEN, Fault.DROP]))
+            case _:
+                self.inject(Fault.NONE)
+        if self.latest and rng.random() < 0.2:
+            self.withdraw(rng.randrange(6))
+
+    # -- what holds at every moment ----------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_written_outside_a_transfer(self):
+        if hasattr(self, "world"):
+            assert (self.world.memory[sorted(self.mine)] == CANARY).all()
+
+    @invariant()
+    def leases_are_counted(self):
+        if hasattr(self, "world"):
+            assert self.world.leases.num_pages <= NUM_PAGES // 2
+
+    def teardown(self):
+        """The way is cut, then time passes: all end. Then the frozen go on: all pages are free."""
+        if not hasattr(self, "world"):
+            return
+        for _ in range(int(LONGEST_LIFE)):
+            self.tick(1)
+            self.world.to_producer.clear()
+            self.world.clock.advance(1.0)
+        assert all(pulled.ended for pulled in self.pulls.values()), "a transfer without an end"
+        for number in range(1, self.world.num_producers + 1):
+            self.world.fabric.inject(f"prefill-{number}", Fault.NONE)
+        for _ in range(60):
+            self.tick(1)
+            self.nothing_is_written_outside_a_transfer()
+        assert not self.pulls and self.mine == set(range(NUM_PAGES))
+        assert self.world.consumer.num_open == self.world.link.num_open == self.world.worker.num_reads == 0
+        self.world.clock.advance(31.0)
+        self.collect_leases()
+        assert self.world.leases.num_pages == 0 and self.theirs == set(range(NUM_PAGES))
+
+
+TestTransfers = Transfers.TestCase
+TestTransfers.settings = settings(max_examples=400, stateful_step_count=15, deadline=None, derandomize=True)

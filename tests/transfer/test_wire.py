@@ -1,0 +1,200 @@
+"""Whatever arrives on the side channel is a record of the schema, or ignored and counted."""
+
+import pickle
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.transfer.wire import (
+    MAX_FRAME_BYTES,
+    Alive,
+    Claim,
+    Confirm,
+    Confirmed,
+    ContentClaim,
+    Denied,
+    Granted,
+    Heartbeat,
+    Hello,
+    Reason,
+    Refused,
+    Release,
+    Released,
+    Sealed,
+    outer_frames,
+    pack_pages,
+    refusal,
+    replies,
+    requests,
+    unpack_pages,
+)
+from transfer.world import GEOMETRY, World
+
+N16, N32 = bytes(range(16)), bytes(range(32))
+CLAIM = Claim(N16, "cmpl-1", N32[:16], N32, 400, 3, 25, True)
+REQUESTS = (
+    CLAIM,
+    ContentClaim(N16, "", N32 * 3, 128, False),
+    Heartbeat(N16, "cmpl-1", N16),
+    Confirm(N16, "cmpl-1", N16, 7),
+    Release(N16, "cmpl-1", N16),
+)
+REPLIES = (
+    Granted(N16, 7, 400, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2))),
+    Granted(N16, 7, 400, b"", None, b""),
+    Refused(N16, "claim", Reason.USED),
+    Alive(N16),
+    Confirmed(N16, 7),
+    Released(N16),
+)
+HELLO = Hello(1, "engine", N16, N32, GEOMETRY)
+
+
+@pytest.mark.parametrize("record", REQUESTS)
+def test_requests_come_back_as_they_were(record):
+    frames = requests()
+    assert frames.decode(frames.encode(record)) == record and frames.dropped == 0
+    assert refusal(record, Reason.USED).asked == type(record).__struct_config__.tag
+
+
+@pytest.mark.parametrize("record", REPLIES)
+def test_replies_come_back_as_they_were(record):
+    frames = replies()
+    assert frames.decode(frames.encode(record)) == record and frames.dropped == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"claim": N16[:15]},
+        {"claim": "x" * 16},
+        {"nonce": b""},
+        {"digest": N32 + b"x"},
+        {"request_id": ""},
+        {"request_id": "x" * 513},
+        {"position": -1},
+        {"position": 10**9},
+        {"position": 2**70},
+        {"position": 1.5},
+        {"position": True},
+        {"first_page": None},
+        {"checkpoint": 1},
+        {"type": "claims"},
+        {"type": "granted"},
+    ],
+)
+def test_a_field_out_of_its_bounds_drops_the_record(changed):
+    frames = requests()
+    raw = msgspec.to_builtins(CLAIM, builtin_types=(bytes,)) | changed
+    assert (
+        frames.decode(msgspec.msgpack.encode(raw) if 2**70 not in changed.values() else b"\xcf" + b"\xff" * 8) is None
+    )
+    assert frames.dropped == 1
+
+
+def test_a_missing_field_drops_the_record_and_an_unknown_one_does_not():
+    frames = requests()
+    raw = msgspec.to_builtins(CLAIM, builtin_types=(bytes,))
+    assert frames.decode(msgspec.msgpack.encode(raw | {"future": 1})) == CLAIM
+    del raw["digest"]
+    assert frames.decode(msgspec.msgpack.encode(raw)) is None
+
+
+def test_an_oversized_frame_is_not_even_parsed():
+    frames = outer_frames()
+    huge = msgspec.msgpack.encode(msgspec.to_builtins(Sealed(N16, N32, b"x" * MAX_FRAME_BYTES), builtin_types=(bytes,)))
+    assert frames.decode(huge) is None and frames.dropped == 1
+
+
+def test_our_own_oversized_record_is_our_own_bug():
+    with pytest.raises(AssertionError, match="at most"):
+        outer_frames().encode(Sealed(N16, N32, b"x" * MAX_FRAME_BYTES))
+
+
+class Bomb:
+    """Runs something when it is unpickled."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("unpickled",))
+
+
+HOSTILE = (
+    b"",
+    b"\x00",
+    b"\xc1",
+    b"\xff" * 100,
+    b"\x91" * 100_000,
+    b"\xdb\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\x81\xa4type\xa5\xff\xfe\xfd\xfc\xfb",
+    *(pickle.dumps(Bomb(), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)),
+    msgspec.json.encode(msgspec.to_builtins(CLAIM)),
+)
+
+
+@pytest.mark.parametrize("frame", HOSTILE)
+def test_hostile_frames_are_counted_and_nothing_else(frame):
+    for frames in (outer_frames(), requests(), replies()):
+        assert frames.decode(frame) is None and frames.dropped == 1
+    world = World()
+    assert world.p.producer.receive(b"stranger", frame) is None and world.p.producer.sessions.dropped == 1
+    world.consumer.receive(("127.0.0.1", 5600), frame)
+    assert world.consumer.dropped == 1
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_no_records(frame):
+    for frames in (outer_frames(), requests(), replies()):
+        assert frames.decode(frame) is None and frames.dropped == 1
+
+
+@pytest.mark.parametrize("record", [*REQUESTS, *REPLIES])
+def test_every_truncation_is_dropped(record):
+    frames = requests() if record in REQUESTS else replies()
+    whole = frames.encode(record)
+    assert {frames.decode(whole[:end]) for end in range(len(whole))} == {None}
+    assert frames.decode(whole + b"\x00") is None
+    assert frames.dropped == len(whole) + 1
+
+
+def test_flipped_bits_end_nobody():
+    """Every frame of a whole transfer, each byte of it changed, at both ends: the transfer still ends well."""
+    rng = random.Random(4)
+    world = World()
+    prompt = np.arange(40)
+    ref = world.offer(prompt, (1, 2, 3))
+    world.consumer.pull(world.want(ref, prompt, (4, 5, 6)))
+    events = []
+    for _ in range(8):
+        events += world.consumer.tick()
+        for frame in [*world.to_producer, *world.to_consumer]:
+            for at in range(len(frame)):
+                broken = bytearray(frame)
+                broken[at] ^= rng.randrange(1, 256)
+                # By another connection, or a changed nonce would be a Hello of its own.
+                world.p.producer.receive(b"stranger", bytes(broken))
+                if not world.to_consumer or frame in world.to_consumer:
+                    world.at_consumer(bytes(broken))
+        world.deliver()
+    assert [getattr(event, "failure", None) for event in events] == [None, None] and world.consumer.num_open == 0
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)))
+def test_pages_come_back_as_they_were(pages):
+    assert unpack_pages(pack_pages(np.array(pages, np.int32))).tolist() == pages
+
+
+@pytest.mark.parametrize("packed", [b"\0", b"\0" * 5, b"\xff" * 4, b"\0\0\0\x80"])
+def test_broken_page_lists_are_none(packed):
+    assert unpack_pages(packed) is None
+
+
+def test_a_denied_is_read():
+    frames = outer_frames()
+    assert frames.decode(frames.encode(Denied(N16, "why"))) == Denied(N16, "why")
+    assert frames.decode(frames.encode(HELLO)) == HELLO

@@ -1,0 +1,163 @@
+"""Two engines on a memory link, a side channel that loses, repeats and reorders, and a clock that stands still.
+
+The producer's page number p of epoch e is filled with bytes that no other (p, e) has, so a test can tell whose bytes
+arrived and when they were read.
+"""
+
+import random
+from collections import deque
+
+import numpy as np
+
+from cairn.transfer.connector import Connector
+from cairn.transfer.consumer import Consumer
+from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer, Peer, PeerGeometry, Region, Want
+from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.memory import MemoryFabric
+from cairn.transfer.params import RemotePrefill, parse_kv_transfer_params
+from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.producer import Producer
+from cairn.transfer.sessions import Identity
+from cairn.transfer.worker import LinkWorker, whole_pages
+from cairn.types import ManualClock
+
+BLOCK = 16
+PAGE_BYTES = 64
+NUM_PAGES = 64
+STATE_PAGES = 2
+LAYOUT = b"L" * 32
+SECRET = b"a secret of twenty b"
+HOST, PORT = "127.0.0.1", 5600
+PLAIN = ContentName()
+GEOMETRY = PeerGeometry(BLOCK, PAGE_BYTES, 1, 8, 100, 1)
+
+
+def keys(num_tokens: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, num_tokens)
+
+
+class ProducerSide:
+    """One incarnation of the prefill server, and its pool."""
+
+    def __init__(self, fabric, clock, rng, name, *, layout=LAYOUT, secret=SECRET, max_pages=NUM_PAGES):
+        self.name = name
+        self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
+        self.link = fabric.link(name)
+        self.link.register(Region.of(self.memory))
+        identity = Identity(Peer(name, GEOMETRY, (self.link.describe(),)), layout, secret)
+        self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), clock, rng.randbytes)
+
+    def fill(self, pages, rng) -> None:
+        """New content: other bytes than these pages ever had."""
+        for page in pages:
+            self.memory[page] = np.frombuffer(rng.randbytes(PAGE_BYTES), np.uint8)
+
+
+class World:
+    """`connector` is the decode side; its frames lie in `to_producer` and `to_consumer` until `deliver`."""
+
+    def __init__(self, seed=0, *, policy=None, secret=SECRET, layout=LAYOUT, max_pages=NUM_PAGES, links=None, **fabric):
+        self.rng = random.Random(seed)
+        self.clock = ManualClock()
+        self.fabric = links or MemoryFabric(**fabric)
+        self.max_pages = max_pages
+        self.num_producers = 0
+        self.policy = policy or PeerPolicy()
+        self.to_producer: deque[bytes] = deque()
+        self.to_consumer: deque[bytes] = deque()
+        self.sent = 0
+        self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
+        self.link = self.fabric.link("decode")
+        self.link.register(Region.of(self.memory))
+        self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), chunk_bytes=3 * PAGE_BYTES)
+        identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout, secret)
+        self.consumer = Consumer(identity, self.policy, self.worker, self.clock, self.rng.randbytes, self._send)
+        self.restart()
+        self.connector = Connector(self.p.producer.leases, self.consumer)
+
+    @property
+    def leases(self):
+        return self.p.producer.leases
+
+    def restart(self) -> None:
+        """The producer's process is another one from now on."""
+        self.num_producers += 1
+        self.p = ProducerSide(
+            self.fabric, self.clock, self.rng, f"prefill-{self.num_producers}", max_pages=self.max_pages
+        )
+
+    def _send(self, address, frame) -> None:
+        assert address == (HOST, PORT)
+        self.sent += 1
+        self.to_producer.append(frame)
+
+    def deliver(self) -> None:
+        """Everything that is under way, and what it gives rise to."""
+        while self.to_producer or self.to_consumer:
+            if self.to_producer:
+                self.at_producer(self.to_producer.popleft())
+            else:
+                self.at_consumer(self.to_consumer.popleft())
+
+    def at_producer(self, frame) -> None:
+        answer = self.p.producer.receive(b"decode", frame)
+        if answer is not None:
+            self.to_consumer.append(answer)
+
+    def at_consumer(self, frame) -> None:
+        self.consumer.receive((HOST, PORT), frame)
+
+    def run(self, rounds=50):
+        """Tick and deliver; returns the events."""
+        events = []
+        for _ in range(rounds):
+            events += self.consumer.tick()
+            self.deliver()
+        return events
+
+    def offer(self, prompt, pages, checkpoints=(), *, request_id="cmpl-1", name=PLAIN) -> RemotePrefill:
+        """Lease pages of fresh content; returns what a decode server parses of the reference."""
+        held = tuple(HeldCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
+        self.p.fill([*pages, *(page for _, file in checkpoints for page in file)], self.rng)
+        offer = Offer(request_id, name, prompt, np.array(pages, np.int32), held)
+        nonce = self.leases.offer(offer)
+        return RemotePrefill(self.p.name, request_id, nonce, HOST, PORT, 1, len(prompt), 0)
+
+    def want(
+        self,
+        ref,
+        prompt,
+        pages,
+        *,
+        start=0,
+        checkpoint=None,
+        name=PLAIN,
+        host=None,
+        release_only=False,
+    ) -> Want:
+        return Want(
+            ref.request_id,
+            ref.nonce,
+            ref.engine_id,
+            host or ref.host,
+            ref.port,
+            name,
+            prompt,
+            start,
+            np.array(pages, np.int32),
+            None if checkpoint is None else np.array(checkpoint, np.int32),
+            release_only,
+        )
+
+
+def parsed(reference: str, engine_id: str, **others):
+    """What D makes of a reference that went through a proxy."""
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": engine_id,
+        "remote_request_id": reference,
+        "remote_host": HOST,
+        "remote_port": PORT,
+        "remote_block_ids": [[0]],
+    }
+    return parse_kv_transfer_params(params | others, PeerPolicy())
