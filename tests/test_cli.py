@@ -182,6 +182,14 @@ def test_making_and_checking_a_model(tmp_path, capsys):
     assert "nemotron_h" in capsys.readouterr().out
     assert main(["make-model", "nemotron_h", str(out)]) == 2
     assert main(["make-model", "gpt", str(tmp_path / "other")]) == 2
+    assert (
+        main(["check", str(out), "--block-size", "64", "--kv-cache-memory-bytes", "64MiB", "--max-num-seqs", "3"]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "64 tokens" in shown and "64.00 MiB" in shown and "3 sequences" in shown
+    for wrong in (["--block-size", "0"], ["--kv-cache-memory-bytes", "much"], ["--max-num-seqs", "x"]):
+        assert main(["check", str(out), *wrong]) == 2
+        assert wrong[0] in capsys.readouterr().err
     assert main(["check", str(tmp_path / "missing")]) == 2
     assert str(tmp_path / "missing") in capsys.readouterr().err
 

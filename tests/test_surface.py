@@ -88,7 +88,7 @@ EXPORTED = {
     "cairn.server.app": "create_app",
     "cairn.server.options": "ServerOptions",
     "cairn.server.run": "HttpServer",
-    "cairn.settings": "ENV_PREFIX KvEventsSettings ServeSettings add_flags kv_events_settings load_settings "
+    "cairn.settings": "ENV_PREFIX KvEventsSettings ServeSettings add_flags kv_events_settings load_settings parse_size "
     "size_in_bytes",
 }
 

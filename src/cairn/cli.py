@@ -111,7 +111,28 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpars
         "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
     )
     check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
+    check.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s")
+    check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
+    check.add_argument("--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool; default: %(default)s")
+    check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
+    check.add_argument("--max-num-seqs", type=_count, default=8, help="requests at once; default: %(default)s")
     return parser, serve, proxy
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {1 << 24}, not {text}")
+    return number
+
+
+def _size(text: str) -> int:
+    from cairn.settings import parse_size
+
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _make_model(parsed: argparse.Namespace) -> int:
@@ -124,9 +145,16 @@ def _make_model(parsed: argparse.Namespace) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cairn.models.check import check, render
+    from cairn.models.check import CheckSettings, check, render
 
-    report = check(parsed.model)
+    settings = CheckSettings(
+        dtype=parsed.dtype,
+        block_size=parsed.block_size,
+        kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
+        max_model_len=parsed.max_model_len,
+        max_num_seqs=parsed.max_num_seqs,
+    )
+    report = check(parsed.model, settings)
     Console().print(render(report))
     return 0 if report.ok else 1
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
@@ -31,6 +31,7 @@ __all__ = [
     "add_flags",
     "kv_events_settings",
     "load_settings",
+    "parse_size",
     "size_in_bytes",
 ]
 
@@ -48,6 +49,14 @@ def size_in_bytes(value: Any) -> Any:
         return value
     number, unit = match.groups()
     return f"{float(number):.0f}" if not unit else f"{float(number):f}{unit}"
+
+
+def parse_size(text: str) -> int:
+    """The number of bytes that `text` names. Raises ConfigError."""
+    try:
+        return int(TypeAdapter(Bytes).validate_python(text))
+    except ValidationError as error:
+        raise ConfigError(f"{text!r} is no size: write it as 512MiB, 1.5GB, 1e9 or plain bytes") from error
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
