@@ -251,3 +251,13 @@ def test_what_fits_a_pool_really_fits():
         prompt = list(np.arange(longest - 4))
         for _ in range(2):
             driver.ask(prompt, max_tokens=4)
+
+
+@pytest.mark.parametrize("num_pages", [150, 220, 300])
+def test_a_prompt_comes_in_only_when_all_of_it_has_room(num_pages):
+    driver = Driver(num_pages=num_pages, max_num_seqs=8, max_num_batched_tokens=256)
+    names = [driver.submit(range(10_000 * i, 10_000 * i + 1000), max_tokens=20) for i in range(12)]
+    driver.run()
+    counters = driver.scheduler.books.counters
+    assert (counters.preemptions, counters.recomputed_tokens) == (0, 0)
+    assert all(len(driver.output(name)) == 20 for name in names)

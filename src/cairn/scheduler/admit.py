@@ -59,7 +59,8 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
     end = next_prefill_end(request, draft.budget)
     if end == lease.hit:
         return False
-    copies: list[PageCopy] | None = books.cache.extend(lease, end)
+    # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice
+    copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
     if copies is None:
         return False
     _take(books, draft, request, lease)
