@@ -1,0 +1,87 @@
+"""What every engine core does: run on the real one (with a runner of tags) and on the one in memory."""
+
+import pytest
+from test_core import core as real_core
+from test_core import request
+
+from cairn.engine.contract import EngineConfig
+from cairn.engine.fake import FakeCore
+from cairn.errors import InvalidRequest, Overloaded
+
+
+@pytest.fixture(params=["real", "fake"])
+def make(request):
+    def build(**config):
+        return real_core(**config) if request.param == "real" else FakeCore(EngineConfig(model="fake", **config))
+
+    return build
+
+
+def outputs_of(core):
+    found = []
+    for _ in range(500):
+        if not core.has_work:
+            core.idle()
+            return found
+        found += core.step()
+    raise AssertionError("no end in sight")
+
+
+def test_outputs_end_with_a_reason_a_report_and_timings(make):
+    core = make()
+    core.submit(request(max_tokens=5, ignore_eos=True))
+    found = outputs_of(core)
+    assert sum(len(output.token_ids) for output in found) == 5
+    assert [output.finish_reason for output in found if output.finish_reason] == ["length"]
+    last = found[-1]
+    assert last.cache.prompt_tokens == 100 and last.timings.decode >= 0
+    assert all(output.cache is None for output in found[:-1])
+
+
+def test_requests_side_by_side_each_end_once(make):
+    core = make()
+    for name in ("a", "b", "c"):
+        core.submit(request(name=name, max_tokens=4, ignore_eos=True))
+    found = outputs_of(core)
+    assert sorted(output.request_id for output in found if output.finish_reason) == ["a", "b", "c"]
+
+
+def test_a_repeated_prompt_is_cached(make):
+    core = make()
+    for name in ("a", "b"):
+        core.submit(request(name=name, max_tokens=2, ignore_eos=True))
+        last = outputs_of(core)[-1]
+    assert (last.cache.cached_tokens, last.cache.reason) == (100, "none")
+
+
+def test_aborts_are_silent_and_leave_nothing(make):
+    core = make()
+    core.submit(request(max_tokens=50, ignore_eos=True))
+    core.step()
+    core.abort("a")
+    core.abort("nobody")
+    assert all(output.request_id != "a" for output in outputs_of(core))
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
+
+
+def test_refusals_take_nothing(make):
+    core = make(max_waiting=1)
+    for wrong in ({"prompt": []}, {"prompt": [1 << 40]}, {"prompt": [1] * 100_000}):
+        with pytest.raises(InvalidRequest) as caught:
+            core.submit(request(**wrong))
+        assert caught.value.param == "prompt"
+    core.submit(request(name="a"))
+    with pytest.raises(Overloaded):
+        core.submit(request(name="b"))
+
+
+def test_counters_only_grow(make):
+    core = make()
+    before = core.stats()
+    core.submit(request(max_tokens=3, ignore_eos=True))
+    outputs_of(core)
+    after = core.stats()
+    assert after.generation_tokens - before.generation_tokens == 3
+    assert after.prompt_tokens - before.prompt_tokens == 100
+    assert after.audits > before.audits and after.steps > before.steps
