@@ -45,7 +45,7 @@ Urls = Annotated[
     NoDecode,
     BeforeValidator(_split),
     AfterValidator(_all_different),
-    Field(min_length=1, max_length=_MAX_SERVERS),
+    Field(max_length=_MAX_SERVERS),
 ]
 
 
@@ -56,8 +56,12 @@ class ProxySettings(BaseSettings):
         env_prefix=PROXY_ENV_PREFIX, env_ignore_empty=True, extra="forbid", allow_inf_nan=False
     )
 
-    prefill: Urls = Field(description="a prefill server, as http://host:port; give the flag once per server")
-    decode: Urls = Field(description="a decode server, as http://host:port; give the flag once per server")
+    prefill: Urls = Field(
+        [], description="a prefill server, as http://host:port, once per server; without any, decode servers do it all"
+    )
+    decode: Urls = Field(
+        description="a decode server, as http://host:port; give the flag once per server", min_length=1
+    )
     host: str = Field("127.0.0.1", description="address to listen on: this machine only unless told", max_length=255)
     port: int = Field(8000, description="port to listen on; 0 takes a free one", ge=0, le=65535)
     api_key: str | None = Field(

@@ -69,7 +69,7 @@ def test_variables(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "--prefill is missing: name at least one prefill server"),
+        ((), "--decode is missing: name at least one decode server"),
         (SERVERS[:2], "--decode is missing"),
         ((*SERVERS, "--decode", "d:2"), "--decode: must look like http://host:port, not 'd:2'"),
         ((*SERVERS, "--decode", "ftp://d"), "must look like http://host:port"),

@@ -39,6 +39,17 @@ def test_the_exact_json_to_both(setting, answers):
     assert d.seen[0].json == CHAT | {"kv_transfer_params": answers.handover(1)}
 
 
+def test_without_prefill_servers_a_decode_server_does_it_all(setting):
+    d, other = setting.decode(), setting.decode()
+    proxy = setting.proxy([], [d, other])
+    for _ in range(3):
+        assert proxy.ask(prompt="the same beginning", max_tokens=5).status_code == 200
+    assert proxy.get("/health").status_code == 200
+    seen = [*d.seen, *other.seen]
+    assert len(seen) == 3 and not (d.seen and other.seen), "prompts that begin alike meet at one server"
+    assert all(body.json["max_tokens"] == 5 and "kv_transfer_params" not in body.json for body in seen)
+
+
 def test_max_completion_tokens_is_not_made_up(setting):
     p, d = setting.prefill(), setting.decode()
     setting.proxy([p], [d]).ask(max_tokens=5)

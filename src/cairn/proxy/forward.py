@@ -97,7 +97,7 @@ class Forwarding:
 
     async def _prefill(self) -> None:
         """See to it that there is something to hand over, or that everybody knows that there will not be."""
-        if self._handover is not None or self._decode_only:
+        if self._handover is not None or self._decode_only or not self._service.prefill.upstreams:
             return
         if self._job.batch:
             self._go_without("batch")

@@ -7,7 +7,8 @@ __all__ = ["ProxyOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyOptions:
-    """Sizes in bytes, times in seconds. `prefill` and `decode`: base URLs, without a slash at the end.
+    """Sizes in bytes, times in seconds. `prefill` and `decode`: base URLs, without a slash at the end. Without
+    prefill servers the decode servers do it all, and prompts that begin alike still meet at the same one.
 
     `max_open`: requests being answered at once. `max_attempts`: servers asked for one prefill, and for one answer.
     `body_seconds`: how long a client may take to send its request. `prefill_seconds`: how long one prefill may take.
