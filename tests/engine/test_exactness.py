@@ -254,13 +254,14 @@ def test_random_mixes_in_a_tiny_pool(loaded, num_pages, ahead, mixes):
 
 def test_the_tiny_pool_really_preempts_and_evicts(loaded):
     engine = Engine(loaded, num_pages=26)
+    # three prompts of 100 tokens fit 26 pages of 16, three answers of 90 do not
     prompts = [TEXT[i : i + 100] for i in range(4)]
-    numbers = [engine.submit(prompt, 60) for prompt in prompts]
+    numbers = [engine.submit(prompt, 90) for prompt in prompts]
     engine.run()
     assert engine.scheduler.books.counters.preemptions > 0
     assert engine.cache.residents.evicted.total() > 0
     for number, prompt in zip(numbers, prompts, strict=True):
-        assert_same(engine.logits[number], loaded.alone(prompt, 60))
+        assert_same(engine.logits[number], loaded.alone(prompt, 90))
 
 
 TOLERANCE = 1e-4
