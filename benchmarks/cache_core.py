@@ -36,7 +36,7 @@ LENGTHS = (8_192, 32_768, 131_072)
 PATHS = (1_000, 100_000)
 BASELINE_FULL_HIT_US, BASELINE_DECODE_US = 4_574.0, 9.9
 BAR_FULL_HIT_US, BAR_DECODE_US, BAR_WIRE_US = 457.0, 5.0, 200.0
-SALTED = Namespace()
+PLAIN = Namespace()
 BLOCK = 16
 DECODE_STEPS = 4_096
 FILLER_TOKENS = 256
@@ -57,7 +57,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     """What the scheduler does for one prompt of one chunk."""
     placement = cache.policy.placement
     assert placement is not None
-    lease = cache.lookup(SALTED, keys, name)
+    lease = cache.lookup(PLAIN, keys, name)
     cache.admitted(lease)
     facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.idle_files())
     assert cache.extend(lease, len(keys)) is not None
@@ -70,7 +70,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
 
 def full_hit(cache: PrefixCache, keys: np.ndarray) -> None:
     """A prompt that is wholly cached, up to its first answer token's page."""
-    lease = cache.lookup(SALTED, keys, "hit")
+    lease = cache.lookup(PLAIN, keys, "hit")
     assert lease.hit == len(keys)
     cache.admitted(lease)
     assert cache.extend(lease, len(keys) + 1) is not None
@@ -93,7 +93,7 @@ def median_us(action: Callable[[], None], repeats: int) -> float:
 
 def decode_us(cache: PrefixCache, keys: np.ndarray) -> float:
     """Mean microseconds of one decode step's bookkeeping after a full hit."""
-    lease = cache.lookup(SALTED, keys, "decode")
+    lease = cache.lookup(PLAIN, keys, "decode")
     cache.hold_until(1, lease)
     cache.step_applied(1)
     start = time.perf_counter()

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from cairn.engine.contract import EngineConfig, KvEventsConfig, TextTokenizer
     from cairn.proxy.options import ProxyOptions
+    from cairn.proxy.run import ProxyServer
     from cairn.proxy_settings import ProxySettings
     from cairn.server.options import ServerOptions
+    from cairn.server.run import HttpServer
     from cairn.settings import ServeSettings
 
 __all__ = ["engine_config", "main", "proxy_options", "server_options"]
@@ -187,15 +189,7 @@ def _kv_events(settings: "ServeSettings") -> "KvEventsConfig | None":
     asked = kv_events_settings(settings)
     if asked is None:
         return None
-    return KvEventsConfig(
-        endpoint=asked.endpoint,
-        replay_endpoint=asked.replay_endpoint,
-        topic=asked.topic,
-        buffer_steps=asked.buffer_steps,
-        hwm=asked.hwm,
-        max_queue_size=asked.max_queue_size,
-        encoding=asked.encoding,
-    )
+    return KvEventsConfig(**asked.model_dump(exclude={"enable_kv_cache_events", "publisher"}))
 
 
 def server_options(settings: "ServeSettings") -> "ServerOptions":
@@ -219,9 +213,7 @@ def _serve(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str]
     from cairn.engine.process import ProcessEngine
     from cairn.server.run import HttpServer
 
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    _start_log(settings.log_level)
     _warn(settings)
 
     async def run() -> int:
@@ -232,11 +224,7 @@ def _serve(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str]
             threads=settings.cpu_threads,
             deadlines=EngineDeadlines(start=settings.start_timeout),
         )
-        server = HttpServer(engine, server_options(settings))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.drain)
-        return await server.run()
+        return await _until_drained(HttpServer(engine, server_options(settings)))
 
     return asyncio.run(run())
 
@@ -272,20 +260,26 @@ def proxy_options(settings: "ProxySettings") -> "ProxyOptions":
 def _proxy(settings: "ProxySettings") -> int:
     from cairn.proxy.run import ProxyServer
 
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    _start_log(settings.log_level)
     # Two lines per forwarded request are the proxy's own metrics, told worse.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     async def run() -> int:
-        server = ProxyServer(proxy_options(settings))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.drain)
-        return await server.run()
+        return await _until_drained(ProxyServer(proxy_options(settings)))
 
     return asyncio.run(run())
+
+
+def _start_log(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+
+
+async def _until_drained(server: "HttpServer | ProxyServer") -> int:
+    """Serve until a signal asks for the end; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.drain)
+    return await server.run()
 
 
 def _warn(settings: "ServeSettings") -> None:

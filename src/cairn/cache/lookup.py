@@ -55,9 +55,14 @@ class Acceptance:
 
 
 def miss_reason(
-    placement: Placement, lease: Lease, found: Walk, running: Iterable[Lease], roots: Mapping[Namespace, Node]
+    placement: Placement,
+    lease: Lease,
+    raw: bytes,
+    found: Walk,
+    running: Iterable[Lease],
+    roots: Mapping[Namespace, Node],
 ) -> Reason:
-    """Why `lease.hit` is not more: the first reason of `Reason` that holds."""
+    """Why `lease.hit` is not more: the first reason of `Reason` that holds. `raw`: the bytes of the lease's keys."""
     if lease.hit == lease.num_tokens:
         return Reason.NONE
     if lease.num_tokens < placement.min_cacheable:
@@ -71,19 +76,19 @@ def miss_reason(
             return Reason.TOO_SHORT
         if losses or any(not node.resident for node in found.beyond):
             return Reason.EVICTED
-    if _being_computed(lease, running) >= max(found.seen, lease.hit + 1):
+    if _being_computed(lease, raw, running) >= max(found.seen, lease.hit + 1):
         return Reason.IN_PROGRESS
     if lease.hit < found.seen:
         return Reason.NO_CHECKPOINT
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
     plain = Namespace(lease.namespace.adapter)
     root = roots.get(plain) if lease.namespace != plain else None
-    if root is not None and walk(root, lease.keys.tobytes()).seen > lease.seen:
+    if root is not None and walk(root, raw).seen > lease.seen:
         return Reason.NAMESPACE
     return Reason.NEVER_SEEN
 
 
-def _being_computed(lease: Lease, running: Iterable[Lease]) -> int:
+def _being_computed(lease: Lease, raw: bytes, running: Iterable[Lease]) -> int:
     """The longest prefix that this prompt shares with one that is still in prefill."""
     longest = 0
     for other in running:
@@ -91,5 +96,5 @@ def _being_computed(lease: Lease, running: Iterable[Lease]) -> int:
             continue
         if other.num_tokens > lease.hit and other.keys[lease.hit] == lease.keys[lease.hit]:
             run = Node(None, other.keys.tobytes(), 0)
-            longest = max(longest, common_prefix(run, lease.keys.tobytes(), 0))
+            longest = max(longest, common_prefix(run, raw, 0))
     return longest

@@ -88,11 +88,12 @@ class PrefixCache:
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
         generated. Nothing is counted before `admitted`.
         """
+        raw = keys.tobytes()
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = Acceptance(self.policy.exact, request_id, num_prompt_tokens, resumed_from is not None)
         root = self.residents.roots.get(namespace) if self.enabled else None
-        found = walk(root, keys.tobytes(), may.run_end()) if root is not None else Walk()
+        found = walk(root, raw, may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
@@ -121,7 +122,7 @@ class PrefixCache:
         )
         if self.policy.placement is not None:
             running, roots = self.leases.values(), self.residents.roots
-            lease.reason = miss_reason(self.policy.placement, lease, found, running, roots)
+            lease.reason = miss_reason(self.policy.placement, lease, raw, found, running, roots)
         self._open(lease)
         return lease
 

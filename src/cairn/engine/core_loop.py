@@ -17,7 +17,6 @@ from cairn.engine.wire import (
     StatsReply,
     Submit,
     ToCore,
-    check_request,
 )
 from cairn.errors import RequestError
 from cairn.types import Clock, SystemClock
@@ -84,7 +83,6 @@ def _take(core: EngineCore, link: CoreLink, message: ToCore) -> bool:
 
 def _submit(core: EngineCore, link: CoreLink, request: GenerateRequest) -> None:
     try:
-        check_request(request)
         core.submit(request)
     except RequestError as error:
         logger.debug("request %s refused: %s", request.request_id, error)

@@ -18,7 +18,6 @@ class Part:
     samples: bool
     row: int | None = None
     kept: list[int] = field(default_factory=list)
-    is_save: bool = False
 
 
 @dataclass(slots=True, eq=False)

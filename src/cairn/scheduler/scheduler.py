@@ -41,6 +41,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
         slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.books = Books(config, cache, clock, WaitingQueue(config.max_waiting), slots)
+        self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
         self._flying: deque[Draft] = deque()
         self._step = 0
         self._arrivals = 0
@@ -67,13 +68,11 @@ class Scheduler:
 
     def max_tokens_for(self, num_prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt can have at most; below 1 if it does not fit at all."""
-        capacity = capacity_tokens(self.books.cache.layout, self.books.cache.pool.num_pages)
         longest = self.books.config.max_model_len
-        return min(longest, longest if capacity is None else capacity) - num_prompt_tokens
+        return min(longest, longest if self._capacity is None else self._capacity) - num_prompt_tokens
 
     def _too_long(self, length: int, max_tokens: int) -> str:
-        capacity = capacity_tokens(self.books.cache.layout, self.books.cache.pool.num_pages)
-        longest = self.books.config.max_model_len
+        capacity, longest = self._capacity, self.books.config.max_model_len
         asked = f"{length} prompt tokens and {max_tokens} to generate"
         if capacity is not None and capacity < longest:
             return f"{asked} do not fit the cache of {capacity} tokens: shorten them or raise --kv-cache-memory-bytes"
@@ -124,7 +123,6 @@ class Scheduler:
         assert len(self._flying) < self.books.config.max_in_flight, f"{len(self._flying)} steps are out already"
         self._step += 1
         draft = Draft(self._step, self.books.config.max_num_batched_tokens)
-        self._add_saves(draft)
         if advance(self.books, draft):
             admit(self.books, draft)
         self._add_saves(draft)
@@ -141,7 +139,7 @@ class Scheduler:
                 continue
             assert request.lease is not None
             draft.saves.append(Save(request.slot, request.lease.files[request.save_at].pages))
-            draft.parts.append(Part(request, request.save_at, False, kept=[request.save_at], is_save=True))
+            draft.parts.append(Part(request, request.save_at, False, kept=[request.save_at]))
             request.save_at = None
             request.in_flight += 1
 
@@ -174,7 +172,7 @@ class Scheduler:
         books.counters.steps += 1
         tokens = {sampled.slot: sampled.token for sampled in result.sampled}
         progress = []
-        # rows before sample-only parts and saves before both have slots of their own, so order does not matter
+        # every part has a slot of its own, so their order does not matter
         for part in draft.parts:
             news = self._apply_part(part, tokens)
             if news is not None:
