@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from cairn.errors import ModelError
+from cairn.models.cut import Cut
 from cairn.models.loader import WeightReader, account, read_config, read_headers, serving_dtype
 from cairn.models.make_model import make_model
 from cairn.models.registry import FAMILIES, family_of, open_model
@@ -244,9 +245,9 @@ def test_a_model_takes_every_tensor_of_its_checkpoint(tiny: Path, dtype: Any) ->
     asked: dict[str, tuple[int, ...]] = {}
     with WeightReader(tiny, model.dtype, model.family.float32_tensors) as reader:
 
-        def load(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
             asked[name] = shape
-            return reader.load(name, shape)
+            return reader.load(name, shape, cut)
 
         model.family.build(model.config, load, exact=False, dtype=model.dtype)
     assert asked == model.family.tensors(model.config)

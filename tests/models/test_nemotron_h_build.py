@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn.errors import ModelError
+from cairn.models.cut import Cut
 from cairn.models.nemotron_h import build
 from cairn.models.nemotron_h_config import parse, tensors
 from models.nemotron_h_truth import logits_of, published
@@ -39,7 +40,7 @@ def test_every_tensor_is_asked_for_once() -> None:
     weights = random_weights(config, 0)
     asked: list[str] = []
 
-    def load(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         assert tuple(weights[name].shape) == shape
         asked.append(name)
         return weights[name].clone()
@@ -49,7 +50,7 @@ def test_every_tensor_is_asked_for_once() -> None:
 
 
 def test_what_the_loader_raises_comes_through() -> None:
-    def load(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         raise ModelError(f"{name} is missing")
 
     with pytest.raises(ModelError, match=r"backbone\.embeddings\.weight is missing"):

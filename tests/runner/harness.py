@@ -8,8 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.layers.communicator import Communicator
+from cairn.layers.thread_ranks import thread_ranks
+from cairn.models.cut import Cut
 from cairn.models.nemotron_h import NemotronH, build
 from cairn.models.nemotron_h_config import FLOAT32_TENSORS, NemotronHConfig, layout, parse, tensors
+from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import FromStep, Keep, Row, Sample, StepPlan, StepResult
 from cairn.types import Pages, SamplingParams
@@ -76,12 +80,20 @@ def random_weights(config: NemotronHConfig, seed: int) -> dict[str, Tensor]:
     return weights
 
 
+def left_of(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """What a cut leaves of a tensor."""
+    if cut is None:
+        return tensor
+    return torch.cat([tensor.narrow(cut.dim, begin, end - begin) for begin, end in cut.runs], cut.dim)
+
+
 def build_tiny(
     config: NemotronHConfig, weights: dict[str, Tensor], exact: bool, dtype: torch.dtype = torch.float32, **options: Any
 ) -> NemotronH:
-    def load(name: str, shape: tuple[int, ...]) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         assert tuple(weights[name].shape) == shape, name
-        return weights[name].to(torch.float32 if name.endswith(FLOAT32_TENSORS) else dtype, copy=True)
+        wanted = torch.float32 if name.endswith(FLOAT32_TENSORS) else dtype
+        return left_of(weights[name], cut).to(wanted, copy=True)
 
     return build(config, load, exact=exact, dtype=dtype, **options)
 
@@ -158,6 +170,71 @@ class Driver:
 
     def file_bytes(self, pages: Pages) -> Tensor:
         return self.runner.pool[torch.from_numpy(pages.astype(np.int64))].flatten()[: self.layout.checkpoint_bytes]
+
+
+class RunnersSideBySide(RankThreads):
+    """Runners of all ranks with what the tests read of one runner."""
+
+    @property
+    def pool(self) -> Tensor:
+        """A copy: all ranks' bytes of a page one behind the other."""
+        return torch.cat([runner.pool for runner in self.runners], dim=1)
+
+    def self_test(self) -> None:
+        for runner in self.runners:
+            runner.self_test()
+
+
+@dataclass
+class RanksDriver(Driver):
+    """A driver of several ranks as threads; `model` is rank 0's. Their logits and tokens have to be the same."""
+
+    others: Sequence[NemotronH] = ()
+
+    def __post_init__(self) -> None:
+        models = [self.model, *self.others]
+        self.layout = layout(self.config, self.block_size, self.model.spec.dtype.itemsize, len(models))
+        self.seen: list[list[Tensor]] = [[] for _ in models]
+        runners = [
+            Runner(model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observer(rank))
+            for rank, model in enumerate(models)
+        ]
+        for runner in runners:
+            runner.pool.fill_(0xFF)
+        self.runner = RunnersSideBySide(runners)
+
+    def _observer(self, rank: int) -> Any:
+        def observe(sample: Sample, logits: Tensor) -> None:
+            self.seen[rank].append(logits.clone())
+            if rank == 0:
+                self._observe(sample, logits)
+
+        return observe
+
+    def submit(self, *rows: Row, keeps: Sequence[Keep] = (), **records: Any) -> StepResult:
+        for seen in self.seen:
+            seen.clear()
+        result = super().submit(*rows, keeps=keeps, **records)
+        for seen in self.seen[1:]:
+            assert len(seen) == len(self.seen[0])
+            assert all(torch.equal(one, other) for one, other in zip(seen, self.seen[0], strict=True))
+        return result
+
+    def file_bytes(self, pages: Pages) -> Tensor:
+        places = torch.from_numpy(pages.astype(np.int64))
+        files = [runner.pool[places].flatten()[: self.layout.checkpoint_bytes] for runner in self.runner.runners]
+        return torch.cat(files)
+
+
+def ranks(config: NemotronHConfig, weights: dict[str, Tensor], size: int, exact: bool, **options: Any) -> RanksDriver:
+    """A driver of `size` ranks as threads."""
+    driver = {name: options.pop(name) for name in ("num_pages", "num_slots", "block_size") if name in options}
+
+    def one(communicator: Communicator) -> NemotronH:
+        return build_tiny(config, weights, exact, communicator=communicator, **options)
+
+    first, *others = (one(communicator) for communicator in thread_ranks(size))
+    return RanksDriver(config, first, exact, others=others, **driver)
 
 
 def tiny(pattern: str, *, exact: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Driver:

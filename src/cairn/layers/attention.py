@@ -15,7 +15,7 @@ __all__ = ["PagedAttention"]
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Grouped-query attention. `layer` counts the model's attention layers, `group` its reaches."""
+    """Grouped-query attention, one rank's heads. `layer` counts the model's attention layers, `group` its reaches."""
 
     kernels: Kernels
     q_proj: Linear
@@ -27,8 +27,9 @@ class PagedAttention:
     group: int = 0
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. Writes the batch's keys and values first, then reads all of them from the
-        pages, so that tokens whose keys and values lie in shared pages need no case of their own."""
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Writes the batch's keys and values first, then
+        reads all of them from the pages, so that tokens whose keys and values lie in shared pages need no case of
+        their own."""
         rows = hidden.shape[0]
         q, k, v = (
             projection(hidden, batch.tiles).view(rows, -1, self.head_dim)

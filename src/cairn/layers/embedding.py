@@ -1,11 +1,22 @@
 """Token ids to vectors."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Embedding"]
+from cairn.layers.communicator import Communicator
+
+__all__ = ["Embedding", "SpreadEmbedding", "TokenVectors"]
+
+
+class TokenVectors(Protocol):
+    """Token ids to vectors."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[rows] int64 -> [rows, hidden]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,5 +26,24 @@ class Embedding:
     weight: Tensor
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """[rows] int64 -> [rows, hidden]."""
+        """See `TokenVectors`."""
         return F.embedding(tokens, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadEmbedding:
+    """A vocabulary that is spread over ranks: `weight` [rows, hidden] has the tokens from `first` on.
+
+    A token's vector comes from one rank and zeros from all others, so their sum is exact.
+    """
+
+    weight: Tensor
+    first: int
+    communicator: Communicator
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """See `TokenVectors`."""
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.communicator.gather_add(vectors.masked_fill_(elsewhere[:, None], 0.0))

@@ -9,7 +9,7 @@ from cairn.kernels.contract import Kernels
 from cairn.layers.batch import Batch, Span
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, RecurrentLayer
-from cairn.layers.norms import GatedRMSNorm
+from cairn.layers.norms import GatedNorm
 
 __all__ = ["Mamba2", "Mamba2Shape", "Mamba2Weights"]
 
@@ -51,18 +51,19 @@ class Mamba2Weights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """`layer` counts the model's recurrent layers."""
+    """One rank's heads, all with their states. `layer` counts the model's recurrent layers."""
 
     kernels: Kernels
     shape: Mamba2Shape
     weights: Mamba2Weights
     in_proj: Linear
-    norm: GatedRMSNorm
+    norm: GatedNorm
     out_proj: Linear
     layer: int
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. Moves the live states of the batch's slots on by its tokens."""
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Moves the live states of the batch's slots on by
+        its tokens."""
         shape = self.shape
         projected = self.in_proj(hidden, batch.tiles)
         gate, channels, dt = torch.split(projected, [shape.inner, shape.inner + 2 * shape.bc, shape.num_heads], dim=-1)

@@ -52,7 +52,7 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """All that a model remembers. `recurrent` or `attention` may have no layers (None)."""
+    """All that a model remembers on one rank. `recurrent` or `attention` may have no layers (None)."""
 
     dtype: torch.dtype
     hidden_size: int

@@ -13,11 +13,11 @@ __all__ = ["SquaredReluMLP"]
 
 @dataclass(frozen=True, slots=True)
 class SquaredReluMLP:
-    """down relu(up x)^2 (arXiv 2109.08668)."""
+    """down relu(up x)^2 (arXiv 2109.08668), one rank's inner channels."""
 
     up: Linear
     down: Linear
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]."""
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
         return self.down(self.up(hidden, batch.tiles).relu_().square_(), batch.tiles)

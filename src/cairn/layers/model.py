@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cairn.layers.batch import Batch
+from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
 
@@ -14,10 +15,19 @@ __all__ = ["Model"]
 
 class Model(Protocol):
     """A causal language model that runs flattened batches. `exact`: it computes in fixed shapes, so that a row's bits
-    do not depend on the batch."""
+    do not depend on the batch.
+
+    Where a model is cut among ranks, this is one rank's share. All of them run the same batches, each on its own
+    memory, and have the same hidden states and logits.
+    """
 
     @property
-    def spec(self) -> MemorySpec: ...
+    def spec(self) -> MemorySpec:
+        """What this rank remembers."""
+        ...
+
+    @property
+    def communicator(self) -> Communicator: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -27,7 +37,7 @@ class Model(Protocol):
 
     @property
     def linears(self) -> Sequence[Linear]:
-        """Every matrix product of the model, for the self test of exact mode."""
+        """Every matrix product of this rank, for the self test of exact mode."""
         ...
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:

@@ -54,7 +54,11 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Routed experts, in a latent space where `to_latent` and `from_latent` are given, plus one shared expert."""
+    """Routed experts, in a latent space where `to_latent` and `from_latent` are given, plus one shared expert.
+
+    A rank has all experts with a share of their inner channels. `from_latent` is applied to its partial sum, which
+    needs one sum over ranks less than the other order; so its bias is rank 0's alone.
+    """
 
     kernels: Kernels
     router: Router
@@ -65,7 +69,7 @@ class MixtureOfExperts:
     from_latent: Linear | None
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. Padding rows are not routed."""
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Padding rows are not routed."""
         rows, tiles = batch.token_rows, batch.tiles
         choice, share = self.router(hidden, tiles, rows)
         inner = hidden if self.to_latent is None else self.to_latent(hidden, tiles)

@@ -1,12 +1,15 @@
 """Root mean square norms with their weights."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
+from cairn.layers.communicator import Communicator
 
-__all__ = ["GatedRMSNorm", "RMSNorm"]
+__all__ = ["GatedNorm", "GatedRMSNorm", "RMSNorm", "SpreadGatedRMSNorm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +25,51 @@ class RMSNorm:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
+class GatedNorm(Protocol):
+    """The norm behind Mamba2's scan: the gate is applied first."""
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x (float32) and gate, both [rows, width] -> in the gate's dtype [rows, width], or [rows, own] where a rank
+        has other ranks beside it that hold the same channels."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GatedRMSNorm:
-    """The norm behind Mamba2's scan: the gate is applied first, then each of `groups` parts is normed by itself."""
+    """Each of `groups` parts is normed by itself. `own`: the channels that are wanted of the result, None for all."""
 
     kernels: Kernels
     weight: Tensor
     groups: int
     eps: float
+    own: slice | None = None
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x (float32) and gate, both [rows, width] -> [rows, width] in the gate's dtype."""
-        return self.kernels.gated_rms_norm(x, gate, self.weight, self.groups, self.eps)
+        """See `GatedNorm`."""
+        normed = self.kernels.gated_rms_norm(x, gate, self.weight, self.groups, self.eps)
+        return normed if self.own is None else normed[:, self.own].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadGatedRMSNorm:
+    """One group whose `width` channels are spread over ranks, which put their sums of squares together.
+
+    `weight` [own]: of the channels that this rank contributes, which are `own` of those it holds (None: all of them).
+    """
+
+    kernels: Kernels
+    weight: Tensor
+    width: int
+    eps: float
+    communicator: Communicator
+    own: slice | None = None
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `GatedNorm`."""
+        if self.own is not None:
+            x, gate = x[:, self.own], gate[:, self.own]
+        wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        gated = self.kernels.sigmoid(wide).mul_(wide).mul_(x)
+        squares = self.communicator.gather_add(gated.square().sum(-1, keepdim=True))
+        scale = squares.div(self.width).add_(self.eps).rsqrt_()
+        return gated.mul_(scale).to(gate.dtype).mul_(self.weight)

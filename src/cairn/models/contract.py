@@ -4,11 +4,12 @@ A family is three steps, each usable without the next: `parse` needs only config
 parsed config (so `cairn check` accounts for a checkpoint without loading it), `build` the weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from cairn.cache.layout import CacheLayout
+from cairn.models.cut import Cut, Units
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +18,14 @@ __all__ = ["Family", "ModelFacts", "TensorLoader"]
 
 Config = TypeVar("Config")
 
-TensorLoader = Callable[[str, tuple[int, ...]], "torch.Tensor"]
-"""Name and expected shape -> the tensor, in the dtype the model is served with. Raises ModelError naming it."""
+
+class TensorLoader(Protocol):
+    """Where a model's tensors come from."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> "torch.Tensor":
+        """The tensor, or what the cut leaves of it, in the dtype the model is served with. `shape` is that of the
+        whole tensor in the checkpoint. Raises ModelError naming the tensor."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +55,15 @@ class Family(Protocol, Generic[Config]):
         """Every tensor of the checkpoint, by its published name, with its shape."""
         ...
 
-    def layout(self, config: Config, block_size: int, dtype_bytes: int) -> CacheLayout: ...
+    def layout(self, config: Config, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
+        """What one of `tp_size` ranks remembers; the same on every rank. Raises ConfigError naming the flag and the
+        field where the model cannot be cut into so many shares."""
+        ...
+
+    def units(self, config: Config) -> Units:
+        """What tensor parallelism shares out, counted over the whole model."""
+        ...
+
+    def transfer_facts(self, config: Config) -> dict[str, str | int]:
+        """All fields that decide what keys, values and states are, by name."""
+        ...

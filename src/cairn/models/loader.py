@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cairn.errors import ModelError
+from cairn.models.cut import Cut
 
 __all__ = [
     "Accounting",
@@ -168,8 +169,11 @@ class WeightReader:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self._folder}: {'; '.join(problems[:5])}{more}")
 
-    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor in the serving dtype. Raises ModelError naming tensor and file."""
+    def load(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+        """The tensor in the serving dtype, or what `cut` leaves of it: then only that is read.
+
+        Raises ModelError naming tensor and file.
+        """
         if name not in self.headers:
             raise ModelError(f"{self._folder}: {name} {list(shape)} is missing")
         header = self.headers[name]
@@ -180,11 +184,23 @@ class WeightReader:
             if header.file not in self._open:
                 mapped = safe_open(self._folder / header.file, framework="pt")
                 self._open[header.file] = self._stack.enter_context(mapped)
-            tensor: torch.Tensor = self._open[header.file].get_tensor(name)
+            return self._read(self._open[header.file], name, shape, cut)
         except _READ_ERRORS as error:
             raise ModelError(f"{self._folder / header.file}: {name} cannot be read: {error}") from error
+
+    def _read(self, file: Any, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
-        return tensor.to(dtype, copy=True)
+        if cut is None:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor.to(dtype, copy=True)
+        out = torch.empty(cut.shape(shape), dtype=dtype)
+        source, place = file.get_slice(name), 0
+        everything = (slice(None),) * cut.dim
+        for begin, end in cut.runs:
+            if begin < end:
+                out[(*everything, slice(place, place + end - begin))] = source[(*everything, slice(begin, end))]
+            place += end - begin
+        return out
 
 
 def _ids(value: object) -> list[object]:

@@ -1,9 +1,10 @@
 """Nemotron-H executed: its layers built from a checkpoint's tensors by their published names.
 
-Each layer is x + mixer(norm(x)) with one mixer; see `nemotron_h_config` for the architecture.
+Each layer is x + mixer(norm(x)) with one mixer; see `nemotron_h_config` for the architecture. On each of several ranks
+the mixer gives a partial sum, see `nemotron_h_share` for what it has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,50 +12,54 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.layers.attention import PagedAttention
-from cairn.layers.backend import Backend, Kernels, kernels_of
+from cairn.layers.backend import Backend, kernels_of
 from cairn.layers.batch import Batch
-from cairn.layers.embedding import Embedding
+from cairn.layers.communicator import ALONE, Communicator
+from cairn.layers.embedding import Embedding, SpreadEmbedding, TokenVectors
 from cairn.layers.linear import Linear
 from cairn.layers.mamba2 import Mamba2, Mamba2Shape, Mamba2Weights
 from cairn.layers.memory import AttentionSpec, ConvPart, Memory, MemorySpec, RecurrentSpec
 from cairn.layers.mlp import SquaredReluMLP
 from cairn.layers.moe import MixtureOfExperts, Router
-from cairn.layers.norms import GatedRMSNorm, RMSNorm
+from cairn.layers.norms import GatedNorm, GatedRMSNorm, RMSNorm, SpreadGatedRMSNorm
 from cairn.models.contract import TensorLoader
+from cairn.models.cut import Run
 from cairn.models.nemotron_h_config import ATTENTION, MAMBA, MLP, MOE, NemotronHConfig
+from cairn.models.nemotron_h_share import NemotronHShare, share_of
+from cairn.models.rank_weights import RankWeights
 
 __all__ = ["NemotronH", "build"]
 
 Mixer = Callable[[Tensor, Batch, Memory], Tensor]
-"""[rows, hidden] -> [rows, hidden]."""
+"""[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
 class NemotronH:
-    """The model. `layers`: (norm, mixer) pairs. `linears`: every matrix product, experts' included."""
+    """The model, or one rank's share. `layers`: (norm, mixer) pairs. `linears`: every matrix product, experts'
+    included."""
 
     spec: MemorySpec
     exact: bool
-    embedding: Embedding
+    vocab_size: int
+    communicator: Communicator
+    embedding: TokenVectors
     layers: tuple[tuple[RMSNorm, Mixer], ...]
     final_norm: RMSNorm
     lm_head: Linear
     linears: tuple[Linear, ...]
 
-    @property
-    def vocab_size(self) -> int:
-        return self.lm_head.weight.shape[0]
-
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
         """See `Model.forward`."""
         hidden = self.embedding(batch.tokens)
         for norm, mixer in self.layers:
-            hidden.add_(mixer(norm(hidden), batch, memory))
+            hidden.add_(self.communicator.gather_add(mixer(norm(hidden), batch, memory)))
         return self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`."""
-        return (self.lm_head.row_tiled(hidden) if self.exact else self.lm_head(hidden, None)).float()
+        mine = self.lm_head.row_tiled(hidden) if self.exact else self.lm_head(hidden, None)
+        return self.communicator.gather_columns(mine)[:, : self.vocab_size].float()
 
 
 def build(
@@ -63,66 +68,79 @@ def build(
     *,
     exact: bool,
     dtype: torch.dtype,
+    communicator: Communicator = ALONE,
     dt_min: float = 0.0,
     backend: Backend = "cpu",
 ) -> NemotronH:
-    """The model with its weights drawn from `load`.
+    """The communicator's rank of the model with its weights drawn from `load`.
 
     `dt_min` is for tests: a lower bound of the time steps in prefill alone, which transformers has and cairn has not.
-    Raises ConfigError for `exact` in another dtype than float32, and whatever `load` raises.
+    Raises ConfigError for `exact` in another dtype than float32 and for a number of ranks that the model cannot be cut
+    among, and whatever `load` raises.
     """
     if exact and dtype != torch.float32:
         raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {dtype}")
-    builder = _Builder(config, load, kernels_of(backend), dt_min)
-    embedding = Embedding(load("backbone.embeddings.weight", (config.vocab_size, config.hidden_size)))
+    share = share_of(config, communicator.rank, communicator.size)
+    weights = RankWeights(load, kernels_of(backend), communicator)
+    builder = _Builder(config, share, weights, dt_min)
+    embedding = builder.embedding()
     layers = tuple(builder.layer(index) for index in range(len(config.pattern)))
     final_norm = builder.norm("backbone.norm_f")
-    lm_head = builder.linear("lm_head", config.vocab_size, config.hidden_size, bias=False)
+    lm_head = weights.collect(Linear(weights.kernels, builder.vocabulary("lm_head")))
     return NemotronH(
-        spec=_spec(config, dtype),
+        spec=_spec(config, share, dtype),
         exact=exact,
+        vocab_size=config.vocab_size,
+        communicator=communicator,
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
         lm_head=lm_head,
-        linears=tuple(builder.linears),
+        linears=tuple(weights.linears),
     )
 
 
-def _spec(config: NemotronHConfig, dtype: torch.dtype) -> MemorySpec:
+def _spec(config: NemotronHConfig, share: NemotronHShare, dtype: torch.dtype) -> MemorySpec:
     recurrent = attention = None
     if layers := config.pattern.count(MAMBA):
-        groups = config.n_groups
-        bc = ConvPart(groups * config.ssm_state_size, shared=groups == 1)
+        state = share.state
+        bc = ConvPart(state.held_bc, shared=state.shared_bc)
         recurrent = RecurrentSpec(
             num_layers=layers,
             columns=config.conv_kernel - 1,
-            parts=(ConvPart(config.mamba_intermediate_size), bc, bc),
-            state=(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size),
-            units=groups if groups > 1 else config.mamba_num_heads,
+            parts=(ConvPart(state.channels), bc, bc),
+            state=(state.num_heads, config.mamba_head_dim, config.ssm_state_size),
+            units=state.units.count,
         )
     if layers := config.pattern.count(ATTENTION):
-        attention = AttentionSpec(layers, config.num_key_value_heads, config.head_dim)
+        attention = AttentionSpec(layers, share.kv_heads.count, config.head_dim)
     return MemorySpec(dtype, config.hidden_size, recurrent, attention)
 
 
 class _Builder:
-    """Draws tensors in the order of the layers and collects the matrix products."""
+    """Draws one rank's tensors in the order of the layers."""
 
-    def __init__(self, config: NemotronHConfig, load: TensorLoader, kernels: Kernels, dt_min: float) -> None:
-        self.linears: list[Linear] = []
+    def __init__(self, config: NemotronHConfig, share: NemotronHShare, weights: RankWeights, dt_min: float) -> None:
         self._config = config
-        self._load = load
-        self._kernels = kernels
+        self._share = share
+        self._weights = weights
         self._dt_min = dt_min
 
-    def linear(self, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
-        weight = self._load(f"{name}.weight", (outputs, inputs))
-        return self._collect(Linear(self._kernels, weight, self._load(f"{name}.bias", (outputs,)) if bias else None))
+    def vocabulary(self, name: str) -> Tensor:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        return self._weights.vocabulary(f"{name}.weight", shape, self._share.vocab, self._share.vocab_rows)
+
+    def embedding(self) -> TokenVectors:
+        """Cut like the output, which is as large: a sum over ranks a pass against a copy on every rank."""
+        weight, communicator = self.vocabulary("backbone.embeddings"), self._weights.communicator
+        if communicator.size == 1:
+            return Embedding(weight)
+        return SpreadEmbedding(weight, self._share.vocab[0], communicator)
 
     def norm(self, name: str) -> RMSNorm:
-        config = self._config
-        return RMSNorm(self._kernels, self._load(f"{name}.weight", (config.hidden_size,)), config.layer_norm_epsilon)
+        config, weights = self._config, self._weights
+        weight = weights.tensor(f"{name}.weight", (config.hidden_size,))
+        return RMSNorm(weights.kernels, weight, config.layer_norm_epsilon)
 
     def layer(self, index: int) -> tuple[RMSNorm, Mixer]:
         makers: Mapping[str, Callable[[str, int], Mixer]] = {
@@ -135,77 +153,109 @@ class _Builder:
         name = f"backbone.layers.{index}"
         return self.norm(f"{name}.norm"), makers[kind](f"{name}.mixer", self._config.pattern[:index].count(kind))
 
-    def _collect(self, linear: Linear) -> Linear:
-        self.linears.append(linear)
-        return linear
-
     def _mamba(self, name: str, layer: int) -> Mamba2:
-        config, load = self._config, self._load
-        inner, heads, channels = config.mamba_intermediate_size, config.mamba_num_heads, config.conv_dim
-        taps = load(f"{name}.conv1d.weight", (channels, 1, config.conv_kernel))
-        bias = load(f"{name}.conv1d.bias", (channels,)).float() if config.use_conv_bias else None
-        a_log, d, dt_bias = (load(f"{name}.{vector}", (heads,)).float() for vector in ("A_log", "D", "dt_bias"))
-        norm_weight = load(f"{name}.norm.weight", (inner,))
+        config, state, weights = self._config, self._share.state, self._weights
+        hidden, inner = config.hidden_size, config.mamba_intermediate_size
         return Mamba2(
-            kernels=self._kernels,
+            kernels=weights.kernels,
             shape=Mamba2Shape(
-                num_heads=heads,
+                num_heads=state.num_heads,
                 head_dim=config.mamba_head_dim,
-                num_groups=config.n_groups,
+                num_groups=1 if state.shared_bc else state.units.count,
                 state_size=config.ssm_state_size,
                 dt_limit=config.time_step_limit,
                 prefill_dt_min=self._dt_min,
             ),
-            weights=Mamba2Weights(taps[:, 0].t().float().contiguous(), bias, -a_log.exp(), d, dt_bias),
-            in_proj=self.linear(f"{name}.in_proj", inner + channels + heads, config.hidden_size, config.use_bias),
-            norm=GatedRMSNorm(self._kernels, norm_weight, config.n_groups, config.layer_norm_epsilon),
-            out_proj=self.linear(f"{name}.out_proj", config.hidden_size, inner, config.use_bias),
+            weights=self._mamba_vectors(name),
+            in_proj=weights.column_parallel(
+                f"{name}.in_proj",
+                (inner + config.conv_dim + config.mamba_num_heads, hidden),
+                *state.projection_runs(),
+                bias=config.use_bias,
+            ),
+            norm=self._gated_norm(f"{name}.norm.weight"),
+            out_proj=weights.row_parallel(
+                f"{name}.out_proj", (hidden, inner), state.units.own(state.unit_channels), config.use_bias
+            ),
             layer=layer,
         )
+
+    def _mamba_vectors(self, name: str) -> Mamba2Weights:
+        config, state, weights = self._config, self._share.state, self._weights
+        conv, runs = f"{name}.conv1d", state.conv_runs()
+        taps = weights.tensor(f"{conv}.weight", (config.conv_dim, 1, config.conv_kernel), *runs)
+        bias = weights.tensor(f"{conv}.bias", (config.conv_dim,), *runs).float() if config.use_conv_bias else None
+        heads = state.units.held(state.unit_heads)
+        a_log, d, dt_bias = (
+            weights.tensor(f"{name}.{vector}", (config.mamba_num_heads,), heads).float()
+            for vector in ("A_log", "D", "dt_bias")
+        )
+        return Mamba2Weights(taps[:, 0].t().float().contiguous(), bias, -a_log.exp(), d, dt_bias)
+
+    def _gated_norm(self, name: str) -> GatedNorm:
+        """Groups are whole on the ranks that hold them; a single one is spread over all ranks."""
+        config, state, weights = self._config, self._share.state, self._weights
+        inner, eps = config.mamba_intermediate_size, config.layer_norm_epsilon
+        if state.shared_bc and weights.communicator.size > 1:
+            weight = weights.tensor(name, (inner,), state.units.own(state.unit_channels))
+            return SpreadGatedRMSNorm(weights.kernels, weight, inner, eps, weights.communicator, state.own)
+        weight = weights.tensor(name, (inner,), state.units.held(state.unit_channels))
+        groups = 1 if state.shared_bc else state.units.count
+        return GatedRMSNorm(weights.kernels, weight, groups, eps, state.own)
 
     def _attention(self, name: str, layer: int) -> PagedAttention:
-        config = self._config
-        queries = config.num_attention_heads * config.head_dim
-        key_values = config.num_key_value_heads * config.head_dim
+        config, weights, dim = self._config, self._weights, self._config.head_dim
+        first, last = self._share.query_heads
+        queries, key_values = (first * dim, last * dim), self._share.kv_heads.held(dim)
+        q_shape = (config.num_attention_heads * dim, config.hidden_size)
+        kv_shape = (config.num_key_value_heads * dim, config.hidden_size)
         return PagedAttention(
-            kernels=self._kernels,
-            q_proj=self.linear(f"{name}.q_proj", queries, config.hidden_size, bias=False),
-            k_proj=self.linear(f"{name}.k_proj", key_values, config.hidden_size, bias=False),
-            v_proj=self.linear(f"{name}.v_proj", key_values, config.hidden_size, bias=False),
-            o_proj=self.linear(f"{name}.o_proj", config.hidden_size, queries, bias=False),
-            head_dim=config.head_dim,
+            kernels=weights.kernels,
+            q_proj=weights.column_parallel(f"{name}.q_proj", q_shape, queries),
+            k_proj=weights.column_parallel(f"{name}.k_proj", kv_shape, key_values),
+            v_proj=weights.column_parallel(f"{name}.v_proj", kv_shape, key_values),
+            o_proj=weights.row_parallel(f"{name}.o_proj", (q_shape[1], q_shape[0]), queries),
+            head_dim=dim,
             layer=layer,
         )
 
-    def _feed_forward(self, name: str, inner: int) -> SquaredReluMLP:
-        hidden, bias = self._config.hidden_size, self._config.mlp_bias
-        up = self.linear(f"{name}.up_proj", inner, hidden, bias)
-        return SquaredReluMLP(up, self.linear(f"{name}.down_proj", hidden, inner, bias))
+    def _feed_forward(self, name: str, inner: int, run: Run) -> SquaredReluMLP:
+        hidden, bias, weights = self._config.hidden_size, self._config.mlp_bias, self._weights
+        up = weights.column_parallel(f"{name}.up_proj", (inner, hidden), run, bias=bias)
+        return SquaredReluMLP(up, weights.row_parallel(f"{name}.down_proj", (hidden, inner), run, bias))
 
     def _mlp(self, name: str, layer: int) -> SquaredReluMLP:
-        return self._feed_forward(name, self._config.intermediate_size)
+        return self._feed_forward(name, self._config.intermediate_size, self._share.intermediate)
 
     def _moe(self, name: str, layer: int) -> MixtureOfExperts:
-        config = self._config
-        hidden, width, bias = config.hidden_size, config.expert_hidden_size, config.mlp_bias
-        latent = config.moe_latent_size is not None
+        config, weights = self._config, self._weights
+        hidden, width = config.hidden_size, config.expert_hidden_size
+        run, latent = self._share.expert_intermediate, config.moe_latent_size is not None
+        shared_inner = config.moe_shared_expert_intermediate_size
+        to_latent = weights.whole(f"{name}.fc1_latent_proj", (width, hidden), config.mlp_bias) if latent else None
+        from_latent = None
+        if latent:
+            # All of its inputs, but its outputs are a partial sum.
+            from_latent = weights.row_parallel(f"{name}.fc2_latent_proj", (hidden, width), (0, width), config.mlp_bias)
         return MixtureOfExperts(
-            kernels=self._kernels,
+            kernels=weights.kernels,
             router=self._router(f"{name}.gate"),
-            up=self._experts(name, "up_proj", (config.moe_intermediate_size, width)),
-            down=self._experts(name, "down_proj", (width, config.moe_intermediate_size)),
-            shared=self._feed_forward(f"{name}.shared_experts", config.moe_shared_expert_intermediate_size),
-            to_latent=self.linear(f"{name}.fc1_latent_proj", width, hidden, bias) if latent else None,
-            from_latent=self.linear(f"{name}.fc2_latent_proj", hidden, width, bias) if latent else None,
+            up=self._experts(name, lambda expert, shape: weights.column_parallel(f"{expert}.up_proj", shape, run)),
+            down=self._experts(
+                name, lambda expert, shape: weights.row_parallel(f"{expert}.down_proj", shape[::-1], run)
+            ),
+            shared=self._feed_forward(f"{name}.shared_experts", shared_inner, self._share.shared_intermediate),
+            to_latent=to_latent,
+            from_latent=from_latent,
         )
 
     def _router(self, name: str) -> Router:
-        config, experts = self._config, self._config.n_routed_experts
-        weight = self._load(f"{name}.weight", (experts, config.hidden_size)).float()
+        config, experts, weights = self._config, self._config.n_routed_experts, self._weights
+        weight = weights.tensor(f"{name}.weight", (experts, config.hidden_size)).float()
         return Router(
-            kernels=self._kernels,
-            gate=self._collect(Linear(self._kernels, weight)),
-            correction_bias=self._load(f"{name}.e_score_correction_bias", (experts,)).float(),
+            kernels=weights.kernels,
+            gate=weights.collect(Linear(weights.kernels, weight)),
+            correction_bias=weights.tensor(f"{name}.e_score_correction_bias", (experts,)).float(),
             top_k=config.num_experts_per_tok,
             num_groups=config.n_group,
             top_groups=config.topk_group,
@@ -213,8 +263,7 @@ class _Builder:
             scale=config.routed_scaling_factor,
         )
 
-    def _experts(self, name: str, projection: str, shape: tuple[int, int]) -> tuple[Tensor, ...]:
-        names: Sequence[str] = [f"{name}.experts.{i}.{projection}" for i in range(self._config.n_routed_experts)]
-        return tuple(
-            self._collect(Linear(self._kernels, self._load(f"{expert}.weight", shape))).weight for expert in names
-        )
+    def _experts(self, name: str, draw: Callable[[str, tuple[int, int]], Linear]) -> tuple[Tensor, ...]:
+        """Every expert's share; `draw` gets its name and the shape of its first projection."""
+        shape = (self._config.moe_intermediate_size, self._config.expert_hidden_size)
+        return tuple(draw(f"{name}.experts.{expert}", shape).weight for expert in range(self._config.n_routed_experts))

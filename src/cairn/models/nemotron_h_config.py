@@ -7,12 +7,14 @@ config.json.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.models.config_fields import Fields
 from cairn.models.contract import ModelFacts
+from cairn.models.cut import Units
 from cairn.models.nemotron_h_fields import ATTENTION, MAMBA, MLP, MOE, read
+from cairn.models.nemotron_h_share import share_of
 
 __all__ = [
     "ATTENTION",
@@ -27,6 +29,8 @@ __all__ = [
     "layout",
     "parse",
     "tensors",
+    "transfer_facts",
+    "units",
 ]
 
 MODEL_TYPE = "nemotron_h"
@@ -139,7 +143,7 @@ def tensors(config: NemotronHConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def layout(config: NemotronHConfig, block_size: int, dtype_bytes: int) -> CacheLayout:
+def layout(config: NemotronHConfig, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
     """Bytes of pages and checkpoints on one rank; `dtype_bytes` of keys, values, convolution and hidden state.
 
     page        [kv head][attention layer][k|v][block_size][head_dim]
@@ -148,22 +152,42 @@ def layout(config: NemotronHConfig, block_size: int, dtype_bytes: int) -> CacheL
                 unit:   [mamba layer][conv [conv_kernel - 1][own channels] | ssm [heads][head dim][state size]]
                         of one group of heads with its B|C, or, with one group, of one head
 
-    The recurrent state is float32 whatever the dtype.
+    The recurrent state is float32 whatever the dtype. All ranks have the same layout. Raises ConfigError naming
+    --tensor-parallel-size and the field that does not divide.
     """
+    share = share_of(config, 0, tp_size)
+    kv_heads, state = share.kv_heads.count, share.state
     attention_layers, mamba_layers = config.pattern.count(ATTENTION), config.pattern.count(MAMBA)
-    token_bytes = config.num_key_value_heads * attention_layers * 2 * config.head_dim * dtype_bytes
+    token_bytes = kv_heads * attention_layers * 2 * config.head_dim * dtype_bytes
     conv_column_bytes = mamba_layers * (config.conv_kernel - 1) * dtype_bytes
-    shared_channels = 2 * config.ssm_state_size if config.n_groups == 1 else 0
-    ssm_bytes = mamba_layers * config.mamba_intermediate_size * config.ssm_state_size * SSM_STATE_BYTES
+    shared_channels = 2 * state.bc if state.shared_bc else 0
+    own_channels = state.channels + 2 * state.held_bc - shared_channels
+    ssm_bytes = mamba_layers * state.channels * config.ssm_state_size * SSM_STATE_BYTES
     return CacheLayout(
         block_size=block_size,
         page_bytes=token_bytes * block_size or PAGE_BYTES_WITHOUT_ATTENTION,
-        page_units=config.num_key_value_heads or 1,
+        page_units=kv_heads or 1,
         groups=(AttentionGroup("full", block_size),) if attention_layers else (),
         header_bytes=config.hidden_size * dtype_bytes + conv_column_bytes * shared_channels,
-        state_bytes=conv_column_bytes * (config.conv_dim - shared_channels) + ssm_bytes,
-        state_units=config.n_groups if config.n_groups > 1 else config.mamba_num_heads,
+        state_bytes=conv_column_bytes * own_channels + ssm_bytes,
+        state_units=state.units.count,
     )
+
+
+def units(config: NemotronHConfig) -> Units:
+    """What tensor parallelism shares out, counted over the whole model."""
+    share = share_of(config, 0, 1)
+    return Units(share.kv_heads.count, config.pattern.count(ATTENTION), share.state.units.count)
+
+
+def transfer_facts(config: NemotronHConfig) -> dict[str, str | int]:
+    """All fields that decide what keys, values and states are: not how long a prompt may be or which ids end it."""
+    found: dict[str, str | int] = {"pattern": "".join(config.pattern)}
+    for name in (field.name for field in fields(config)):
+        if name != "max_position_embeddings" and not name.endswith(("_token_id", "_token_ids")):
+            value = getattr(config, name)
+            found.setdefault(name, value if type(value) is int else repr(value))
+    return found
 
 
 _Tensors = Iterator[tuple[str, tuple[int, ...]]]

@@ -10,8 +10,11 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
+from cairn.layers.communicator import ALONE, Communicator
 from cairn.models import nemotron_h_config
 from cairn.models.contract import Family, ModelFacts, TensorLoader
+from cairn.models.cut import Units
+from cairn.models.identity import weights_identity
 from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.nemotron_h_config import NemotronHConfig
 
@@ -35,8 +38,11 @@ class ServedFamily(Family[Any], Protocol):
         """How many layers of each kind, by the kind's name, in words."""
         ...
 
-    def build(self, config: Any, load: TensorLoader, *, exact: bool, dtype: torch.dtype) -> "Model":
-        """The model, its weights drawn from `load`. Raises ModelError that names the tensor."""
+    def build(
+        self, config: Any, load: TensorLoader, *, exact: bool, dtype: torch.dtype, communicator: Communicator = ALONE
+    ) -> "Model":
+        """The communicator's rank of the model, its weights drawn from `load`. Raises ModelError that names the
+        tensor, or ConfigError that names --tensor-parallel-size."""
         ...
 
 
@@ -57,17 +63,31 @@ class NemotronHFamily:
     def tensors(self, config: NemotronHConfig) -> dict[str, tuple[int, ...]]:
         return nemotron_h_config.tensors(config)
 
-    def layout(self, config: NemotronHConfig, block_size: int, dtype_bytes: int) -> CacheLayout:
-        return nemotron_h_config.layout(config, block_size, dtype_bytes)
+    def layout(self, config: NemotronHConfig, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
+        return nemotron_h_config.layout(config, block_size, dtype_bytes, tp_size)
+
+    def units(self, config: NemotronHConfig) -> Units:
+        return nemotron_h_config.units(config)
+
+    def transfer_facts(self, config: NemotronHConfig) -> dict[str, str | int]:
+        return nemotron_h_config.transfer_facts(config)
 
     def layers(self, config: NemotronHConfig) -> dict[str, int]:
         return nemotron_h_config.layers(config)
 
-    def build(self, config: NemotronHConfig, load: TensorLoader, *, exact: bool, dtype: torch.dtype) -> "Model":
+    def build(
+        self,
+        config: NemotronHConfig,
+        load: TensorLoader,
+        *,
+        exact: bool,
+        dtype: torch.dtype,
+        communicator: Communicator = ALONE,
+    ) -> "Model":
         # Here and not above: accounting for a checkpoint needs none of the kernels.
         from cairn.models import nemotron_h
 
-        return nemotron_h.build(config, load, exact=exact, dtype=dtype)
+        return nemotron_h.build(config, load, exact=exact, dtype=dtype, communicator=communicator)
 
 
 FAMILIES: Mapping[str, ServedFamily] = MappingProxyType({NemotronHFamily.model_type: NemotronHFamily()})
@@ -98,14 +118,31 @@ class OpenModel:
     facts: ModelFacts
     dtype: torch.dtype
 
-    def layout(self, block_size: int) -> CacheLayout:
-        return self.family.layout(self.config, block_size, self.dtype.itemsize)
+    def layout(self, block_size: int, tp_size: int = 1) -> CacheLayout:
+        """What one of `tp_size` ranks remembers; the same on every rank. Raises ConfigError naming
+        --tensor-parallel-size and the field that does not divide."""
+        return self.family.layout(self.config, block_size, self.dtype.itemsize, tp_size)
 
-    def build(self, *, exact: bool) -> "Model":
-        """Account for every tensor, then load the model. Raises ModelError that names the tensor and its file."""
+    def units(self) -> Units:
+        """What tensor parallelism shares out, counted over the whole model."""
+        return self.family.units(self.config)
+
+    def transfer_facts(self) -> dict[str, str | int]:
+        """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, every field
+        of config.json that decides what keys, values and states are, and `weights`, the identity of the stored
+        weights (see `weights_identity`). Block size and number of ranks are not in it. Raises ModelError."""
+        identity = weights_identity(self.folder, self.family.tensors(self.config))
+        own = {"model_type": self.facts.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {**self.family.transfer_facts(self.config), **own, "weights": identity}
+
+    def build(self, *, exact: bool, communicator: Communicator = ALONE) -> "Model":
+        """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
+
+        Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
+        """
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors) as reader:
             reader.verify(self.family.tensors(self.config), self.family.ignored_tensors)
-            return self.family.build(self.config, reader.load, exact=exact, dtype=self.dtype)
+            return self.family.build(self.config, reader.load, exact=exact, dtype=self.dtype, communicator=communicator)
 
 
 def open_model(folder: Path, dtype: DType = "auto") -> OpenModel:

@@ -1,4 +1,7 @@
-"""The runner: carries a StepPlan out on the model's memory. It knows slots, pages and files, and no kind of layer."""
+"""The runner: carries a StepPlan out on the model's memory. It knows slots, pages and files, and no kind of layer.
+
+Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -48,7 +51,11 @@ class Runner:
     """Holds the pages and the running states of one model and runs plans on them. One thread only.
 
     `forward_passes` counts passes through the model's layers, `steps` the plans carried out; `pool` is the pages'
-    memory, uint8 [num_pages, page_bytes].
+    memory, uint8 [num_pages + extra_pages, page_bytes]. Plans name the first `num_pages`; the extra ones behind them
+    are for whoever moves pages between servers.
+
+    On several ranks `run` waits for the others and raises EngineDead where one of them does not come. Rank 0 draws
+    the tokens, and all others take them from there: they cannot drift apart.
     """
 
     def __init__(
@@ -59,17 +66,20 @@ class Runner:
         num_slots: int,
         exact: bool,
         observe: Observe | None = None,
+        extra_pages: int = 0,
     ) -> None:
         """Raises ValueError where layout, model and `exact` do not fit together."""
         if num_pages < 1 or num_slots < 1:
             raise ValueError(f"num_pages and num_slots must be positive: {num_pages}, {num_slots}")
+        if extra_pages < 0:
+            raise ValueError(f"extra_pages must not be negative: {extra_pages}")
         if exact != model.exact:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
         self.forward_passes = 0
         self.steps = 0
-        self.pool = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8)
+        self.pool = torch.zeros(num_pages + extra_pages, layout.page_bytes, dtype=torch.uint8)
         self._model = model
-        self._groups = layout.groups
+        self.layout = layout
         self._exact = exact
         self._observe = observe
         self._paged = paged_layers(self.pool, model.spec, layout)
@@ -82,7 +92,7 @@ class Runner:
         self._sampled_tokens = [0] * num_slots
 
     def self_test(self) -> None:
-        """In exact mode: checks on the model's weights that fixed tiles make rows independent. Raises ConfigError."""
+        """In exact mode: checks on this rank's weights that fixed tiles make rows independent. Raises ConfigError."""
         if self._exact:
             check_row_independence(self._model.linears)
 
@@ -103,6 +113,9 @@ class Runner:
         self._last_step = plan.step
         self.steps += 1
         return StepResult(plan.step, sampled)
+
+    def close(self) -> None:
+        """Nothing runs beside it."""
 
     def _move(self, plan: StepPlan) -> None:
         for copy in plan.copies:
@@ -132,7 +145,7 @@ class Runner:
             if row.start == 0:
                 self._live.clear(row.slot)
         places = BatchPlaces(rows, self._exact)
-        batch = build_batch(places, [self._tokens(row) for row in rows], keeps, self._groups)
+        batch = build_batch(places, [self._tokens(row) for row in rows], keeps, self.layout.groups)
         memory = _StepMemory(self._paged, self._live.recurrent, self._files, keeps)
         hidden = self._model.forward(batch, memory)
         self.forward_passes += 1
@@ -154,11 +167,15 @@ class Runner:
         if not wanted:
             return ()
         logits = self._model.logits(self._live.hidden[[slot for slot, _ in wanted]])
-        sampled = []
-        for (slot, sample), row in zip(wanted, logits, strict=True):
-            if self._observe is not None:
+        if self._observe is not None:
+            for (_, sample), row in zip(wanted, logits, strict=True):
                 self._observe(sample, row)
-            token = draw(row, sample.params, sample.position)
+        communicator = self._model.communicator
+        drawn = [0] * len(wanted)
+        if communicator.rank == 0:
+            drawn = [draw(row, own.params, own.position) for (_, own), row in zip(wanted, logits, strict=True)]
+        sampled = []
+        for (slot, _), token in zip(wanted, communicator.broadcast(drawn), strict=True):
             self._sampled_steps[slot], self._sampled_tokens[slot] = plan.step, token
             sampled.append(SampledToken(slot, token))
         return tuple(sampled)

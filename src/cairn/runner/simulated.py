@@ -60,6 +60,9 @@ class SimulatedRunner:
             sampled.append(self._draw(only.slot, only.sample, plan.step))
         return StepResult(plan.step, tuple(sampled))
 
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
     def _row(self, row: Row, keeps: dict[int, Pages]) -> None:
         state, _ = FRESH if row.start == 0 else self._slots[row.slot]
         context = sum(self._read(row, position) for position in range(row.start))

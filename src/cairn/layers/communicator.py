@@ -1,0 +1,76 @@
+"""How the ranks of one model put their shares together.
+
+Every mixer of a rank gives a *partial sum* of [rows, hidden]. The ranks' partial sums are gathered and added in rank
+order, never all-reduced: the order of a ring's additions depends on where in the buffer a number stands, and then a
+row's bits would depend on its batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALONE", "Alone", "Communicator", "sum_in_order"]
+
+
+class Communicator(Protocol):
+    """One rank's line to the others. All ranks make the same calls in the same order, with tensors of one shape.
+
+    Every call waits for all ranks, at most as long as the implementation states, and raises EngineDead when one of
+    them does not come. What is returned has the same bits on every rank and belongs to the caller; it may be the
+    argument itself.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather_add(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, in rank order and at least in float32; same shape and dtype as `partial`."""
+        ...
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """[..., n] -> [..., n * size], the ranks' columns in rank order."""
+        ...
+
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers (int64). All ranks give equally many; those of other ranks are not looked at."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The only rank: everything is as it was given."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def gather_add(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        return part
+
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+
+ALONE: Final = Alone()
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """((parts[0] + parts[1]) + parts[2]) + ..., in float32 or wider, rounded to their dtype once."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(dtype)

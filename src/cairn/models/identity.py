@@ -1,0 +1,69 @@
+"""Which weights a checkpoint has, without reading them all: the same for two servers that serve the same ones."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cairn.errors import ModelError
+from cairn.models.loader import read_headers
+
+__all__ = ["weights_identity"]
+
+_IDENTITY = b"cairn/weights/1"
+_SAMPLE_BYTES = 64
+_SAMPLES = 8
+_MAX_HEADER_BYTES = 100 << 20
+"""What safetensors itself allows."""
+
+
+def weights_identity(folder: Path, names: Iterable[str]) -> str:
+    """sha256, in hex, over name, dtype, shape and 8 samples of 64 bytes of every tensor in `names`, sorted by name.
+
+    The samples are spread evenly over the tensor's bytes, from the first to the last; a tensor of at most 512 bytes
+    is read whole. So weights that were trained further differ, as training moves numbers everywhere in a tensor; a
+    change of a few single numbers may go unseen. How the tensors are spread over files makes no difference; storing
+    them in another dtype does. Takes a few thousand small reads, whatever the model's size. Raises ModelError.
+    """
+    headers = read_headers(folder)
+    digest = hashlib.sha256(_IDENTITY)
+    offsets: dict[str, tuple[int, int]] = {}
+    samples: dict[str, bytes] = {}
+    wanted = sorted(names)
+    for file in sorted({headers[name].file for name in wanted if name in headers}):
+        try:
+            with (folder / file).open("rb") as opened:
+                offsets |= _offsets(opened)
+                mine = [name for name in wanted if name in headers and headers[name].file == file]
+                samples |= {name: _sample(opened, *offsets[name]) for name in mine}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelError(f"{folder / file}: cannot be read: {error}") from error
+    for name in wanted:
+        if name not in headers:
+            raise ModelError(f"{folder}: {name} is missing")
+        header = headers[name]
+        for part in (name.encode(), header.dtype.encode(), str(header.shape).encode(), samples[name]):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _offsets(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """Name -> where in the file the tensor's bytes begin, and how many they are."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes")
+    entries: dict[str, Any] = json.loads(file.read(size))
+    places = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
+    return {name: (8 + size + begin, end - begin) for name, (begin, end) in places.items()}
+
+
+def _sample(file: BinaryIO, begin: int, length: int) -> bytes:
+    if length <= _SAMPLES * _SAMPLE_BYTES:
+        file.seek(begin)
+        return file.read(length)
+    found = []
+    for number in range(_SAMPLES):
+        file.seek(begin + (length - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+        found.append(file.read(_SAMPLE_BYTES))
+    return b"".join(found)

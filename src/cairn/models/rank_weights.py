@@ -1,0 +1,64 @@
+"""One rank's share of a checkpoint's tensors, drawn by name (the cuts of arXiv 1909.08053, section 3).
+
+whole              on every rank
+column parallel    a share of the outputs, from the whole input
+row parallel       from a share of the inputs a partial sum of all outputs; the bias is rank 0's
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from cairn.layers.backend import Kernels
+from cairn.layers.communicator import Communicator
+from cairn.layers.linear import Linear
+from cairn.models.contract import TensorLoader
+from cairn.models.cut import Cut, Run
+
+__all__ = ["RankWeights"]
+
+
+class RankWeights:
+    """Draws tensors and collects the matrix products that are made of them. Raises whatever `load` raises."""
+
+    def __init__(self, load: TensorLoader, kernels: Kernels, communicator: Communicator) -> None:
+        self.kernels = kernels
+        self.communicator = communicator
+        self.linears: list[Linear] = []
+        self._load = load
+
+    def tensor(self, name: str, shape: tuple[int, ...], *runs: Run, dim: int = 0) -> Tensor:
+        """The runs of dimension `dim`, or all of the tensor when none are given."""
+        return self._load(name, shape, _cut(dim, runs, shape[dim]))
+
+    def whole(self, name: str, shape: tuple[int, int], bias: bool = False) -> Linear:
+        return self.column_parallel(name, shape, (0, shape[0]), bias=bias)
+
+    def column_parallel(self, name: str, shape: tuple[int, int], *outputs: Run, bias: bool = False) -> Linear:
+        weight = self.tensor(f"{name}.weight", shape, *outputs)
+        added = self.tensor(f"{name}.bias", shape[:1], *outputs) if bias else None
+        return self.collect(Linear(self.kernels, weight, added))
+
+    def row_parallel(self, name: str, shape: tuple[int, int], inputs: Run, bias: bool = False) -> Linear:
+        weight = self.tensor(f"{name}.weight", shape, inputs, dim=1)
+        mine = bias and self.communicator.rank == 0
+        return self.collect(Linear(self.kernels, weight, self.tensor(f"{name}.bias", shape[:1]) if mine else None))
+
+    def vocabulary(self, name: str, shape: tuple[int, int], tokens: Run, rows: int) -> Tensor:
+        """The tokens' rows, with zeros up to `rows`: [rows, hidden]."""
+        weight = self.tensor(name, shape, tokens)
+        missing = rows - weight.shape[0]
+        return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+    def collect(self, linear: Linear) -> Linear:
+        self.linears.append(linear)
+        return linear
+
+
+def _cut(dim: int, runs: tuple[Run, ...], length: int) -> Cut | None:
+    """None where the runs are all there is, in order."""
+    place = 0
+    for begin, end in runs:
+        if begin != place:
+            return Cut(dim, runs)
+        place = end
+    return Cut(dim, runs) if runs and place != length else None

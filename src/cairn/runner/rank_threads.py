@@ -1,0 +1,46 @@
+"""All ranks of a model as threads of one process, behind the face of one runner."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Protocol
+
+from cairn.errors import EngineDead
+from cairn.step import StepPlan, StepResult
+
+__all__ = ["RankThreads", "Runs"]
+
+
+class Runs(Protocol):
+    """What is needed of a rank's runner."""
+
+    forward_passes: int
+    steps: int
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class RankThreads:
+    """Gives every plan to all ranks at once; their communicators are those of one `thread_ranks`.
+
+    `runners`: in rank order. Whatever a rank raises comes out of `run`, rank 0's first. After an error that one rank
+    alone had, the others give up when their communicator's time is over.
+    """
+
+    def __init__(self, runners: Sequence[Runs]) -> None:
+        self.runners = tuple(runners)
+        self.forward_passes = self.steps = 0
+        self._threads = ThreadPoolExecutor(len(self.runners), thread_name_prefix="cairn-rank")
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Raises EngineDead when the ranks' results differ, which would be a bug of cairn's."""
+        futures = [self._threads.submit(runner.run, plan) for runner in self.runners]
+        wait(futures)
+        results = [future.result() for future in futures]
+        if any(result != results[0] for result in results):
+            raise EngineDead(f"step {plan.step}: the ranks have drawn different tokens: {results}")
+        self.forward_passes, self.steps = self.runners[0].forward_passes, self.runners[0].steps
+        return results[0]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()

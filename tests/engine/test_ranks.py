@@ -1,0 +1,311 @@
+"""Ranks as processes: the wire between them, one step on all of them, and what happens when one is lost."""
+
+import dataclasses
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.engine.rank_wire import (
+    PlanFrame,
+    RankConfig,
+    RankService,
+    frame_of_plan,
+    frames_of_config,
+    frames_of_plans,
+    frames_to_rank_zero,
+    plan_of_frame,
+)
+from cairn.engine.rank_worker import follow
+from cairn.engine.ranks import RankDeadlines, RankedRunner, build_ranked
+from cairn.errors import ConfigError, EngineDead, ModelError
+from cairn.layers.thread_ranks import thread_ranks
+from cairn.models.registry import open_model
+from cairn.runner.rank_threads import RankThreads
+from cairn.runner.runner import Runner
+from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, StepPlan
+from cairn.types import SamplingParams
+
+PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=(1 << 63) + 5)
+TABLE = np.arange(7, dtype=np.int32)
+NUM_PAGES, NUM_SLOTS = 100, 3
+DEADLINES = RankDeadlines(hello=60.0, ready=60.0, stop=10.0)
+
+
+# -- the wire --------------------------------------------------------------------------------------------------------
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+FULL_PLAN = StepPlan(
+    step=7,
+    copies=(PageCopy(3, 9), PageCopy(0, 1)),
+    restores=(Restore(2, pages(4, 5, 6)),),
+    forks=(Fork(0, 1),),
+    saves=(Save(1, pages(7, 8, 99)),),
+    rows=(
+        Row(0, 64, 100, PROMPT[64:], (TABLE, pages()), 70, False, Sample(DRAWN, 100)),
+        Row(1, 5, 6, FromStep(6), (pages(2), pages(3)), 0, True, None),
+    ),
+    keeps=(Keep(0, 96, pages(10, 11, 12)),),
+    sample_only=(SampleOnly(2, Sample(GREEDY, 3)),),
+)
+
+
+def plain(value: object) -> object:
+    """A plan with lists for its arrays, so that it can be compared."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return type(value).__name__, *(plain(getattr(value, field.name)) for field in fields)
+    return value
+
+
+def test_a_plan_comes_through_whole():
+    assert all(getattr(FULL_PLAN, field.name) for field in dataclasses.fields(StepPlan)), "a record is not covered"
+    frame = frames_of_plans().encode(frame_of_plan(FULL_PLAN))
+    assert plain(plan_of_frame(frames_of_plans().decode(frame))) == plain(FULL_PLAN)
+    assert PlanFrame.__struct_fields__ == tuple(field.name for field in dataclasses.fields(StepPlan))
+
+
+def test_an_empty_plan_comes_through():
+    frame = frames_of_plans().encode(frame_of_plan(StepPlan(1)))
+    assert plan_of_frame(frames_of_plans().decode(frame)) == StepPlan(1)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.one_of(st.binary(max_size=200), st.integers(0, 400)))
+def test_frames_that_follow_no_schema_end_the_line(noise):
+    whole = frames_of_plans().encode(frame_of_plan(FULL_PLAN))
+    frame = noise if isinstance(noise, bytes) else whole[: noise % len(whole)]
+    for frames in (frames_of_plans(), frames_of_config(), frames_to_rank_zero()):
+        with pytest.raises(EngineDead):
+            frames.decode(frame)
+
+
+def test_bytes_that_are_no_whole_numbers_are_refused():
+    frame = frame_of_plan(StepPlan(1, saves=(Save(0, TABLE),)))
+    broken = frames_of_plans().encode(frame).replace(TABLE.tobytes(), TABLE.tobytes()[:-1] + b"", 1)
+    broken = broken.replace(bytes([0xC4, 28]), bytes([0xC4, 27]), 1)
+    with pytest.raises(EngineDead, match="27 bytes"):
+        plan_of_frame(frames_of_plans().decode(broken))
+
+
+def test_sizes_out_of_range_are_refused():
+    config = RankConfig(
+        tp_size=2, model="m", dtype="auto", block_size=16, num_pages=8, num_slots=1, exact=False, rendezvous="r"
+    )
+    for wrong in ({"tp_size": 0}, {"tp_size": 1025}, {"num_pages": 0}, {"extra_pages": -1}, {"step_seconds": 0.0}):
+        frame = frames_of_config().encode(
+            RankConfig(**{n: getattr(config, n) for n in config.__struct_fields__} | wrong)
+        )
+        with pytest.raises(EngineDead):
+            frames_of_config().decode(frame)
+
+
+def test_a_rank_says_that_a_step_is_done_when_it_is():
+    plans, log = [StepPlan(1), StepPlan(2)], []
+
+    class Recorder:
+        forward_passes = steps = 0
+
+        def run(self, plan):
+            log.append(plan.step)
+
+    def receive():
+        if not plans:
+            raise EngineDead("no more")
+        return plans.pop(0)
+
+    with pytest.raises(EngineDead, match="no more"):
+        follow(Recorder(), receive, lambda done: log.append(f"done {done.step}"))
+    assert log == [1, "done 1", 2, "done 2"]
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def config_of(folder: Path, **changes) -> RankConfig:
+    values = {
+        "tp_size": 2,
+        "model": str(folder),
+        "dtype": "auto",
+        "block_size": 16,
+        "num_pages": NUM_PAGES,
+        "num_slots": NUM_SLOTS,
+        "exact": True,
+        "step_seconds": 20.0,
+    }
+    return RankConfig(**values | changes)
+
+
+@pytest.fixture
+def started() -> Iterator[list[RankedRunner]]:
+    """Runners that are ended, whatever the test did."""
+    runners: list[RankedRunner] = []
+    yield runners
+    for runner in runners:
+        runner.close()
+        assert not runner.folder.exists()
+        assert not any(map(psutil.pid_exists, runner.pids))
+    runners.clear()
+    gc.collect()
+
+
+def prefill(step: int, slot: int = 0, **records) -> StepPlan:
+    return StepPlan(step, rows=(Row(slot, 0, 100, PROMPT, (TABLE,), 0, False, Sample(GREEDY, 100)),), **records)
+
+
+def conversation(checkpoint: int) -> list[StepPlan]:
+    """Prefill with a kept state, decode from the step before, save, resume, a full hit."""
+    at_64, at_100, saved = (np.arange(first, first + checkpoint, dtype=np.int32) for first in (20, 50, 70))
+    plans = [prefill(1, keeps=(Keep(0, 64, at_64), Keep(0, 100, at_100)))]
+    plans += [
+        StepPlan(2 + i, rows=(Row(0, 100 + i, 101 + i, FromStep(1 + i), (TABLE,), 0, True, Sample(DRAWN, 101 + i)),))
+        for i in range(5)
+    ]
+    resumed = Row(1, 64, 100, PROMPT[64:], (TABLE,), 100, False, Sample(GREEDY, 100))
+    plans.append(StepPlan(7, restores=(Restore(1, at_64),), rows=(resumed,)))
+    plans.append(StepPlan(8, restores=(Restore(2, at_100),), sample_only=(SampleOnly(2, Sample(GREEDY, 100)),)))
+    plans.append(StepPlan(9, copies=(PageCopy(0, 90),), saves=(Save(0, saved),)))
+    return plans
+
+
+def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch):
+    """Bit for bit: tokens, logits and every byte of every rank's pages, which a service beside rank 1 reads out."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    services = (RankService("rank_service:page_reader", b"pages"),)
+    seen: dict[str, list[torch.Tensor]] = {"processes": [], "threads": []}
+    config = config_of(tiny_model, services=services, extra_pages=3)
+    ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()), DEADLINES)
+    started.append(ranked)
+    assert ranked.folder.stat().st_mode & 0o077 == 0
+    opened = open_model(tiny_model)
+    layout = opened.layout(16, 2)
+    observers = [lambda _, logits: seen["threads"].append(logits.clone()), None]
+    threads = RankThreads(
+        [
+            Runner(opened.build(exact=True, communicator=rank), layout, NUM_PAGES, NUM_SLOTS, True, observe)
+            for rank, observe in zip(thread_ranks(2), observers, strict=True)
+        ]
+    )
+    for plan in conversation(layout.pages_per_checkpoint):
+        assert ranked.run(plan) == threads.run(plan)
+    assert (ranked.steps, ranked.forward_passes) == (threads.steps, threads.forward_passes) == (9, 7)
+    assert len(seen["threads"]) == 8
+    assert all(torch.equal(*pair) for pair in zip(seen["processes"], seen["threads"], strict=True))
+    # Refused before anything is done, and nobody minds.
+    with pytest.raises(ValueError, match="slot 3"):
+        ranked.run(prefill(10, slot=3))
+    with pytest.raises(ValueError, match=r"pages must be in 0\.\.99"):
+        ranked.run(StepPlan(10, copies=(PageCopy(0, NUM_PAGES),)))
+    assert ranked.run(prefill(10)).sampled == threads.run(prefill(10)).sampled
+    assert ranked.own.pool.shape == (NUM_PAGES + 3, layout.page_bytes)
+    assert torch.equal(ranked.own.pool[:NUM_PAGES], threads.runners[0].pool)
+    with zmq.Context() as context, context.socket(zmq.REQ) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, 20_000)
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(f"ipc://{ranked.folder}/pages-1")
+        for page, wanted in enumerate(threads.runners[1].pool):
+            asking.send(str(page).encode())
+            assert asking.recv() == wanted.numpy().tobytes(), page
+    threads.close()
+
+
+# A rank that is stopped may have given its share of the step's last exchange already; then it is missed later.
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [(signal.SIGKILL, "rank 1 has ended: killed by SIGKILL"), (signal.SIGSTOP, "(waited|not done .* within) 1 s")],
+)
+def test_a_rank_that_is_lost_in_a_step_ends_the_engine(tiny_model, started, sent, text):
+    def strike(_sample, _logits):
+        os.kill(started[0].pids[0], sent)
+
+    started.append(build_ranked(config_of(tiny_model, step_seconds=1.0), strike, DEADLINES))
+    ranked = started[0]
+    with pytest.raises(EngineDead, match=text):
+        ranked.run(prefill(1))
+    # For good, at once, and with the same sentence.
+    with pytest.raises(EngineDead, match=text):
+        ranked.run(prefill(2))
+
+
+def test_a_rank_that_is_lost_between_steps_ends_the_engine(tiny_model, started):
+    started.append(build_ranked(config_of(tiny_model), None, DEADLINES))
+    ranked = started[0]
+    ranked.run(prefill(1))
+    process = psutil.Process(ranked.pids[0])
+    process.kill()
+    # Rank 0 does nothing with other ranks in this step but to wait for their word that it is done.
+    with pytest.raises(EngineDead, match="rank 1 has ended: killed by SIGKILL"):
+        ranked.run(StepPlan(2, copies=(PageCopy(0, 9),)))
+
+
+RANK_ZERO = """
+import sys, msgspec
+from cairn.engine.rank_wire import frames_of_config
+from cairn.engine.ranks import build_ranked
+ranked = build_ranked(frames_of_config().decode(bytes.fromhex(sys.argv[1])))
+print(*ranked.pids, ranked.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model):
+    config = frames_of_config().encode(config_of(tiny_model)).hex()
+    command = [sys.executable, "-c", RANK_ZERO, config]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank_zero:
+        try:
+            pid, folder = rank_zero.stdout.readline().split()
+            other = psutil.Process(int(pid))
+            before = other.cpu_times()
+            assert "rank_worker" in " ".join(other.cmdline())
+        finally:
+            rank_zero.kill()
+        other.wait(20)
+    assert before.user > 0
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"tp_size": 3}, ConfigError, "--tensor-parallel-size 3 and num_key_value_heads 2"),
+        pytest.param({"model": "nowhere"}, ModelError, "nowhere: no such folder", marks=pytest.mark.long),
+        ({"services": (RankService("cairn.nothing:here"),)}, ConfigError, "'cairn.nothing:here' cannot be imported"),
+        pytest.param(
+            {"services": (RankService("builtins:len"),)},
+            EngineDead,
+            "rank 1 has failed: TypeError",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_what_a_rank_refuses_is_raised_and_no_process_is_left(tiny_model, changes, error, text):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(error, match=text):
+        build_ranked(config_of(tiny_model, **changes), None, DEADLINES)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_rank_that_does_not_start_in_time_ends_the_start(tiny_model):
+    with pytest.raises(EngineDead, match=r"rank 1 was not started within 0\.001 s"):
+        build_ranked(config_of(tiny_model), None, dataclasses.replace(DEADLINES, hello=0.001))

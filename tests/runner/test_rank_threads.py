@@ -1,0 +1,81 @@
+"""Several runners behind the face of one, and the pages that no plan may name."""
+
+import pytest
+
+from cairn.errors import EngineDead
+from cairn.layers.thread_ranks import thread_ranks
+from cairn.models.nemotron_h_config import layout, parse
+from cairn.runner.rank_threads import RankThreads
+from cairn.runner.runner import Runner
+from cairn.step import PageCopy, SampledToken, StepPlan, StepResult
+from runner.harness import build_tiny, prompt, random_weights, ranks, raw_config, tiny
+
+
+class Drawn:
+    """A rank that draws what it is told to."""
+
+    def __init__(self, token: int) -> None:
+        self.forward_passes, self.steps = 3, 4
+        self._token = token
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, (SampledToken(0, self._token),))
+
+
+def test_ranks_that_draw_different_tokens_are_found_out() -> None:
+    same, other = RankThreads([Drawn(5), Drawn(5)]), RankThreads([Drawn(5), Drawn(6)])
+    assert same.run(StepPlan(1)).sampled == (SampledToken(0, 5),)
+    assert (same.forward_passes, same.steps) == (3, 4)
+    with pytest.raises(EngineDead, match="different tokens"):
+        other.run(StepPlan(1))
+    same.close()
+    other.close()
+
+
+def test_what_a_rank_raises_comes_out() -> None:
+    config = parse(raw_config("M*"))
+    driver = ranks(config, random_weights(config, 0), 2, exact=False)
+    with pytest.raises(ValueError, match=r"pages must be in 0\.\.511"):
+        driver.runner.run(StepPlan(1, copies=(PageCopy(0, 512),)))
+    driver.runner.close()
+
+
+def test_a_rank_that_is_alone_gives_up() -> None:
+    config = parse(raw_config("M*"))
+    rank = thread_ranks(2, seconds=0.2)[1]
+    model = build_tiny(config, random_weights(config, 0), exact=False, communicator=rank)
+    alone = Runner(model, layout(config, 16, 4, 2), 64, 2, exact=False)
+    driver = tiny("M*", exact=False)
+    row = driver.row(driver.sequence(0, 30), prompt(30, 0))
+    with pytest.raises(EngineDead, match="rank 1 has waited"):
+        alone.run(StepPlan(1, rows=(row,)))
+
+
+def test_rank_0_draws_for_all() -> None:
+    """Another rank takes rank 0's token, whatever its own logits say."""
+    config = parse(raw_config("M*"))
+    weights = random_weights(config, 0)
+    skewed = weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}
+    communicators = thread_ranks(2)
+    runners = [
+        Runner(build_tiny(config, own, False, communicator=each), layout(config, 16, 4, 2), 64, 2, exact=False)
+        for each, own in zip(communicators, (weights, skewed), strict=True)
+    ]
+    threads, driver = RankThreads(runners), tiny("M*", exact=False)
+    row = driver.row(driver.sequence(0, 30), prompt(30, 0))
+    assert len(threads.run(StepPlan(1, rows=(row,))).sampled) == 1
+    assert runners[0]._sampled_tokens[0] == runners[1]._sampled_tokens[0]
+    threads.close()
+
+
+def test_extra_pages_lie_behind_those_of_the_plans() -> None:
+    driver = tiny("M*", exact=False)
+    runner = Runner(driver.model, driver.layout, 20, 2, exact=False, extra_pages=5)
+    assert runner.pool.shape == (25, driver.layout.page_bytes)
+    runner.pool[20:] = 7
+    with pytest.raises(ValueError, match=r"pages must be in 0\.\.19"):
+        runner.run(StepPlan(1, copies=(PageCopy(0, 20),)))
+    runner.run(StepPlan(1, rows=(driver.row(driver.sequence(0, 30), prompt(30, 0)),)))
+    assert (runner.pool[20:] == 7).all()
+    with pytest.raises(ValueError, match="extra_pages must not be negative: -1"):
+        Runner(driver.model, driver.layout, 20, 2, exact=False, extra_pages=-1)
