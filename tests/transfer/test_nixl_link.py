@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import LinkError, PagesFree, ReadState, Region
+from cairn.transfer.contract import LinkError, PagesFree, PullEnded, ReadState, Region
 from cairn.transfer.links.nixl import NixlLink
 from transfer.link_contract import NUM_PAGES, PAGE_BYTES, LinkContract, pages, pool, ranges
-from transfer.world import World
+from transfer.ranked_world import World as RankedWorld
+from transfer.ranked_world import offer_of, want_of
+from transfer.world import World, keys
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
 
@@ -233,3 +235,34 @@ def test_a_frozen_peer_over_tcp_keeps_the_read_open_until_the_late_write_has_com
         "close 1 1",
         "resumed cancelled True 0",
     ], done.stderr
+
+
+class Agents:
+    """Makes the links of one test; all of them are closed at its end."""
+
+    def __init__(self):
+        self.made = []
+
+    def link(self, name):
+        self.made.append(NixlLink(name))
+        return self.made[-1]
+
+
+@pytest.mark.parametrize(("p", "d"), [((1, 64), (2, 16)), ((2, 16), (2, 16))])
+def test_several_ranks_and_other_block_sizes_over_real_links(p, d):
+    agents = Agents()
+    world = RankedWorld(p, d, kv_heads=2, links=agents, sides={"num_pages": 96, "staging_blocks": 2})
+    content, prompt, count, k = world.content(400), keys(400), world.p.pages_of(400), world.p.pages_per_file
+    offer = offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)})
+    reference = world.p.connector.offer(offer)
+    local, file = range(5, 5 + world.d.pages_of(400)), range(60, 60 + world.d.pages_per_file)
+    pull = world.d.connector.pull(want_of(reference, world.p, prompt, local, checkpoint=file))
+    events, until = [], time.monotonic() + WAIT_SECONDS
+    while len(events) < 2:
+        events += world.run(1)["d"]
+        assert time.monotonic() < until, "the transfer does not end"
+    assert events == [PullEnded(pull, None, 400, 400), PagesFree(pull)]
+    for rank in world.d.ranks:
+        rank.check_tokens(content, 0, 400, local, only_these=False)
+        rank.check_file(content, 400, file)
+    assert [link.close() for link in agents.made] == [0] * len(agents.made)

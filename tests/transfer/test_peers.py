@@ -43,3 +43,11 @@ def test_without_a_secret_the_list_opens_nothing():
 def test_an_entry_that_is_none_is_a_wrong_setting(entry):
     with pytest.raises(ConfigError, match="kv-peer-allowlist"):
         PeerPolicy([entry])
+
+
+def test_names_may_end_in_a_digit_and_addresses_may_not_be_mistyped():
+    policy = PeerPolicy(["prefill-0", "p1.pool-2"], has_secret=True)
+    assert policy.refusal("prefill-0") is None and policy.refusal("P1.pool-2") is None
+    for entry in ("10.0.0", "10.0.0.256", "0x7f000001", "host.0x7f", "1", "a..b", ""):
+        with pytest.raises(ConfigError, match="kv-peer-allowlist"):
+            PeerPolicy([entry])

@@ -32,7 +32,7 @@ class Wire:
         self.sessions = Sessions(p or identity("p"), self.clock, rng.randbytes)
         self.dial = Dial(d or identity("d"), self.clock, rng.randbytes, self.said.append)
 
-    def serve(self, request):
+    def serve(self, session, request):
         self.served.append(request)
         return Alive(request.claim)
 
@@ -85,6 +85,16 @@ def test_a_challenge_takes_one_guess():
     right = outer_frames().decode(wire.said[1])
     assert isinstance(wire.ask(outer_frames().encode(Prove(right.session, b"\0" * 32))), Denied)
     assert isinstance(wire.ask(wire.said[1]), Denied) and wire.sessions.num_open == 0
+
+
+def test_a_stranger_cannot_spend_the_guess_of_another():
+    wire = Wire()
+    wire.dial.open()
+    wire.dial.receive(outer_frames().encode(wire.ask(wire.said[0])))
+    right = outer_frames().decode(wire.said[1])
+    for frame in (wire.said[1], outer_frames().encode(Prove(right.session, b"\0" * 32))):
+        assert isinstance(wire.ask(frame, sender=b"stranger"), Denied) and wire.sessions.num_open == 0
+    assert isinstance(wire.ask(wire.said[1]), Welcome)
 
 
 def test_the_producers_proof_cannot_be_sent_back_to_it():

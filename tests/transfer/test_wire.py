@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from cairn.transfer.wire import (
     MAX_FRAME_BYTES,
+    MAX_MARK_BYTES,
+    VERSION,
     Alive,
     Claim,
     Confirm,
     Confirmed,
     ContentClaim,
+    ContentGranted,
     Denied,
     Granted,
     Heartbeat,
@@ -38,7 +41,7 @@ N16, N32 = bytes(range(16)), bytes(range(32))
 CLAIM = Claim(N16, "cmpl-1", N32[:16], N32, 400, 3, 25, True)
 REQUESTS = (
     CLAIM,
-    ContentClaim(N16, "", N32 * 3, 128, False),
+    ContentClaim(N16, "", N32 * 3, 128, False, N32),
     Heartbeat(N16, "cmpl-1", N16),
     Confirm(N16, "cmpl-1", N16, 7),
     Release(N16, "cmpl-1", N16),
@@ -46,12 +49,14 @@ REQUESTS = (
 REPLIES = (
     Granted(N16, 7, 400, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2))),
     Granted(N16, 7, 400, b"", None, b""),
+    ContentGranted("answer-1", N16, Granted(N16, 7, 384, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2)))),
+    Refused(N16, "content_claim", Reason.NOT_HELD),
     Refused(N16, "claim", Reason.USED),
     Alive(N16),
     Confirmed(N16, 7),
     Released(N16),
 )
-HELLO = Hello(1, "engine", N16, N32, GEOMETRY)
+HELLO = Hello(VERSION, "engine", N16, N32, GEOMETRY)
 
 
 @pytest.mark.parametrize("record", REQUESTS)
@@ -94,6 +99,49 @@ def test_a_field_out_of_its_bounds_drops_the_record(changed):
         frames.decode(msgspec.msgpack.encode(raw) if 2**70 not in changed.values() else b"\xcf" + b"\xff" * 8) is None
     )
     assert frames.dropped == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"claim": N16[:15]},
+        {"adapter": "x" * 1025},
+        {"adapter": None},
+        {"marks": b""},
+        {"marks": N32[:31]},
+        {"marks": b"x" * (MAX_MARK_BYTES + 1)},
+        {"marks": [N32]},
+        {"start": -1},
+        {"start": 10**9},
+        {"end": N16},
+        {"end": 100},
+        {"checkpoint": None},
+        {"type": "content_granted"},
+    ],
+)
+def test_a_field_of_a_content_claim_out_of_its_bounds_drops_it(changed):
+    frames = requests()
+    raw = msgspec.to_builtins(REQUESTS[1], builtin_types=(bytes,)) | changed
+    assert frames.decode(msgspec.msgpack.encode(raw)) is None and frames.dropped == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"request_id": ""},
+        {"request_id": None},
+        {"nonce": N32},
+        {"granted": None},
+        {"granted": {}},
+        {"granted": {"type": "alive", "claim": N16}},
+        {"type": "granted"},
+    ],
+)
+def test_a_field_of_a_content_grant_out_of_its_bounds_drops_it(changed):
+    frames = replies()
+    raw = msgspec.to_builtins(REPLIES[2], builtin_types=(bytes,))
+    assert frames.decode(msgspec.msgpack.encode(raw)) == REPLIES[2]
+    assert frames.decode(msgspec.msgpack.encode(raw | changed)) is None and frames.dropped == 1
 
 
 def test_a_missing_field_drops_the_record_and_an_unknown_one_does_not():

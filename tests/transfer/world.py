@@ -16,9 +16,10 @@ from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.memory import MemoryFabric
 from cairn.transfer.params import RemotePrefill, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.planner import whole_pages
 from cairn.transfer.producer import Producer
 from cairn.transfer.sessions import Identity
-from cairn.transfer.worker import LinkWorker, whole_pages
+from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 
 BLOCK = 16
@@ -73,7 +74,7 @@ class World:
         identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout, secret)
         self.consumer = Consumer(identity, self.policy, self.worker, self.clock, self.rng.randbytes, self._send)
         self.restart()
-        self.connector = Connector(self.p.producer.leases, self.consumer)
+        self.connector = Connector(self.p.producer, self.consumer)
 
     @property
     def leases(self):

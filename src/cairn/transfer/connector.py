@@ -1,49 +1,83 @@
 """Both roles of one engine as the scheduler sees them: see `contract.SchedulerSide`."""
 
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Event, LeaseEnded, Offer, PullId, Want
-from cairn.transfer.lease import LeaseBook
+from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
+from cairn.transfer.lease import LeaseState
 from cairn.transfer.params import remote_request_id
+from cairn.transfer.producer import Producer
 
 __all__ = ["Connector"]
 
 
 class Connector:
-    """Role is a matter of the request, so every engine has both halves."""
+    """Role is a matter of the request, so every engine has both halves.
 
-    def __init__(self, leases: LeaseBook, consumer: Consumer) -> None:
-        self._leases = leases
+    Whoever speaks to it by way of a queue may give nonces and numbers of pulls, and so knows the answers of `offer`,
+    `answer` and `pull` before they are carried out.
+    """
+
+    def __init__(self, producer: Producer, consumer: Consumer) -> None:
+        self._producer = producer
+        self._leases = producer.leases
         self._consumer = consumer
         self._nonces: dict[str, bytes] = {}
+        self._too_late: list[LeaseEnded] = []
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is open: then nobody needs to look before the next offer or pull."""
-        return not self._nonces and not self._consumer.num_open
+        """Whether nothing is open: then nobody needs to look before the next offer, pull or frame."""
+        asks = self._producer.asks
+        return not (self._nonces or self._too_late or self._consumer.num_open or asks.num_open)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a peer may be reading from here: then the links need `progress`."""
+        return self._leases.may_be_read
 
     def has_room(self, num_pages: int) -> bool:
         return self._leases.has_room(num_pages)
 
-    def offer(self, offer: Offer) -> str:
-        nonce = self._leases.offer(offer)
-        reference = remote_request_id(offer.request_id, nonce)
-        self._nonces[reference] = nonce
-        return reference
+    def offer(self, offer: Offer, nonce: bytes | None = None) -> str:
+        """`nonce`: 16 unpredictable bytes, never used before."""
+        nonce = self._leases.offer(offer, nonce)
+        return self._leased(offer, nonce)
 
     def withdraw(self, remote_request_id: str) -> None:
         if (nonce := self._nonces.get(remote_request_id)) is not None:
             self._leases.withdraw(nonce)
 
-    def pull(self, want: Want) -> PullId:
-        return self._consumer.pull(want)
+    def answer(self, ask: AskId, offer: Offer | None, nonce: bytes | None = None) -> str | None:
+        """`nonce` as for `offer`. `Producer.take_frames` has the frame to send after this."""
+        if offer is None:
+            self._producer.asks.refuse(ask)
+            return None
+        nonce = self._leases.new_nonce() if nonce is None else nonce
+        if self._producer.asks.grant(ask, offer, nonce):
+            return self._leased(offer, nonce)
+        reference = remote_request_id(offer.request_id, nonce)
+        self._too_late.append(LeaseEnded(reference, LeaseState.RELEASED.value))
+        return reference
+
+    def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
+        """`pull_id`: a number that no other pull of this engine ever had."""
+        return self._consumer.pull(want, pull_id)
 
     def abort(self, pull: PullId) -> None:
         self._consumer.abort(pull)
 
     def events(self) -> list[Event]:
+        """Drives everything once; see also `Producer.take_frames`."""
         events: list[Event] = list(self._consumer.tick())
+        events += self._producer.asks.take_asked()
+        events += self._too_late
+        self._too_late.clear()
         for ended in self._leases.take_ended():
             reference = remote_request_id(ended.request_id, ended.nonce)
             del self._nonces[reference]
             events.append(LeaseEnded(reference, ended.state.value))
         return events
+
+    def _leased(self, offer: Offer, nonce: bytes) -> str:
+        reference = remote_request_id(offer.request_id, nonce)
+        self._nonces[reference] = nonce
+        return reference

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
-from cairn.transfer.contract import PagesFree, PullEnded, PullId, Want, WorkerSide
+from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want, WorkerSide
 from cairn.transfer.dial import Dial, DialState
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.proof import NONCE_BYTES
@@ -37,7 +37,8 @@ class Consumer:
         self._clock = clock
         self._random = random
         self._send = send
-        self._tools = PullTools(self._dial_to, worker, clock, identity.layout, limits or PullLimits())
+        block_size = identity.me.geometry.block_size
+        self._tools = PullTools(self._dial_to, worker, clock, identity.layout, block_size, limits or PullLimits())
         self._dials: dict[Address, Dial] = {}
         self._pulls: dict[PullId, Pull] = {}
         self._claims: dict[bytes, Pull] = {}
@@ -60,10 +61,14 @@ class Consumer:
         """Frames that were ignored."""
         return self._dropped + sum(dial.dropped for dial in self._dials.values())
 
-    def pull(self, want: Want) -> PullId:
-        """Start a transfer; nothing is sent before the next `tick`."""
-        self._next += 1
-        pull = Pull(PullId(self._next), want, self._random(NONCE_BYTES), self._tools)
+    def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
+        """Start a transfer; nothing is sent before the next `tick`. `pull_id`: a number that none had before, else the
+        next one."""
+        number = self._next + 1 if pull_id is None else pull_id
+        if number in self._pulls:
+            raise AssertionError(f"pull {number} is open already")
+        self._next = max(self._next, number)
+        pull = Pull(PullId(number), want, self._random(NONCE_BYTES), self._tools)
         self._pulls[pull.id] = self._claims[pull.claim] = pull
         return pull.id
 
@@ -99,19 +104,22 @@ class Consumer:
             if pull.silent and pull.dial is not None:
                 # The next transfer begins with a new handshake: the peer may have forgotten this session.
                 pull.dial.close("the peer did not answer")
-            events.append(PullEnded(pull.id, pull.failure, len(pull.want.keys), pull.checkpoint_position))
+            events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
         if pull.is_settled:
             del self._pulls[pull.id], self._claims[pull.claim]
             self._told.discard(pull.id)
             events.append(PagesFree(pull.id))
         return events
 
-    def _dial_to(self, host: str, port: int) -> Dial | str:
+    def _dial_to(self, host: str, port: int, engine_id: str) -> Dial | str:
         refusal = self._policy.refusal(host)
         if refusal is not None:
             return f"remote_host {refusal}"
         address = (host, port)
         dial = self._dials.get(address)
+        if dial is not None and dial.peer is not None and dial.peer.engine_id != engine_id and self._is_idle(dial):
+            # Whoever listens there now has made the offer: the peer of this session has restarted, or never was.
+            dial.close("another engine is expected at this address")
         if dial is None or dial.state is DialState.CLOSED:
             self._forget_dials()
             if len(self._dials) >= _MAX_DIALS:
@@ -119,6 +127,10 @@ class Consumer:
             dial = Dial(self._identity, self._clock, self._random, lambda frame: self._send(address, frame))
             self._dials[address] = dial
         return dial
+
+    def _is_idle(self, dial: Dial) -> bool:
+        """Whether no transfer waits for what comes by this connection."""
+        return not any(pull.dial is dial and not pull.is_over for pull in self._pulls.values())
 
     def _forget_dials(self) -> None:
         """Closed connections go; of the idle ones only when there are many."""

@@ -8,7 +8,7 @@ The scheduler speaks in tokens and page numbers, a worker turns them into byte r
 method of the three waits: all are called again and again by one owner, which may sleep while nothing is open.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, NewType, Protocol
 
@@ -20,7 +20,10 @@ from cairn.errors import CairnError
 from cairn.types import Keys, Pages
 
 __all__ = [
+    "AskId",
+    "ContentAsked",
     "ContentName",
+    "ContentWant",
     "Descriptors",
     "Event",
     "HeldCheckpoint",
@@ -38,10 +41,12 @@ __all__ = [
     "ReadState",
     "Region",
     "SchedulerSide",
+    "Volume",
     "Want",
     "WorkerSide",
 ]
 
+AskId = NewType("AskId", int)
 PullId = NewType("PullId", int)
 ReadHandle = NewType("ReadHandle", int)
 
@@ -129,14 +134,40 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentWant:
+    """What a server lacks of `keys` and another one may hold, without a lease: a hint says where.
+
+    Tokens [start, position) land in the first of `pages`. `position` is the other side's word: a multiple of 64 or
+    `end`, greater than `start`, at most len(keys). `end`: how many tokens the other side's sequence had, where the hint
+    says so: answers, and the checkpoints at their ends, seldom end at a multiple of 64. `start` is a multiple of the
+    own block size; `pages` cover all of [start, len(keys)), or are empty when no page is lacking. `checkpoint`: the
+    file that may receive a state, None when none is wanted; it stays as it is where the other side has none.
+    `request_id`: the own request's, for messages alone.
+    """
+
+    request_id: str
+    engine_id: str
+    host: str
+    port: int
+    name: ContentName
+    keys: Keys
+    start: int
+    pages: Pages
+    checkpoint: Pages | None
+    end: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PullEnded:
     """The pull's outcome is known. `failure` None: tokens up to `position` may be used, and the checkpoint at
-    `checkpoint_position` where one was wanted. Otherwise nothing of it may be, and the text says why."""
+    `checkpoint_position` where one was wanted (of a ContentWant: where there was one, else None). Otherwise nothing of
+    it may be, and the text says why. `volume`: what was read."""
 
     pull: PullId
     failure: str | None
     position: int = 0
     checkpoint_position: int | None = None
+    volume: "Volume | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +186,30 @@ class LeaseEnded:
     state: str
 
 
-Event = PullEnded | PagesFree | LeaseEnded
+@dataclass(frozen=True, slots=True)
+class ContentAsked:
+    """Another server asks what is held of a sequence that it knows by digests alone: `marks` are those of its first 64,
+    128, ... tokens, 32 bytes each (`digest.ContentDigest`), `end` is that of one more prefix, or None. It lacks tokens
+    from `start` on, and a checkpoint when `checkpoint`. To be answered by `SchedulerSide.answer` within
+    `asks.AskLimits.seconds`."""
+
+    ask: AskId
+    adapter: str
+    marks: bytes
+    start: int
+    checkpoint: bool
+    end: bytes | None = None
+
+
+Event = PullEnded | PagesFree | LeaseEnded | ContentAsked
 
 
 class SchedulerSide(Protocol):
     """The connector as the scheduler sees it."""
 
     def has_room(self, num_pages: int) -> bool:
-        """Whether an offer of so many pages stays within the share of the pool that leases may hold."""
+        """Whether an offer of so many pages stays within the share of the pool that leases may hold. One that is larger
+        than all of it has room while nothing else is leased: a long prompt must be handed over some time."""
         ...
 
     def offer(self, offer: Offer) -> str:
@@ -173,7 +220,14 @@ class SchedulerSide(Protocol):
         """End an offer early. Unknown or ended ones are left as they are."""
         ...
 
-    def pull(self, want: Want) -> PullId:
+    def answer(self, ask: AskId, offer: Offer | None) -> str | None:
+        """Answer a `ContentAsked`; None: nothing is held. Otherwise `offer.keys` are the tokens held, up to a mark or
+        the end of the ask; `has_room` is to be asked first. The offer is leased to whoever asked, and ends in exactly
+        one `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, which is
+        `offer.request_id`, "~" and a nonce, as for offers."""
+        ...
+
+    def pull(self, want: Want | ContentWant) -> PullId:
         """Start a transfer. Ends in exactly one `PullEnded` and one `PagesFree`."""
         ...
 
@@ -182,7 +236,7 @@ class SchedulerSide(Protocol):
         ...
 
     def events(self) -> list[Event]:
-        """What has ended since the last call, in order."""
+        """What has ended or was asked since the last call, in order."""
         ...
 
 
@@ -215,6 +269,17 @@ class ReadOrder:
     local_checkpoint: Pages | None
 
 
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """What a read took, over all ranks."""
+
+    num_bytes: int = 0
+    num_descriptors: int = 0
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(self.num_bytes + other.num_bytes, self.num_descriptors + other.num_descriptors)
+
+
 class WorkerSide(Protocol):
     """One rank's hands. A read is named by its pull."""
 
@@ -224,6 +289,10 @@ class WorkerSide(Protocol):
 
     def poll(self, pull: PullId) -> ReadState:
         """How far it is; drives it. Once it is not READING the read is forgotten."""
+        ...
+
+    def take_volume(self, pull: PullId) -> Volume:
+        """What a read that `poll` has called DONE took; to be asked once."""
         ...
 
     def cancel(self, pull: PullId) -> None:

@@ -6,9 +6,10 @@
        +---- time is up --+----> EXPIRED
 
 A lease names pages by a random nonce that only the client's reference carries. It is used once: by the transfer that
-claimed it first. As long as it is OFFERED or CLAIMED its pages stay as they are; the moment its end is reached it is
-EXPIRED for good, so CONFIRMED proves that whatever was read until then was the right bytes. Every call looks at the
-clock first: no answer depends on when somebody last tidied up.
+claimed it first; what is leased in answer to a content claim is CLAIMED by that one from the start. As long as it is
+OFFERED or CLAIMED its pages stay as they are; the moment its end is reached it is EXPIRED for good, so CONFIRMED proves
+that whatever was read until then was the right bytes. Every call looks at the clock first: no answer depends on when
+somebody last tidied up.
 """
 
 import hmac
@@ -25,6 +26,8 @@ from cairn.transfer.wire import (
     Claim,
     Confirm,
     Confirmed,
+    ContentClaim,
+    ContentGranted,
     Granted,
     Heartbeat,
     Reason,
@@ -34,7 +37,7 @@ from cairn.transfer.wire import (
     pack_pages,
     refusal,
 )
-from cairn.types import Clock
+from cairn.types import Clock, Pages
 
 __all__ = ["TRANSITIONS", "EndedLease", "LeaseBook", "LeaseLimits", "LeaseState"]
 
@@ -70,7 +73,8 @@ _HELD = frozenset({LeaseState.OFFERED, LeaseState.CLAIMED})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
     """Times in seconds. `max_pages`: how many pages all leases together may hold. `max_age`: heartbeats prolong no
-    further. `remember`: how long an ended lease can still say how it ended, and `max_remembered` how many do."""
+    further. `remember`: how long an ended lease can still say how it ended, and `max_remembered` how many do.
+    `linger`: how long a peer's link may go on reading after its lease has ended, or after its last heartbeat."""
 
     max_pages: int
     duration: float = 30.0
@@ -78,6 +82,7 @@ class LeaseLimits:
     max_age: float = 600.0
     remember: float = 120.0
     max_remembered: int = 4096
+    linger: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class _Lease:
     state: LeaseState = LeaseState.OFFERED
     claim: bytes | None = None
     generation: int = 0
-    granted: tuple[Claim, Granted] | None = None
+    granted: tuple[Claim | ContentClaim, Granted] | None = None
     ended: float = 0.0
 
 
@@ -122,6 +127,7 @@ class LeaseBook:
         self._ended: list[EndedLease] = []
         self._generation = 0
         self._num_pages = 0
+        self._read_until = clock.now()
 
     @property
     def num_pages(self) -> int:
@@ -140,20 +146,55 @@ class LeaseBook:
         """When the next lease runs out, or None while there is none."""
         return min((lease.until for lease in self._held.values()), default=None)
 
-    def has_room(self, num_pages: int) -> bool:
-        """Whether so many pages more stay within the cap."""
-        return self.num_pages + num_pages <= self._limits.max_pages
+    @property
+    def may_be_read(self) -> bool:
+        """Whether a peer's link may be reading from here: one that has given up cannot use these pages again before
+        its reads have ended, and some links need this side for that."""
+        return bool(self._held) or self._clock.now() < self._read_until
 
-    def offer(self, offer: Offer) -> bytes:
-        """Hold these pages from now on. Returns the nonce. Ask `has_room` first."""
+    def has_room(self, num_pages: int) -> bool:
+        """Whether so many pages more stay within the cap, or there is nothing yet that they could be too many with."""
+        return self.num_pages + num_pages <= self._limits.max_pages or not self._held
+
+    def new_nonce(self) -> bytes:
+        """A nonce for `offer`, for whoever must know it before."""
+        return self._random(NONCE_BYTES)
+
+    def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
+        """Hold these pages from now on. Returns the nonce: the given one, 16 unpredictable bytes never used before, or
+        a new one. Ask `has_room` first."""
+        return self._hold(offer, nonce).nonce
+
+    def grant(self, claim: ContentClaim, offer: Offer, nonce: bytes | None = None) -> ContentGranted:
+        """Hold these pages for a content claim, whose marks `offer.keys` were checked against. Ask `has_room` first."""
+        position, block = len(offer.keys), self._tokens_per_page
+        lease = self._hold(offer, nonce)
+        pages = offer.pages[claim.start // block : -(-position // block)]
+        checkpoint = _deepest(offer, position) if claim.checkpoint else None
+        granted = self._claimed(lease, claim.claim, position, pages, checkpoint)
+        lease.granted = (claim, granted)
+        return ContentGranted(offer.request_id, lease.nonce, granted)
+
+    def granted(self, claim: ContentClaim, nonce: bytes) -> ContentGranted | Refused:
+        """What was granted to this claim, to say it again; refused once the lease has ended."""
+        self.expire()
+        lease = self._held.get(nonce)
+        if lease is None or lease.granted is None:
+            return refusal(claim, Reason.EXPIRED)
+        first, granted = lease.granted
+        return ContentGranted(lease.request_id, nonce, granted) if claim == first else refusal(claim, Reason.USED)
+
+    def _hold(self, offer: Offer, nonce: bytes | None) -> _Lease:
         if not self.has_room(offer.num_pages):
             raise AssertionError(f"{offer.request_id}: {offer.num_pages} pages do not fit under the leases' cap")
+        nonce = self.new_nonce() if nonce is None else nonce
+        if len(nonce) != NONCE_BYTES or nonce in self._held or nonce in self._over:
+            raise AssertionError(f"{offer.request_id}: a nonce is {NONCE_BYTES} bytes that no other lease has")
         now = self._clock.now()
-        until = now + self._limits.duration
-        lease = _Lease(offer.request_id, self._random(NONCE_BYTES), now, until, offer, offer.num_pages)
-        self._held[lease.nonce] = lease
+        lease = _Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, offer.num_pages)
+        self._held[nonce] = lease
         self._num_pages += offer.num_pages
-        return lease.nonce
+        return lease
 
     def withdraw(self, nonce: bytes) -> None:
         """The producer's own end of a lease, if it has not ended."""
@@ -195,26 +236,32 @@ class LeaseBook:
         digest = content_digest(self._layout, offer.name, offer.keys[: claim.position])
         if not hmac.compare_digest(digest, claim.digest):
             return refusal(claim, Reason.OTHER_CONTENT)
-        return self._grant(lease, claim, offer, checkpoint)
+        pages = offer.pages[claim.first_page : claim.last_page]
+        granted = self._claimed(lease, claim.claim, claim.position, pages, checkpoint)
+        lease.granted = (claim, granted)
+        return granted
 
-    def _grant(self, lease: _Lease, claim: Claim, offer: Offer, checkpoint: HeldCheckpoint | None) -> Granted:
+    def _claimed(
+        self, lease: _Lease, claim: bytes, position: int, pages: Pages, checkpoint: HeldCheckpoint | None
+    ) -> Granted:
+        """The lease belongs to this claim from now on."""
         self._generation += 1
         self._move(lease, LeaseState.CLAIMED)
         self._extend(lease)
-        granted = Granted(
-            claim.claim,
+        lease.claim, lease.generation = claim, self._generation
+        return Granted(
+            claim,
             self._generation,
-            claim.position,
-            pack_pages(offer.pages[claim.first_page : claim.last_page]),
+            position,
+            pack_pages(pages),
             checkpoint.position if checkpoint else None,
             pack_pages(checkpoint.pages) if checkpoint else b"",
         )
-        lease.claim, lease.generation, lease.granted = claim.claim, self._generation, (claim, granted)
-        return granted
 
     def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
         lease = self._find(beat)
         if isinstance(lease, Refused):
+            self._read_until = self._clock.now() + self._limits.linger
             return lease
         self._extend(lease)
         return Alive(beat.claim)
@@ -268,6 +315,8 @@ class LeaseBook:
         del self._held[lease.nonce]
         self._num_pages -= lease.num_pages
         lease.held, lease.granted, lease.ended = None, None, self._clock.now()
+        if lease.claim is not None:
+            self._read_until = lease.ended + self._limits.linger
         self._over[lease.nonce] = lease
         self._ended.append(EndedLease(lease.request_id, lease.nonce, state))
 

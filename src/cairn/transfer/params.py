@@ -1,6 +1,7 @@
 """`kv_transfer_params` of a request, as proxies send them: strict, pure, and never trusted as an address.
 
     {"do_remote_decode": true, ...}    prefill here; somebody else will decode      -> RemoteDecode
+        "cairn_decode_hint": {...}     who may still hold the last turn's answer
     {"do_remote_prefill": true, ...}   decode here what somebody else has prefilled -> RemotePrefill
     null, or both false                an ordinary request                          -> None
 
@@ -17,7 +18,10 @@ from cairn.errors import InvalidRequest
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.proof import NONCE_BYTES
 
-__all__ = ["RemoteDecode", "RemotePrefill", "parse_kv_transfer_params", "remote_request_id"]
+__all__ = ["HINT", "DecodeHint", "RemoteDecode", "RemotePrefill", "parse_kv_transfer_params", "remote_request_id"]
+
+HINT: Final = "cairn_decode_hint"
+"""Where a decoding server says, in its answer, who it is; a proxy sends it along with the next turn's prefill."""
 
 _NAME: Final = "kv_transfer_params"
 _MARK: Final = "~"
@@ -32,8 +36,20 @@ _MAX_RANKS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeHint:
+    """A server that may be asked for content. It has promised nothing. `num_tokens`: how many its sequence had."""
+
+    engine_id: str
+    host: str
+    port: int
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteDecode:
-    """Keep what this request computes under a lease."""
+    """Keep what this request computes under a lease. `hint` None: compute all that is not here."""
+
+    hint: DecodeHint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +82,22 @@ def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> RemoteDecode 
         raise _wrong("do_remote_decode", "and do_remote_prefill must not both be true")
     if prefill:
         return _remote_prefill(value, policy)
-    return RemoteDecode() if decode else None
+    return RemoteDecode(_hint(value.get(HINT), policy)) if decode else None
+
+
+def _hint(hint: object, policy: PeerPolicy) -> DecodeHint | None:
+    """A server that may not be spoken to is as good as no hint: whoever sent it does not know this server's peers."""
+    if hint is None:
+        return None
+    if not isinstance(hint, Mapping):
+        raise _wrong(HINT, f"must be an object or null, not {type(hint).__name__}")
+    found = DecodeHint(
+        engine_id=_text(hint, "engine", _MAX_ENGINE_ID, f"{HINT}.engine"),
+        host=_text(hint, "host", _MAX_HOST, f"{HINT}.host"),
+        port=_required(_integer(hint, "port", 1, 65535, name=f"{HINT}.port"), f"{HINT}.port"),
+        num_tokens=_integer(hint, "num_tokens", 0, _MAX_TOKENS, name=f"{HINT}.num_tokens"),
+    )
+    return None if policy.refusal(found.host) is not None else found
 
 
 def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> RemotePrefill:
@@ -123,23 +154,30 @@ def _flag(params: Mapping[object, object], key: str) -> bool:
     return value
 
 
-def _text(params: Mapping[object, object], key: str, longest: int) -> str:
-    value = params.get(key)
+def _text(params: Mapping[object, object], key: str, longest: int, name: str | None = None) -> str:
+    value, name = params.get(key), name or key
     if value is None:
-        raise _wrong(key, "is missing")
+        raise _wrong(name, "is missing")
     if not isinstance(value, str) or not 1 <= len(value) <= longest:
-        raise _wrong(key, f"must be a text of 1 to {longest} characters")
+        raise _wrong(name, f"must be a text of 1 to {longest} characters")
     if not value.isprintable():
-        raise _wrong(key, "must not hold control characters")
+        raise _wrong(name, "must not hold control characters")
     return value
 
 
-def _integer(params: Mapping[object, object], key: str, low: int, high: int, default: int | None = None) -> int | None:
+def _integer(
+    params: Mapping[object, object],
+    key: str,
+    low: int,
+    high: int,
+    default: int | None = None,
+    name: str | None = None,
+) -> int | None:
     value = params.get(key)
     if value is None:
         return default
     if type(value) is not int or not low <= value <= high:
-        raise _wrong(key, f"must be an integer from {low} to {high}")
+        raise _wrong(name or key, f"must be an integer from {low} to {high}")
     return value
 
 

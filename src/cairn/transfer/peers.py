@@ -74,9 +74,12 @@ def _network(entry: str) -> _Network | None:
 
 
 def _is_name(entry: str) -> bool:
-    letters = set(entry.lower())
+    """What ends in a number is an address that somebody has mistyped, and what follows `0x` one in disguise."""
+    labels = entry.lower().removesuffix(".").split(".")
     return (
         0 < len(entry) <= _MAX_HOST
-        and letters <= set("abcdefghijklmnopqrstuvwxyz0123456789-._")
-        and not entry[-1].isdigit()
+        and set(entry.lower()) <= set("abcdefghijklmnopqrstuvwxyz0123456789-._")
+        and all(labels)
+        and not labels[-1].isdigit()
+        and not labels[-1].startswith("0x")
     )

@@ -2,36 +2,41 @@
 
 from collections.abc import Callable
 
+from cairn.transfer.asks import AskLimits, Asks
 from cairn.transfer.lease import LeaseBook, LeaseLimits
 from cairn.transfer.sessions import Identity, Sessions
-from cairn.transfer.wire import (
-    Claim,
-    Confirm,
-    ContentClaim,
-    FromProducer,
-    Heartbeat,
-    Reason,
-    Release,
-    ToProducer,
-    refusal,
-)
+from cairn.transfer.wire import Claim, Confirm, ContentClaim, FromProducer, Heartbeat, Release, ToProducer
 from cairn.types import Clock
 
 __all__ = ["Producer"]
 
 
 class Producer:
-    """Answers the side channel of one engine. `leases` is also the engine's own door to what it has offered."""
+    """Answers the side channel of one engine. `leases` and `asks` are also the engine's own doors to what it has
+    offered and is asked for. Send what `take_frames` returns whenever something was received, answered or timed."""
 
-    def __init__(self, identity: Identity, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        limits: LeaseLimits,
+        clock: Clock,
+        random: Callable[[int], bytes],
+        ask_limits: AskLimits | None = None,
+    ) -> None:
         self.leases = LeaseBook(identity.layout, identity.me.geometry.block_size, limits, clock, random)
+        self.asks = Asks(self.leases, identity.layout, clock, ask_limits or AskLimits())
         self.sessions = Sessions(identity, clock, random)
 
     def receive(self, sender: bytes, frame: bytes) -> bytes | None:
         """The answer to a frame that came by connection `sender`, or None. Never raises on what a peer sent."""
         return self.sessions.receive(sender, frame, self._serve)
 
-    def _serve(self, request: ToProducer) -> FromProducer:
+    def take_frames(self) -> list[tuple[bytes, bytes]]:
+        """Answers that took their time, as (sender, frame), each once."""
+        replies = (self.sessions.reply(session, reply) for session, reply in self.asks.take_replies())
+        return [reply for reply in replies if reply is not None]
+
+    def _serve(self, session: bytes, request: ToProducer) -> FromProducer | None:
         match request:
             case Claim():
                 return self.leases.claim(request)
@@ -39,8 +44,9 @@ class Producer:
                 return self.leases.heartbeat(request)
             case Confirm():
                 return self.leases.confirm(request)
+            case Release(claim=claim, nonce=nonce) if claim == nonce:
+                return self.asks.release(request)
             case Release():
                 return self.leases.release(request)
             case ContentClaim():
-                # Allowed by the protocol: a hint binds nobody to still hold what it names.
-                return refusal(request, Reason.NOT_HELD)
+                return self.asks.claim(session, request)

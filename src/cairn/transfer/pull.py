@@ -17,22 +17,24 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from cairn.transfer.contract import LinkError, PullId, ReadOrder, ReadState, Want, WorkerSide
+from cairn.transfer.contract import ContentWant, LinkError, PullId, ReadState, Volume, Want, WorkerSide
 from cairn.transfer.dial import Dial, DialState
-from cairn.transfer.digest import content_digest
+from cairn.transfer.terms import terms_of
 from cairn.transfer.wire import (
+    Asked,
     Claim,
     Confirm,
     Confirmed,
+    ContentClaim,
+    ContentGranted,
     FromProducer,
     Granted,
     Heartbeat,
     Refused,
     Release,
     ToProducer,
-    unpack_pages,
 )
-from cairn.types import Clock, Pages
+from cairn.types import Clock
 
 __all__ = ["TRANSITIONS", "Pull", "PullLimits", "PullState", "PullTools"]
 
@@ -71,8 +73,12 @@ TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
     }
 )
 
-_ASKED: Mapping[PullState, str] = MappingProxyType(
-    {PullState.CLAIMING: "claim", PullState.READING: "heartbeat", PullState.CONFIRMING: "confirm"}
+_ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
+    {
+        PullState.CLAIMING: ("claim", "content_claim"),
+        PullState.READING: ("heartbeat",),
+        PullState.CONFIRMING: ("confirm",),
+    }
 )
 
 
@@ -88,19 +94,21 @@ class PullLimits:
 
 @dataclass(frozen=True, slots=True)
 class PullTools:
-    """What a transfer works with. `dial_to` gives the connection to (host, port), or why there is none."""
+    """What a transfer works with. `dial_to` gives the connection to (host, port), where an engine of this id is
+    expected, or why there is none. `layout` and `block_size` are the own ones."""
 
-    dial_to: Callable[[str, int], Dial | str]
+    dial_to: Callable[[str, int, str], Dial | str]
     worker: WorkerSide
     clock: Clock
     layout: bytes
+    block_size: int
     limits: PullLimits
 
 
 class Pull:
     """`claim`: 16 random bytes that name this transfer to the producer. Drive it with `advance`."""
 
-    def __init__(self, pull: PullId, want: Want, claim: bytes, tools: PullTools) -> None:
+    def __init__(self, pull: PullId, want: Want | ContentWant, claim: bytes, tools: PullTools) -> None:
         self.id = pull
         self.want = want
         self.claim = claim
@@ -108,11 +116,15 @@ class Pull:
         self.failure: str | None = None
         self.silent = False
         self.checkpoint_position: int | None = None
+        self.volume: Volume | None = None
         self.dial: Dial | None = None
         self._tools = tools
+        self._terms = terms_of(want, tools.layout, tools.block_size)
+        self.position = self._terms.position
+        self._lease = self._terms.lease(claim)
         self._limits = tools.limits
         self._until = self._repeat_at = tools.clock.now()
-        self._said: Claim | Confirm | None = None
+        self._said: Claim | ContentClaim | Confirm | None = None
         self._generation = 0
 
     @property
@@ -137,8 +149,7 @@ class Pull:
             case PullState.READING:
                 self._read()
             case PullState.ABANDONED:
-                if self._tools.worker.poll(self.id) is not ReadState.READING:
-                    self._to(PullState.FAILED)
+                self._drain()
 
     def abort(self) -> None:
         """Nobody wants the outcome any more."""
@@ -148,16 +159,16 @@ class Pull:
     def receive(self, reply: FromProducer) -> None:
         """A record of the producer that names this claim. What does not fit the state is late and ignored."""
         match self.state, reply:
-            case PullState.CLAIMING, Granted():
+            case PullState.CLAIMING, Granted() | ContentGranted():
                 self._granted(reply)
             case PullState.CONFIRMING, Confirmed() if reply.generation == self._generation:
                 self._to(PullState.DONE)
-            case state, Refused(asked=asked, reason=reason) if asked == _ASKED.get(state):
+            case state, Refused(asked=asked, reason=reason) if asked in _ASKED.get(state, ()):
                 # Nothing to give back: the lease is not ours, or no longer.
                 self._give_up(f"refused by the peer: {reason.value}", release=False)
 
     def _resolve(self) -> None:
-        dial = self._tools.dial_to(self.want.host, self.want.port)
+        dial = self._tools.dial_to(self.want.host, self.want.port, self.want.engine_id)
         if isinstance(dial, str):
             self._give_up(dial)
             return
@@ -174,28 +185,24 @@ class Pull:
         peer, want = self.dial.peer, self.want
         if peer is None or peer.engine_id != want.engine_id:
             self._give_up("the peer is another engine than the one that made the offer: it has restarted")
-        elif want.release_only:
+        elif isinstance(want, Want) and want.release_only:
             self._release()
             self._to(PullState.DONE)
+        elif (record := self._terms.record(self.claim, peer.geometry.block_size)) is None:
+            self._give_up("there is too little to ask for")
         else:
-            first, last = self._page_range(peer.geometry.block_size)
-            digest = content_digest(self._tools.layout, want.name, want.keys)
-            wants_state = want.checkpoint is not None
             self._to(PullState.CLAIMING)
-            self._ask(Claim(self.claim, want.request_id, want.nonce, digest, len(want.keys), first, last, wants_state))
+            self._ask(record)
 
-    def _page_range(self, block_size: int) -> tuple[int, int]:
-        """Which of the producer's pages hold the wanted tokens."""
-        last = -(-len(self.want.keys) // block_size)
-        return (last if self.want.start >= len(self.want.keys) else self.want.start // block_size), last
-
-    def _granted(self, granted: Granted) -> None:
-        order = self._order(granted)
-        if order is None:
+    def _granted(self, granted: Granted | ContentGranted) -> None:
+        peer = self.dial.peer if self.dial is not None else None
+        grant = self._terms.grant(self.id, peer, granted) if peer is not None else None
+        if grant is None:
             self._give_up("the peer's grant is not what was claimed")
             return
-        self._generation = granted.generation
-        self.checkpoint_position = granted.checkpoint_position
+        order = grant.order
+        self._lease, self._generation = (grant.request_id, grant.nonce), grant.generation
+        self.position, self.checkpoint_position = order.end, grant.checkpoint_position
         if not len(order.remote_pages) and order.remote_checkpoint is None:
             self._confirm()
             return
@@ -209,36 +216,11 @@ class Pull:
         self._to(PullState.READING)
         self._read()
 
-    def _order(self, granted: Granted) -> ReadOrder | None:
-        """What to read, or None when the grant does not follow from the claim."""
-        claim, want = self._said, self.want
-        pages, state = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
-        if not isinstance(claim, Claim) or self.dial is None or self.dial.peer is None or pages is None:
-            return None
-        remote_checkpoint: Pages | None = None
-        if claim.checkpoint:
-            if state is None or not len(state) or not 0 < (granted.checkpoint_position or 0) <= claim.position:
-                return None
-            remote_checkpoint = state
-        elif granted.checkpoint_position is not None:
-            return None
-        if len(pages) != claim.last_page - claim.first_page or granted.position != claim.position:
-            return None
-        return ReadOrder(
-            self.id,
-            self.dial.peer,
-            want.start,
-            claim.position,
-            pages,
-            want.pages,
-            remote_checkpoint,
-            want.checkpoint,
-        )
-
     def _read(self) -> None:
         state = self._tools.worker.poll(self.id)
         now = self._tools.clock.now()
         if state is ReadState.DONE:
+            self.volume = self._tools.worker.take_volume(self.id)
             self._confirm()
         elif state is not ReadState.READING:
             self._release()
@@ -249,11 +231,20 @@ class Pull:
             self._check_peer()
         elif now >= self._repeat_at:
             self._repeat_at = now + self._limits.heartbeat
-            self._send(Heartbeat(self.claim, self.want.request_id, self.want.nonce))
+            self._send(Heartbeat(self.claim, *self._lease))
+
+    def _drain(self) -> None:
+        """Some links end a read only with the peer's help: it is told that somebody still reads."""
+        now = self._tools.clock.now()
+        if self._tools.worker.poll(self.id) is not ReadState.READING:
+            self._to(PullState.FAILED)
+        elif now >= self._repeat_at:
+            self._repeat_at = now + self._limits.heartbeat
+            self._send(Heartbeat(self.claim, *self._lease))
 
     def _confirm(self) -> None:
         self._to(PullState.CONFIRMING)
-        self._ask(Confirm(self.claim, self.want.request_id, self.want.nonce, self._generation))
+        self._ask(Confirm(self.claim, *self._lease, self._generation))
 
     def _wait_for_answer(self) -> None:
         now = self._tools.clock.now()
@@ -272,7 +263,7 @@ class Pull:
             return True
         return False
 
-    def _ask(self, record: Claim | Confirm) -> None:
+    def _ask(self, record: Claim | ContentClaim | Confirm) -> None:
         now = self._tools.clock.now()
         self._said = record
         self._until, self._repeat_at = now + self._limits.answer, now + self._limits.repeat
@@ -284,7 +275,7 @@ class Pull:
 
     def _release(self) -> None:
         """A courtesy, sent once: when it is lost, the lease ends by itself."""
-        self._send(Release(self.claim, self.want.request_id, self.want.nonce))
+        self._send(Release(self.claim, *self._lease))
 
     def _give_up(self, failure: str, *, release: bool = True) -> None:
         """End without a result, as soon as nothing can be written any more."""

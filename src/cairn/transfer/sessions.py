@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from cairn.transfer.contract import Peer
 from cairn.transfer.proof import NONCE_BYTES, Role, Seal
@@ -24,7 +25,10 @@ from cairn.transfer.wire import (
 )
 from cairn.types import Clock
 
-__all__ = ["HANDSHAKE_SECONDS", "Identity", "Sessions"]
+__all__ = ["HANDSHAKE_SECONDS", "Identity", "Serve", "Sessions"]
+
+Serve: TypeAlias = Callable[[bytes, ToProducer], FromProducer | None]
+"""Answers a record of this session; None when the answer comes later, by `Sessions.reply`."""
 
 HANDSHAKE_SECONDS = 5.0
 """A challenge that is not answered by then is forgotten."""
@@ -85,15 +89,19 @@ class Sessions:
     def num_open(self) -> int:
         return len(self._open)
 
-    def receive(self, sender: bytes, frame: bytes, serve: Callable[[ToProducer], FromProducer]) -> bytes | None:
-        """The answer to a frame, or None when it deserves none. `serve` is asked for proven records alone."""
+    def receive(self, sender: bytes, frame: bytes, serve: Serve) -> bytes | None:
+        """The answer to a frame, or None when there is none (yet). `serve` is asked for proven records alone."""
         match self._frames.decode(frame):
             case Hello() as hello:
                 answer: Frame | None = self._hello(sender, hello)
             case Prove() as prove:
                 answer = self._prove(sender, prove)
             case Sealed() as sealed:
-                answer = self._sealed(sender, sealed, serve)
+                answer = self._refusal(sender, sealed)
+                request = self._request(sealed) if answer is None else None
+                if request is not None:
+                    reply = serve(sealed.session, request)
+                    return None if reply is None else self._frames.encode(self._seal(sealed.session, reply))
             case None:
                 return None
             case _:
@@ -102,6 +110,11 @@ class Sessions:
             self._ignored += 1
             return None
         return self._frames.encode(answer)
+
+    def reply(self, session: bytes, reply: FromProducer) -> tuple[bytes, bytes] | None:
+        """An answer that took its time, as (sender, frame); None when the session has been forgotten meanwhile."""
+        found = self._open.get(session)
+        return None if found is None else (found.sender, self._frames.encode(self._seal(session, reply)))
 
     def _hello(self, sender: bytes, hello: Hello) -> Frame:
         own = self._identity
@@ -129,10 +142,11 @@ class Sessions:
         if session is not None:
             right = session.sender == sender and session.seal.proves(Role.CONSUMER, prove.proof)
             return session.welcome if right else None
-        waiting = self._waiting.pop(prove.session, None)
-        if waiting is None:
+        waiting = self._waiting.get(prove.session)
+        if waiting is None or waiting.sender != sender:
             return Denied(prove.session, "no such challenge: it is too old, or from before a restart")
-        if waiting.sender != sender or not waiting.seal.proves(Role.CONSUMER, prove.proof):
+        del self._waiting[prove.session]
+        if not waiting.seal.proves(Role.CONSUMER, prove.proof):
             return Denied(prove.session, "the proof is wrong: both sides need the same --kv-secret-file")
         ranks = list(self._identity.me.ranks)
         mark = waiting.seal.mark(Role.PRODUCER, framed_ranks(ranks))
@@ -140,20 +154,26 @@ class Sessions:
         self._open[prove.session] = _Open(waiting.seal, sender, welcome)
         return welcome
 
-    def _sealed(self, sender: bytes, sealed: Sealed, serve: Callable[[ToProducer], FromProducer]) -> Frame | None:
+    def _refusal(self, sender: bytes, sealed: Sealed) -> Denied | None:
         session = self._open.get(sealed.session)
         if session is None:
             return Denied(sealed.session, "no such session: it is too old, or from before a restart")
         if session.sender != sender:
             return Denied(sealed.session, "the session belongs to another connection")
-        if not session.seal.marks(Role.CONSUMER, sealed.body, sealed.mark):
+        return None
+
+    def _request(self, sealed: Sealed) -> ToProducer | None:
+        """The record in a frame of an open session, when it is from its consumer."""
+        if not self._open[sealed.session].seal.marks(Role.CONSUMER, sealed.body, sealed.mark):
             return None
         request = self._requests.decode(sealed.body)
-        if request is None:
-            return None
-        self._open.move_to_end(sealed.session)
-        body = self._replies.encode(serve(request))
-        return Sealed(sealed.session, session.seal.mark(Role.PRODUCER, body), body)
+        if request is not None:
+            self._open.move_to_end(sealed.session)
+        return request
+
+    def _seal(self, session: bytes, reply: FromProducer) -> Sealed:
+        body = self._replies.encode(reply)
+        return Sealed(session, self._open[session].seal.mark(Role.PRODUCER, body), body)
 
     def _forget(self) -> None:
         """Keep both tables within their bounds: the oldest challenge and the longest idle session go first."""

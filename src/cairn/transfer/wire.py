@@ -1,7 +1,10 @@
 """The side channel: msgpack records between a consumer (D: reads pages) and a producer (P: holds them).
 
     consumer -> producer   Hello, Prove, Sealed(Claim | ContentClaim | Heartbeat | Confirm | Release)
-    producer -> consumer   Challenge, Welcome, Denied, Sealed(Granted | Refused | Alive | Confirmed | Released)
+    producer -> consumer   Challenge, Welcome, Denied,
+                           Sealed(Granted | ContentGranted | Refused | Alive | Confirmed | Released)
+
+A ContentClaim is answered when the producer's cache has been asked, everything else at once.
 
 Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
 answers a repetition as it answered the first time. A frame that is none of these, too long or cut short is dropped
@@ -21,6 +24,7 @@ from cairn.types import Pages
 
 __all__ = [
     "MAX_FRAME_BYTES",
+    "MAX_MARK_BYTES",
     "VERSION",
     "Alive",
     "Asked",
@@ -29,6 +33,7 @@ __all__ = [
     "Confirm",
     "Confirmed",
     "ContentClaim",
+    "ContentGranted",
     "Denied",
     "Frame",
     "Frames",
@@ -52,15 +57,17 @@ __all__ = [
     "unpack_pages",
 ]
 
-VERSION = 1
-"""Both sides must speak the same one. History: 1, the first."""
+VERSION = 2
+"""Both sides must speak the same one. History: 1, the first; 2, content claims are granted."""
 
 MAX_FRAME_BYTES = 4 << 20
 """No frame is larger. Room for the pages of eight million tokens."""
 
+MAX_MARK_BYTES = 32 * (1 << 15)
+"""No content claim has more marks: those of two million tokens."""
+
 _MAX_TOKENS = 1 << 26
 _MAX_PAGE_BYTES = 4 * (1 << 19)
-_MAX_MARK_BYTES = 32 * (1 << 15)
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -162,13 +169,14 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
 class ContentClaim(msgspec.Struct, frozen=True, tag="content_claim"):
     """I want what you hold of this content, for which no lease was given: `marks` are the digests of the first 64,
-    128, ... tokens, 32 bytes each; pages from token `start` on are wanted."""
+    128, ... tokens, 32 bytes each, `end` is that of one more prefix; pages from token `start` on are wanted."""
 
     claim: Nonce
     adapter: Text
-    marks: Annotated[bytes, msgspec.Meta(min_length=32, max_length=_MAX_MARK_BYTES)]
+    marks: Annotated[bytes, msgspec.Meta(min_length=32, max_length=MAX_MARK_BYTES)]
     start: Number
     checkpoint: bool
+    end: Hash | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -189,7 +197,8 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """I want nothing of the lease, or nothing more."""
+    """I want nothing of the lease, or nothing more. As long as a content claim is not granted, and its lease has no
+    nonce yet, `nonce` is the claim itself."""
 
     claim: Nonce
     request_id: Name
@@ -211,6 +220,19 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     pages: PageBytes
     checkpoint_position: Number | None
     checkpoint: PageBytes
+
+
+class ContentGranted(msgspec.Struct, frozen=True, tag="content_granted"):
+    """Answers ContentClaim: `granted.position` is at one of its marks or its end, the pages are those from its `start`
+    on. Heartbeat, Confirm and Release name the lease by `request_id` and `nonce`."""
+
+    request_id: Name
+    nonce: Nonce
+    granted: Granted
+
+    @property
+    def claim(self) -> bytes:
+        return self.granted.claim
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -240,7 +262,7 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     claim: Nonce
 
 
-FromProducer: TypeAlias = Granted | Refused | Alive | Confirmed | Released
+FromProducer: TypeAlias = Granted | ContentGranted | Refused | Alive | Confirmed | Released
 
 _TAGS: Mapping[type, Asked] = MappingProxyType(
     {

@@ -1,17 +1,15 @@
-"""One rank's reads: an order becomes byte ranges, and these become handles of at most 64 MiB."""
+"""One rank's reads: an order becomes pieces, and these become handles of at most 64 MiB."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 
-from cairn.transfer.contract import Descriptors, Link, LinkError, PullId, ReadHandle, ReadOrder, ReadState
-from cairn.types import Pages
+from cairn.transfer.contract import Descriptors, Link, LinkError, Peer, PullId, ReadHandle, ReadOrder, ReadState, Volume
+from cairn.transfer.planner import Piece, Planner
 
-__all__ = ["CHUNK_BYTES", "LinkWorker", "Planner", "whole_pages"]
+__all__ = ["CHUNK_BYTES", "LinkWorker"]
 
 CHUNK_BYTES = 64 << 20
 """Most bytes of one handle: a link may move all of them before it returns, and a cancel waits for all of them."""
@@ -19,46 +17,34 @@ CHUNK_BYTES = 64 << 20
 _HANDLES = 2
 """Handles of one read that are out at a time."""
 
-Planner: TypeAlias = Callable[[ReadOrder], Sequence[tuple[int, Descriptors]]]
-"""What to read from which of the peer's ranks."""
 
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """A piece whose bytes are on their way: `chunks` have no handle yet."""
 
-def whole_pages(rank: int, page_bytes: int) -> Planner:
-    """The planner of equal sizes: page for page, one descriptor each, from the peer's rank of the same number."""
-
-    def plan(order: ReadOrder) -> Sequence[tuple[int, Descriptors]]:
-        pairs = [(order.remote_pages, order.local_pages)]
-        if order.remote_checkpoint is not None and order.local_checkpoint is not None:
-            pairs.append((order.remote_checkpoint, order.local_checkpoint))
-        for remote, local in pairs:
-            if len(remote) != len(local):
-                raise LinkError(f"the peer gives {len(remote)} pages where {len(local)} were expected")
-        if order.peer.geometry.page_bytes != page_bytes or rank >= len(order.peer.ranks):
-            raise LinkError(
-                f"the peer has {len(order.peer.ranks)} ranks and pages of {order.peer.geometry.page_bytes} bytes; "
-                f"rank {rank} here has pages of {page_bytes} bytes"
-            )
-        return [(rank, _pages(_joined(pairs, 0), _joined(pairs, 1), page_bytes))]
-
-    return plan
-
-
-def _joined(pairs: list[tuple[Pages, Pages]], side: int) -> Pages:
-    return np.concatenate([pair[side] for pair in pairs])
-
-
-def _pages(remote: Pages, local: Pages, page_bytes: int) -> Descriptors:
-    zeros = np.zeros(len(remote), np.int64)
-    whole = np.full(len(remote), page_bytes, np.int64)
-    return Descriptors(remote.astype(np.int64), zeros, local.astype(np.int64), zeros, whole)
-
-
-@dataclass(slots=True)
-class _Read:
+    piece: Piece
     chunks: deque[tuple[str, Descriptors]]
-    peers: frozenset[str]
     handles: set[ReadHandle] = field(default_factory=set)
+
+    @property
+    def is_read(self) -> bool:
+        return not self.chunks and not self.handles
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """`pieces` have not begun. `connected`: names of the peer's ranks that were needed so far."""
+
+    peer: Peer
+    pieces: deque[Piece]
+    begun: list[_Begun] = field(default_factory=list)
+    connected: dict[int, str] = field(default_factory=dict)
     end: ReadState = ReadState.DONE
+    volume: Volume = field(default_factory=Volume)
+
+    @property
+    def num_handles(self) -> int:
+        return sum(len(begun.handles) for begun in self.begun)
 
 
 class LinkWorker:
@@ -69,21 +55,20 @@ class LinkWorker:
         self._plan = plan
         self._chunk_bytes = chunk_bytes
         self._reads: dict[PullId, _Read] = {}
+        self._volumes: dict[PullId, Volume] = {}
 
     @property
     def num_reads(self) -> int:
         return len(self._reads)
 
     def start(self, order: ReadOrder) -> None:
-        chunks: deque[tuple[str, Descriptors]] = deque()
-        for rank, descriptors in self._plan(order):
-            peer = self._link.connect(order.peer.ranks[rank])
-            chunks.extend((peer, chunk) for chunk in _chunks(descriptors, self._chunk_bytes))
-        read = _Read(chunks, frozenset(peer for peer, _ in chunks))
+        read = _Read(order.peer, deque(self._plan(order)))
         try:
-            if chunks:
-                read.handles.add(self._link.read(*chunks.popleft()))
+            self._post_next(read)
         except LinkError:
+            # Nothing is out: the first handle is the one that failed.
+            self._stop(read, ReadState.FAILED)
+            self._settle(read)
             self._forget_peers(read)
             raise
         self._reads[order.pull] = read
@@ -92,43 +77,93 @@ class LinkWorker:
         read = self._reads.get(pull)
         if read is None:
             raise AssertionError(f"pull {pull} has no read")
-        for handle in list(read.handles):
-            state = self._link.poll(handle)
-            if state is ReadState.READING:
-                continue
-            read.handles.discard(handle)
-            # Cancelled by nobody here means that the link itself has dropped the peer.
-            if state is not ReadState.DONE and read.end is ReadState.DONE:
-                self._stop(read, ReadState.FAILED)
-        self._post(read)
-        if read.handles:
+        self._look(read)
+        self._settle(read)
+        try:
+            while self._post_next(read):
+                pass
+        except LinkError:
+            self._stop(read, ReadState.FAILED)
+        self._settle(read)
+        if read.begun or read.pieces:
             return ReadState.READING
         del self._reads[pull]
         if read.end is ReadState.FAILED:
             self._forget_peers(read)
+        elif read.end is ReadState.DONE:
+            self._volumes[pull] = read.volume
         return read.end
 
+    def take_volume(self, pull: PullId) -> Volume:
+        return self._volumes.pop(pull)
+
     def cancel(self, pull: PullId) -> None:
-        if (read := self._reads.get(pull)) is not None:
+        read = self._reads.get(pull)
+        if read is not None and read.end is ReadState.DONE:
             self._stop(read, ReadState.CANCELLED)
 
-    def _post(self, read: _Read) -> None:
-        while read.chunks and len(read.handles) < _HANDLES:
-            try:
-                read.handles.add(self._link.read(*read.chunks.popleft()))
-            except LinkError:
-                self._stop(read, ReadState.FAILED)
+    def _look(self, read: _Read) -> None:
+        for begun in read.begun:
+            for handle in list(begun.handles):
+                state = self._link.poll(handle)
+                if state is ReadState.READING:
+                    continue
+                begun.handles.discard(handle)
+                # Cancelled by nobody here means that the link itself has dropped the peer.
+                if state is not ReadState.DONE and read.end is ReadState.DONE:
+                    self._stop(read, ReadState.FAILED)
+
+    def _settle(self, read: _Read) -> None:
+        """Pieces of which nothing more can arrive; what arrived of an unwanted one is worthless."""
+        for begun in [begun for begun in read.begun if begun.is_read]:
+            read.begun.remove(begun)
+            if read.end is ReadState.DONE:
+                begun.piece.land()
+            else:
+                begun.piece.drop()
+
+    def _post_next(self, read: _Read) -> bool:
+        """One handle more, if there may be one. Whether there may be another."""
+        if read.num_handles >= _HANDLES:
+            return False
+        begun = next((begun for begun in read.begun if begun.chunks), None) or self._begin_next(read)
+        if begun is None:
+            return False
+        if begun.chunks:
+            begun.handles.add(self._link.read(*begun.chunks.popleft()))
+        return True
+
+    def _begin_next(self, read: _Read) -> _Begun | None:
+        reads = read.pieces[0].begin() if read.pieces else None
+        if reads is None:
+            return None
+        begun = _Begun(read.pieces.popleft(), deque())
+        read.begun.append(begun)
+        for rank, descriptors in reads:
+            peer = self._connected(read, rank)
+            read.volume += Volume(int(descriptors.num_bytes.sum()), len(descriptors))
+            begun.chunks.extend((peer, chunk) for chunk in _chunks(descriptors, self._chunk_bytes))
+        return begun
+
+    def _connected(self, read: _Read, rank: int) -> str:
+        if rank not in read.connected:
+            read.connected[rank] = self._link.connect(read.peer.ranks[rank])
+        return read.connected[rank]
 
     def _forget_peers(self, read: _Read) -> None:
         """A link may hold a failed peer to be dead for good; forgotten, it can be connected to again."""
-        for peer in read.peers:
+        for peer in read.connected.values():
             self._link.disconnect(peer)
 
     def _stop(self, read: _Read, end: ReadState) -> None:
         read.end = end
-        read.chunks.clear()
-        for handle in read.handles:
-            self._link.cancel(handle)
+        for piece in read.pieces:
+            piece.drop()
+        read.pieces.clear()
+        for begun in read.begun:
+            begun.chunks.clear()
+            for handle in begun.handles:
+                self._link.cancel(handle)
 
 
 def _chunks(descriptors: Descriptors, chunk_bytes: int) -> list[Descriptors]:

@@ -278,6 +278,8 @@ class NixlLink:
 def _load() -> tuple[Any, Any, Any]:
     """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # With UCX's default of 1 it looks for news on TCP after every descriptor that it copies from process to process.
+    os.environ.setdefault("UCX_CMA_TX_QUOTA", "64")
     try:
         # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
         from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]

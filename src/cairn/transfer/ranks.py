@@ -1,0 +1,240 @@
+"""The reads of all ranks of a server as one: what rank 0 does, and what every other rank does.
+
+    RankedWorker (rank 0)   own LinkWorker
+        | RankChannel       StartRead, CancelRead -> ReadEnded
+    RankServant (rank r)    own Link, own LinkWorker
+
+A read is done when it is done on every rank. The first rank that fails has it cancelled on the others, and it stays
+READING until none of them can be written to any more: only then does the consumer ask for confirmation, or give pages
+back. A rank that does not answer keeps its read READING for ever. Its pull fails by its own deadline, and its pages
+stay in quarantine: no clock can say that a process which stands still will not go on and write.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from cairn.transfer.contract import Link, LinkError, PullId, ReadOrder, ReadState, Volume, WorkerSide
+from cairn.transfer.rank_channel import (
+    CancelRead,
+    Describe,
+    Described,
+    Ended,
+    FromRank,
+    RankChannel,
+    ReadEnded,
+    Serve,
+    StartRead,
+    ToRank,
+    from_rank,
+    order_of,
+    start_read,
+    to_rank,
+)
+
+__all__ = ["RankServant", "RankedWorker"]
+
+_ENDED: Mapping[ReadState, Ended] = MappingProxyType(
+    {ReadState.DONE: "done", ReadState.FAILED: "failed", ReadState.CANCELLED: "cancelled"}
+)
+
+
+_MAX_DESCRIPTIONS = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """`states`: by rank. `end`: what is said once none of them is READING. `volume`: of the ranks that are done."""
+
+    states: list[ReadState]
+    end: ReadState = ReadState.DONE
+    volume: Volume = field(default_factory=Volume)
+
+    @property
+    def is_open(self) -> bool:
+        return ReadState.READING in self.states
+
+
+class RankedWorker:
+    """A `WorkerSide` over rank 0, whose link and worker are here, and the ranks at the other ends of `channels`, in
+    order. `last_failure`: what a rank said when it could not begin. `dropped` counts frames that were no answer."""
+
+    def __init__(self, link: Link, worker: WorkerSide, channels: Sequence[RankChannel]) -> None:
+        self._link = link
+        self._worker = worker
+        self._channels = tuple(channels)
+        self._to = to_rank()
+        self._from = from_rank()
+        self._reads: dict[PullId, _Read] = {}
+        self._volumes: dict[PullId, Volume] = {}
+        self._descriptions: list[bytes | None] = [None] * len(channels)
+        self._described = False
+        self._serving = False
+        self._ignored = 0
+        self.last_failure: str | None = None
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._reads)
+
+    @property
+    def dropped(self) -> int:
+        return self._from.dropped + self._ignored
+
+    def describe(self) -> tuple[bytes, ...] | None:
+        """What the links of all ranks say of themselves, for `Peer.ranks`; None until all have answered. Call it again
+        and again; how long is the caller's affair."""
+        if not self._described:
+            self._described = True
+            self._tell(Describe())
+        self._hear()
+        known = [description for description in self._descriptions if description is not None]
+        return (self._link.describe(), *known) if len(known) == len(self._channels) else None
+
+    def serve(self, on: bool) -> None:
+        """Whether peers may be reading from here: then the other ranks make progress by themselves, and this one
+        with every call."""
+        if on is not self._serving:
+            self._serving = on
+            self._tell(Serve(on))
+        if on:
+            self._link.progress()
+
+    def start(self, order: ReadOrder) -> None:
+        if sum(map(len, order.peer.ranks)) > _MAX_DESCRIPTIONS:
+            raise LinkError(f"the peer's ranks say more than {_MAX_DESCRIPTIONS} bytes of themselves")
+        self._worker.start(order)
+        self._reads[order.pull] = _Read([ReadState.READING] * (1 + len(self._channels)))
+        self._tell(start_read(order))
+
+    def poll(self, pull: PullId) -> ReadState:
+        self._hear()
+        read = self._reads.get(pull)
+        if read is None:
+            raise AssertionError(f"pull {pull} has no read")
+        if read.states[0] is ReadState.READING:
+            self._look_at_own(pull, read)
+        if read.is_open:
+            return ReadState.READING
+        del self._reads[pull]
+        if read.end is ReadState.DONE:
+            self._volumes[pull] = read.volume
+        return read.end
+
+    def take_volume(self, pull: PullId) -> Volume:
+        return self._volumes.pop(pull)
+
+    def _look_at_own(self, pull: PullId, read: _Read) -> None:
+        state = self._worker.poll(pull)
+        if state is ReadState.DONE:
+            read.volume += self._worker.take_volume(pull)
+        self._ended(pull, 0, state)
+
+    def cancel(self, pull: PullId) -> None:
+        if (read := self._reads.get(pull)) is not None:
+            self._stop(pull, read, ReadState.CANCELLED)
+
+    def _stop(self, pull: PullId, read: _Read, end: ReadState) -> None:
+        if read.end is not ReadState.DONE:
+            return
+        read.end = end
+        if read.states[0] is ReadState.READING:
+            self._worker.cancel(pull)
+        for channel, state in zip(self._channels, read.states[1:], strict=True):
+            if state is ReadState.READING:
+                channel.send(self._to.encode(CancelRead(pull)))
+
+    def _ended(self, pull: PullId, rank: int, state: ReadState) -> None:
+        read = self._reads[pull]
+        read.states[rank] = state
+        if state in (ReadState.FAILED, ReadState.CANCELLED):
+            self._stop(pull, read, ReadState.FAILED)
+
+    def _tell(self, record: ToRank) -> None:
+        frame = self._to.encode(record)
+        for channel in self._channels:
+            channel.send(frame)
+
+    def _hear(self) -> None:
+        for rank, channel in enumerate(self._channels, 1):
+            for frame in channel.receive():
+                record = self._from.decode(frame)
+                if record is not None:
+                    self._take(rank, record)
+
+    def _take(self, rank: int, record: FromRank) -> None:
+        match record:
+            case Described(description=description):
+                self._descriptions[rank - 1] = description
+            case ReadEnded(pull=number, state=state, failure=failure, num_bytes=size, num_descriptors=count):
+                pull = PullId(number)
+                read = self._reads.get(pull)
+                if read is None or read.states[rank] is not ReadState.READING:
+                    self._ignored += 1
+                    return
+                if failure:
+                    self.last_failure = f"rank {rank}: {failure}"
+                read.volume += Volume(size, count)
+                self._ended(pull, rank, ReadState(state))
+
+
+@dataclass(slots=True, eq=False)
+class RankServant:
+    """Every rank but the first: carries out what comes by `channel`. Call `turn` whenever a frame may have come and,
+    while it is not idle, again and again. `dropped` counts frames that were no order."""
+
+    link: Link
+    worker: WorkerSide
+    channel: RankChannel
+    dropped: int = 0
+    _open: set[PullId] = field(default_factory=set, init=False)
+    _serving: bool = field(default=False, init=False)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has to be done until the next frame."""
+        return not self._open and not self._serving
+
+    def turn(self) -> None:
+        """Take the frames that are there, drive the reads, tell what has ended."""
+        orders = to_rank()
+        for frame in self.channel.receive():
+            record = orders.decode(frame)
+            if record is not None:
+                self._take(record)
+        self.dropped += orders.dropped
+        for pull in list(self._open):
+            state = self.worker.poll(pull)
+            if state is not ReadState.READING:
+                self._open.discard(pull)
+                volume = self.worker.take_volume(pull) if state is ReadState.DONE else Volume()
+                self._tell(ReadEnded(pull, _ENDED[state], "", volume.num_bytes, volume.num_descriptors))
+        if self._serving:
+            self.link.progress()
+
+    def _take(self, record: ToRank) -> None:
+        match record:
+            case StartRead():
+                self._start(record)
+            case CancelRead(pull=pull):
+                if pull in self._open:
+                    self.worker.cancel(PullId(pull))
+            case Serve(on=on):
+                self._serving = on
+            case Describe():
+                self._tell(Described(self.link.describe()))
+
+    def _start(self, record: StartRead) -> None:
+        if record.pull in self._open:
+            self.dropped += 1
+            return
+        try:
+            order = order_of(record)
+            self.worker.start(order)
+        except LinkError as error:
+            self._tell(ReadEnded(record.pull, "failed", str(error)))
+        else:
+            self._open.add(order.pull)
+
+    def _tell(self, record: FromRank) -> None:
+        self.channel.send(from_rank().encode(record))

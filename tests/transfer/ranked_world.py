@@ -1,0 +1,245 @@
+"""Two whole engines of any sizes on memory links, each with both roles, and a model's bytes that both can name.
+
+What a token is and where a rank of some size keeps it comes from `test_geometry`'s naive side, address by address.
+"""
+
+import random
+from collections import deque
+
+import numpy as np
+
+from cairn.transfer.connector import Connector
+from cairn.transfer.consumer import Consumer
+from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Offer, Peer, Region, Want
+from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.memory import MemoryFabric
+from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.planner import paired_pages
+from cairn.transfer.producer import Producer
+from cairn.transfer.rank_channel import memory_channel
+from cairn.transfer.ranks import RankedWorker, RankServant
+from cairn.transfer.sessions import Identity
+from cairn.transfer.staging import Staging, staging_pages_for
+from cairn.transfer.worker import LinkWorker
+from cairn.types import ManualClock
+from transfer import test_geometry as naive
+
+LAYOUT, SECRET = b"L" * 32, b"a secret of twenty b"
+PLAIN = ContentName()
+CANARY = 0xEE
+HEADER, UNIT_BYTES = 7, 333
+
+
+class Content:
+    """Random keys and values of the whole model, [head][run][token][byte], and states of checkpoints by position."""
+
+    def __init__(self, num_tokens: int, kv_heads: int, state_units: int, seed: int = 0):
+        self.kv_heads, self.state_units = kv_heads, state_units
+        self.values = naive.key_values(kv_heads, num_tokens, seed)
+        self.seed = seed
+
+    def file(self, side, rank: int, position: int) -> np.ndarray:
+        """One rank's bytes of the checkpoint at `position`."""
+        noise = np.random.default_rng((self.seed, position))
+        header = noise.integers(0, 254, HEADER, np.uint8)
+        states = noise.integers(0, 254, (self.state_units, UNIT_BYTES), np.uint8)
+        return naive.store_file(side, rank, header, states)
+
+
+class Rank:
+    """One rank's memory and link."""
+
+    def __init__(self, fabric, name, units, geometry, rank, num_pages, staging_pages, **worker):
+        self.num_pages, self.geometry, self.rank = num_pages, geometry, rank
+        self.memory = np.full((num_pages + staging_pages, geometry.page_bytes), CANARY, np.uint8)
+        self.link = fabric.link(name)
+        self.link.register(Region.of(self.memory))
+        self.staging = Staging(self.memory, num_pages, geometry.block_size) if staging_pages else None
+        self.worker = LinkWorker(self.link, paired_pages(units, geometry, rank, self.staging), **worker)
+
+    def store(self, content: Content, num_tokens: int, pages, files) -> None:
+        """Put the first tokens into `pages` and checkpoints into {position: pages}."""
+        values = content.values[:, :, :num_tokens]
+        if len(pages):
+            pool = naive.store_pages(self.geometry, self.rank, values, 0, pages, self.num_pages)
+            self.memory[pages] = pool[pages]
+        for position, file in files.items():
+            pool = naive.pooled(
+                content.file(self.geometry, self.rank, position), file, self.num_pages, pool_width(self)
+            )
+            self.memory[file] = pool[file]
+
+    def check_tokens(self, content: Content, start: int, end: int, pages, *, only_these=True) -> None:
+        """`pages`, which cover [start, end), hold those tokens, byte by byte; `only_these`: and no byte of others."""
+        block = self.geometry.block_size
+        heads = naive.units_of(content.kv_heads, self.geometry.tp_size, self.rank)
+        expected = np.full((self.num_pages, self.geometry.page_bytes), CANARY, np.uint8)
+        known = np.zeros_like(expected, bool)
+        for token in range(start, end):
+            for at, offset, (head, run) in naive.token_addresses(self.geometry, heads, token):
+                page = pages[at - start // block]
+                expected[page, offset : offset + naive.ROW] = content.values[head, run, token]
+                known[page, offset : offset + naive.ROW] = True
+        pages = np.asarray(pages, np.int64)
+        if only_these:
+            np.testing.assert_array_equal(self.memory[pages], expected[pages])
+        else:
+            inside = known[pages]
+            np.testing.assert_array_equal(self.memory[pages][inside], expected[pages][inside])
+
+    def check_file(self, content: Content, position: int, file) -> None:
+        expected = content.file(self.geometry, self.rank, position)
+        got = self.memory[np.asarray(file)].reshape(-1)[: len(expected)]
+        np.testing.assert_array_equal(got, expected)
+
+
+def pool_width(rank: Rank) -> int:
+    return rank.geometry.page_bytes
+
+
+class Engine:
+    """A server: ranks, the first of which owns connector, producer and consumer. `queues`: frames to other engines, by
+    port; `answers`: (port of the asker, frame)."""
+
+    def __init__(self, world, name, port, tp_size, block_size, *, num_pages=48, staging_blocks=None, max_pages=4096):
+        self.world, self.name, self.port = world, name, port
+        units = ModelUnits(world.kv_heads, naive.LAYERS, world.state_units)
+        self.geometry = naive.geometry(tp_size, block_size, world.kv_heads, world.state_units, HEADER, UNIT_BYTES)
+        extra = staging_pages_for(units, self.geometry)
+        if staging_blocks is not None:
+            extra = staging_blocks * -(-128 // block_size)
+        self.num_pages = num_pages
+        self.ranks = [
+            Rank(world.fabric, f"{name}-{rank}", units, self.geometry, rank, num_pages, extra)
+            for rank in range(tp_size)
+        ]
+        self.channels = [memory_channel() for _ in range(tp_size - 1)]
+        self.servants = [
+            RankServant(rank.link, rank.worker, far)
+            for rank, (_, far) in zip(self.ranks[1:], self.channels, strict=True)
+        ]
+        self.running = set(range(tp_size))
+        first = self.ranks[0]
+        self.worker = RankedWorker(first.link, first.worker, [near for near, _ in self.channels])
+        assert (self.worker.describe() is None) == (tp_size > 1)
+        for servant in self.servants:
+            servant.turn()
+        identity = Identity(Peer(name, self.geometry, self.worker.describe()), LAYOUT, SECRET)
+        self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), world.clock, world.rng.randbytes)
+        policy = PeerPolicy()
+        self.consumer = Consumer(identity, policy, self.worker, world.clock, world.rng.randbytes, self._send)
+        self.connector = Connector(self.producer, self.consumer)
+        self.outgoing: deque[tuple[int, bytes]] = deque()
+
+    def _send(self, address, frame) -> None:
+        assert address[0] == "127.0.0.1"
+        self.outgoing.append((address[1], frame))
+
+    def turn(self):
+        """What the owner thread and the other ranks do once; returns the events."""
+        self.worker.serve(self.connector.is_serving)
+        events = self.connector.events()
+        for rank, servant in enumerate(self.servants, 1):
+            if rank in self.running:
+                servant.turn()
+        for sender, frame in self.producer.take_frames():
+            self.world.answers.append((self.port, int(sender), frame))
+        return events
+
+    def pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.geometry.block_size)
+
+    @property
+    def pages_per_file(self) -> int:
+        return -(-(HEADER + self.geometry.state_bytes) // self.geometry.page_bytes)
+
+    def store(self, content, num_tokens, pages, files) -> None:
+        for rank in self.ranks:
+            rank.store(content, num_tokens, np.asarray(pages, np.int32), files)
+
+
+class World:
+    """Engine `p` listens at port 1, `d` at port 2. `kv_heads` and `state_units` count the whole model; `sides` go to
+    both engines, the rest to the memory fabric, unless `links` makes others."""
+
+    def __init__(self, p=(1, 16), d=(1, 16), *, kv_heads=4, state_units=4, seed=0, sides=None, links=None, **fabric):
+        self.rng = random.Random(seed)
+        self.clock = ManualClock()
+        self.fabric = links or MemoryFabric(**fabric)
+        self.kv_heads, self.state_units = kv_heads, state_units
+        self.p = Engine(self, "p", 1, *p, **(sides or {}))
+        self.d = Engine(self, "d", 2, *d, **(sides or {}))
+        self.engines = {1: self.p, 2: self.d}
+        self.answers: deque[tuple[int, int, bytes]] = deque()
+
+    def deliver(self) -> None:
+        """All frames that are under way, and what they give rise to."""
+        while self.answers or any(engine.outgoing for engine in self.engines.values()):
+            for engine in self.engines.values():
+                while engine.outgoing:
+                    port, frame = engine.outgoing.popleft()
+                    answer = self.engines[port].producer.receive(b"%d" % engine.port, frame)
+                    if answer is not None:
+                        self.answers.append((port, engine.port, answer))
+            while self.answers:
+                source, asker, frame = self.answers.popleft()
+                self.engines[asker].consumer.receive(("127.0.0.1", source), frame)
+
+    def run(self, rounds=60, *, until=None):
+        """Events of both engines by name, until there are `until` of d or the rounds are over."""
+        events = {"p": [], "d": []}
+        for _ in range(rounds):
+            for engine in self.engines.values():
+                events[engine.name] += engine.turn()
+            self.deliver()
+            if until is not None and len(events["d"]) >= until:
+                break
+        return events
+
+    def content(self, num_tokens, seed=0) -> Content:
+        return Content(num_tokens, self.kv_heads, self.state_units, seed)
+
+    def some_pages(self, engine: Engine, count: int) -> np.ndarray:
+        return np.array(self.rng.sample(range(engine.num_pages), count), np.int32)
+
+
+def offer_of(engine, content, keys, pages, files, *, request_id="cmpl-1", name=PLAIN) -> Offer:
+    """Store the bytes and say what there is. `files`: {position: pages}."""
+    files = {position: np.asarray(file, np.int32) for position, file in files.items()}
+    engine.store(content, len(keys), pages, files)
+    held = tuple(HeldCheckpoint(position, file) for position, file in files.items())
+    return Offer(request_id, name, keys, np.asarray(pages, np.int32), held)
+
+
+def want_of(reference, engine, keys, pages, *, start=0, checkpoint=None, release_only=False) -> Want:
+    request_id, _, nonce = reference.rpartition("~")
+    return Want(
+        request_id,
+        bytes.fromhex(nonce),
+        engine.name,
+        "127.0.0.1",
+        engine.port,
+        PLAIN,
+        keys,
+        start,
+        np.asarray(pages, np.int32),
+        None if checkpoint is None else np.asarray(checkpoint, np.int32),
+        release_only,
+    )
+
+
+def content_want_of(engine, keys, pages, *, start=0, checkpoint=None, name=PLAIN) -> ContentWant:
+    file = None if checkpoint is None else np.asarray(checkpoint, np.int32)
+    return ContentWant(
+        "cmpl-2", engine.name, "127.0.0.1", engine.port, name, keys, start, np.asarray(pages, np.int32), file
+    )
+
+
+def moves(engine):
+    """(rank, remote page, remote offset, bytes) of what has landed at an engine."""
+    return [
+        (rank.rank, move.remote_page, move.remote_offset, move.num_bytes)
+        for rank in engine.ranks
+        for move in rank.link.moved
+    ]
