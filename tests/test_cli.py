@@ -26,7 +26,7 @@ class Serving:
 
     def __init__(self, model, *flags, wait=True):
         command = [sys.executable, "-c", FAKE_CAIRN, "serve", model, "--port", "0", *flags]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "VLLM_"))}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
         self._lines = []
         self._reader = threading.Thread(target=lambda: self._lines.extend(iter(self.process.stderr.readline, "")))
@@ -93,6 +93,17 @@ def test_serving_and_draining(serving):
     assert not core.is_running()
     assert "--trust-remote-code is ignored" in server.log and "--enforce-eager has no effect" in server.log
     assert "bytes per token" in server.log and "the smallest prefix that can be hit" in server.log
+
+
+def test_a_server_that_takes_part_in_transfers_says_where(serving):
+    config = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+    server = serving("fake", "--kv-transfer-config", config, "--tensor-parallel-size", "2", "--block-size", "128")
+    answer = server.ask(kv_transfer_params={"do_remote_decode": True}).json()
+    assert answer["kv_transfer_params"]["remote_port"] == 5600 and answer["kv_transfer_params"]["tp_size"] == 2
+    assert "other servers ask for pages at localhost:5600" in server.log
+    assert "tensor parallel over 2 processes" in server.log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
 
 
 def test_the_cores_death_is_exit_code_1(serving):
@@ -163,6 +174,8 @@ def test_a_port_that_is_taken():
         (["serve", "m", "--host", "no.such.host.invalid"], "--host no.such.host.invalid cannot be used"),
         (["serve", "m", "--tensor-parallel", "2"], "unrecognized arguments: --tensor-parallel"),
         (["serve", "m", "--port"], "--port: expected one argument"),
+        (["serve", "m", "--kv-peer-allowlist", ""], "--kv-peer-allowlist: must not be empty"),
+        (["serve", "m", "--tensor-parallel-size", "0"], "--tensor-parallel-size: should be greater"),
         (["bake"], "invalid choice: 'bake'"),
         ([], "required: COMMAND"),
         (["make-model", "nemotron_h", "out", "--size", "huge"], "--size: invalid choice: 'huge'"),

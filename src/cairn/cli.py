@@ -5,6 +5,7 @@ Heavy imports wait until their command is chosen: `cairn --help` needs neither t
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import signal
 import sys
@@ -18,7 +19,7 @@ from cairn.errors import CairnError, ConfigError, ModelError
 if TYPE_CHECKING:
     from pydantic_settings import CliSettingsSource
 
-    from cairn.engine.contract import EngineConfig, KvEventsConfig, TextTokenizer
+    from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, TextTokenizer
     from cairn.proxy.options import ProxyOptions
     from cairn.proxy.run import ProxyServer
     from cairn.proxy_settings import ProxySettings
@@ -179,17 +180,49 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         exact=settings.exact,
         seed=settings.seed,
         kv_events=_kv_events(settings),
+        kv_transfer=_kv_transfer(settings),
+        tensor_parallel_size=settings.tensor_parallel_size,
     )
 
 
 def _kv_events(settings: "ServeSettings") -> "KvEventsConfig | None":
     from cairn.engine.contract import KvEventsConfig
-    from cairn.settings import kv_events_settings
+    from cairn.kv_settings import kv_events_settings
 
-    asked = kv_events_settings(settings)
+    asked = kv_events_settings(settings.kv_events_config)
     if asked is None:
         return None
     return KvEventsConfig(**asked.model_dump(exclude={"enable_kv_cache_events", "publisher"}))
+
+
+def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
+    from cairn.engine.contract import KvTransferConfig
+    from cairn.kv_settings import check_secret_file, kv_transfer_settings, peer_names, side_channel
+    from cairn.transfer.peers import PeerPolicy, is_loopback
+
+    asked = kv_transfer_settings(settings.kv_transfer_config)
+    if asked is None:
+        return None
+    channel, secret, peers = side_channel(), settings.kv_secret_file, peer_names(settings.kv_peer_allowlist)
+    PeerPolicy(peers, has_secret=secret is not None)
+    if secret is not None:
+        check_secret_file(secret)
+    elif not is_loopback(channel.host):
+        raise ConfigError(
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST: {channel.host} is not loopback, and whoever may connect can read and write "
+            "this server's memory: give all servers the same --kv-secret-file"
+        )
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError("--kv-transfer-config: needs NIXL, which is not installed: pip install 'cairn-serve[nixl]'")
+    return KvTransferConfig(
+        host=channel.host,
+        port=channel.port,
+        secret_file=None if secret is None else str(secret),
+        peers=peers,
+        on_failure=asked.kv_load_failure_policy,
+        lease_seconds=asked.kv_connector_extra_config.lease_seconds,
+        lease_share=asked.kv_connector_extra_config.lease_share,
+    )
 
 
 def server_options(settings: "ServeSettings") -> "ServerOptions":
@@ -288,6 +321,11 @@ def _warn(settings: "ServeSettings") -> None:
     for name in ("gpu_memory_utilization", "enforce_eager"):
         if name in settings.model_fields_set:
             logger.info("--%s has no effect: see `cairn serve --help`", name.replace("_", "-"))
+    for name in ("kv_secret_file", "kv_peer_allowlist"):
+        if settings.kv_transfer_config is None and name in settings.model_fields_set:
+            logger.warning("--%s has no effect without --kv-transfer-config", name.replace("_", "-"))
+    if settings.kv_transfer_config is not None and settings.kv_peer_allowlist and settings.kv_secret_file is None:
+        logger.warning("--kv-peer-allowlist has no effect without --kv-secret-file: only loopback peers are allowed")
 
 
 def _load_tokenizer(folder: str) -> "TextTokenizer":

@@ -4,6 +4,7 @@ A flag wins over an environment variable, that over the file, and that over the 
 the meaning is the same.
 """
 
+import json
 import os
 import re
 from argparse import ArgumentParser, Namespace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
@@ -26,10 +27,8 @@ from cairn.errors import ConfigError
 
 __all__ = [
     "ENV_PREFIX",
-    "KvEventsSettings",
     "ServeSettings",
     "add_flags",
-    "kv_events_settings",
     "load_settings",
     "parse_size",
     "size_in_bytes",
@@ -40,6 +39,7 @@ ENV_PREFIX = "CAIRN_"
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _MAX_COUNT = 1 << 24
 _MAX_BYTES = 1 << 50
+_MAX_PEERS_TEXT = 1 << 16
 
 
 def size_in_bytes(value: Any) -> Any:
@@ -59,23 +59,12 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is no size: write it as 512MiB, 1.5GB, 1e9 or plain bytes") from error
 
 
+def _list_as_text(value: Any) -> Any:
+    """What YAML gives as a list, as a flag would have it."""
+    return json.dumps(value) if isinstance(value, list) else value
+
+
 Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
-
-
-class KvEventsSettings(BaseModel):
-    """What --kv-events-config may say, in vLLM's words, and `encoding` besides."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    enable_kv_cache_events: bool = True
-    publisher: Literal["zmq", "null"] = "zmq"
-    endpoint: str = Field("tcp://127.0.0.1:5557", max_length=256)
-    replay_endpoint: str | None = Field(None, max_length=256)
-    topic: str = Field("", max_length=256)
-    buffer_steps: int = Field(10_000, ge=1, le=1_000_000)
-    hwm: int = Field(100_000, ge=1, le=1_000_000)
-    max_queue_size: int = Field(100_000, ge=1, le=1_000_000)
-    encoding: Literal["map", "array"] = "map"
 
 
 class ServeSettings(BaseSettings):
@@ -130,8 +119,20 @@ class ServeSettings(BaseSettings):
     max_body_bytes: Bytes = Field(ByteSize(16 << 20), description="largest request body", validate_default=False)
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     config: Path | None = Field(None, description="YAML file with settings, named like the flags")
-    tensor_parallel_size: int = Field(1, description="only 1 yet", ge=1, le=1024)
-    kv_transfer_config: str | None = Field(None, description="not supported yet")
+    tensor_parallel_size: int = Field(
+        1, description="processes that the model's heads are divided among; must divide them", ge=1, le=1024
+    )
+    kv_transfer_config: str | None = Field(
+        None, description='JSON, as vLLM\'s: {"kv_connector": "NixlConnector", "kv_role": "kv_both", ...}'
+    )
+    kv_secret_file: Path | None = Field(
+        None, description="file with a secret that servers must share to exchange pages; without it only on loopback"
+    )
+    kv_peer_allowlist: Annotated[str, BeforeValidator(_list_as_text)] | None = Field(
+        None,
+        description="hosts, addresses and networks that pages may be fetched from: a,b or a JSON list",
+        max_length=_MAX_PEERS_TEXT,
+    )
     kv_events_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", ...}'
     )
@@ -190,29 +191,9 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
     return settings
 
 
-def kv_events_settings(settings: ServeSettings) -> KvEventsSettings | None:
-    """What --kv-events-config asks for; None if it is not given, or switched off in itself.
-
-    Raises ConfigError that names the key.
-    """
-    if settings.kv_events_config is None:
-        return None
-    try:
-        events = KvEventsSettings.model_validate_json(settings.kv_events_config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the JSON"
-        raise ConfigError(f"--kv-events-config: {where}: {first['msg']}") from None
-    return events if events.enable_kv_cache_events and events.publisher == "zmq" else None
-
-
 def _refuse_what_is_missing(settings: ServeSettings) -> None:
     if not settings.model:
         raise ConfigError("MODEL is missing: name the checkpoint's folder, as in `cairn serve ./my-model`")
-    if settings.tensor_parallel_size > 1:
-        raise ConfigError("--tensor-parallel-size: only 1 is supported yet; leave it out")
-    if settings.kv_transfer_config is not None:
-        raise ConfigError("--kv-transfer-config: prefill/decode transfer is not supported yet; leave it out")
     if settings.disable_hybrid_kv_cache_manager:
         raise ConfigError("--disable-hybrid-kv-cache-manager: the cache is always a hybrid one; leave it out")
 

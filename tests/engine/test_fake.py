@@ -1,9 +1,11 @@
-"""The core in memory behaves like one: batching, stops, cache reports and bounds."""
+"""The core in memory behaves like one: batching, stops, cache reports, transfers and bounds."""
+
+import json
 
 import numpy as np
 import pytest
 
-from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.contract import EngineConfig, GenerateRequest, KvTransferConfig, TransferReport
 from cairn.engine.fake import FakeCore, FakeFaults, build_fake_core
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FakeTokenizer
 from cairn.errors import ConfigError, InvalidRequest, Overloaded
@@ -128,3 +130,69 @@ def test_a_pause_can_be_ended():
     assert [len(fake.step()) for _ in range(3)] == [1, 0, 0]
     fake.resume()
     assert fake.step()[0].text == "b"
+
+
+TAKES_PART = KvTransferConfig(port=5601)
+ASKS_FOR_DECODE = b'{"do_remote_decode": true}'
+
+
+def handed_over(text="hello", **config):
+    """What a core hands over for a prompt."""
+    _, last = answer(core(kv_transfer=TAKES_PART, **config), request(text, kv_transfer_params=ASKS_FOR_DECODE))
+    return json.loads(last.kv_transfer_params)
+
+
+def test_a_prompt_that_is_handed_over():
+    params = handed_over(block_size=2, tensor_parallel_size=4)
+    assert params.pop("remote_request_id").startswith("r~")
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[0, 1, 2]],
+        "remote_engine_id": "fake-engine",
+        "remote_host": "localhost",
+        "remote_port": 5601,
+        "tp_size": 4,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": 5,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+def test_a_prompt_that_arrives():
+    fake = core(kv_transfer=TAKES_PART, block_size=2)
+    text, last = answer(fake, request("hello", kv_transfer_params=json.dumps(handed_over()).encode()))
+    assert text == "hello" and last.transfer == TransferReport(seconds=0.001, num_bytes=40, num_descriptors=3)
+    assert (last.cache.cached_tokens, last.cache.received_tokens, last.cache.computed_tokens) == (0, 5, 0)
+    assert (last.cache.prefill_cached_tokens, last.cache.reason) == (0, "none")
+    assert json.loads(last.kv_transfer_params) == {
+        "cairn_decode_hint": {"engine": "fake-engine", "host": "localhost", "port": 5601}
+    }
+    stats = fake.stats()
+    assert (stats.external_prefix_cache_queries, stats.external_prefix_cache_hits, stats.failed_transfers) == (5, 5, 0)
+    _, last = answer(fake, request("hello", kv_transfer_params=json.dumps(handed_over()).encode()))
+    assert (last.cache.cached_tokens, last.cache.received_tokens, last.transfer) == (5, 0, None)
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+def test_a_prompt_that_does_not_arrive(on_failure):
+    fake = core(FakeFaults(lose_transfers=True), kv_transfer=KvTransferConfig(on_failure=on_failure))
+    text, last = answer(fake, request("hello", kv_transfer_params=json.dumps(handed_over()).encode()))
+    if on_failure == "recompute":
+        assert (text, last.cache.reason, last.cache.computed_tokens) == ("hello", "remote_failed", 5)
+        assert last.cache.prefill_cached_tokens is None
+    else:
+        assert (text, last.finish_reason, last.status) == ("", "error", 502) and "did not arrive" in last.error
+    stats = fake.stats()
+    assert (stats.external_prefix_cache_hits, stats.failed_transfers, stats.num_running) == (0, 1, 0)
+
+
+def test_an_ordinary_request_hands_nothing_over():
+    for params in (None, b"null", b"{}", b'{"do_remote_decode": false}'):
+        _, last = answer(core(kv_transfer=TAKES_PART), request(kv_transfer_params=params))
+        assert last.kv_transfer_params is None and last.transfer is None
+    with pytest.raises(InvalidRequest, match="takes no part"):
+        core().submit(request(kv_transfer_params=ASKS_FOR_DECODE))

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from cairn.engine.contract import EngineConfig, EngineStats, GenerateOutput, GenerateRequest
+from cairn.engine.contract import (
+    CacheReport,
+    EngineConfig,
+    EngineStats,
+    GenerateOutput,
+    GenerateRequest,
+    KvTransferConfig,
+    TransferReport,
+)
 from cairn.engine.fake import build_fake_core
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
@@ -22,6 +30,7 @@ from cairn.engine.wire import (
     frames_from_core,
     frames_to_core,
     key_tokens,
+    transfer_params,
 )
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded
 
@@ -35,6 +44,7 @@ def request(**fields):
     "message",
     [
         Submit(request(stop=["a", "ü"], seed=-(2**63), boundaries=[2, 5], cache_salt="s", temperature=0.5)),
+        Submit(request(kv_transfer_params=b'{"do_remote_decode":true}')),
         Abort("r"),
         StatsQuery(7),
         Shutdown(),
@@ -51,6 +61,25 @@ def test_messages_to_the_core_survive(message):
         Ready(build_fake_core(EngineConfig(model="fake")).info),
         Refused("model", "no config.json"),
         Outputs([GenerateOutput(request_id="r", token_ids=[1], text="x", finish_reason="stop", stop_reason=3)]),
+        Outputs(
+            [
+                GenerateOutput(
+                    request_id="r",
+                    finish_reason="length",
+                    cache=CacheReport(
+                        prompt_tokens=9,
+                        matched_tokens=4,
+                        cached_tokens=3,
+                        computed_tokens=0,
+                        reason="none",
+                        received_tokens=6,
+                        prefill_cached_tokens=5,
+                    ),
+                    kv_transfer_params=b'{"cairn_decode_hint":null}',
+                    transfer=TransferReport(seconds=0.25, num_bytes=1 << 40, num_descriptors=3),
+                )
+            ]
+        ),
         Refusal("r", "overloaded", "full", None),
         StatsReply(7, EngineStats(reasons={"none": 2})),
         Fatal("bug"),
@@ -62,7 +91,10 @@ def test_messages_from_the_core_survive(message):
 
 
 def test_the_configuration_survives():
-    config = EngineConfig(model="m", block_size=32, exact=True, max_model_len=77)
+    transfer = KvTransferConfig(host="::1", port=0, secret_file="/s", peers=("a", "10.0.0.0/8"), on_failure="fail")
+    config = EngineConfig(
+        model="m", block_size=32, exact=True, max_model_len=77, kv_transfer=transfer, tensor_parallel_size=4
+    )
     frames = config_frames()
     assert frames.decode(frames.encode(config)) == config
 
@@ -112,12 +144,27 @@ def test_text_that_is_no_unicode_is_refused_where_it_is_made():
         ({"stop": ["x"] * 1025}, "stop"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"boundaries": [1] * 65537}, "boundaries"),
+        ({"kv_transfer_params": b" " * ((4 << 20) + 1)}, "kv_transfer_params"),
     ],
 )
 def test_a_request_is_held_to_its_bounds(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         check_request(request(**fields))
     assert caught.value.param == param
+
+
+def test_transfer_params_are_read():
+    assert transfer_params(request()) is None
+    assert transfer_params(request(kv_transfer_params=b'{"a":[1,null]}')) == {"a": [1, None]}
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b'"\\ud800"', b'"\xff"', b"NaN", b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000]
+)
+def test_transfer_params_that_cannot_be_read(text):
+    with pytest.raises(InvalidRequest) as caught:
+        transfer_params(request(kv_transfer_params=text))
+    assert caught.value.param == "kv_transfer_params"
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("a", "p"), NotFound("b", "model"), Overloaded("c")])

@@ -8,8 +8,9 @@ import time
 import httpx
 import openai
 import pytest
+import uvicorn
 
-from cairn.engine.contract import EngineConfig
+from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.engine.fake import build_fake_core
 from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.engine.local import LocalEngine
@@ -18,10 +19,14 @@ from cairn.server.run import HttpServer
 
 
 class RunningServer:
-    """HttpServer in a thread of its own. `core` is the FakeCore inside, `code` the exit code once it has ended."""
+    """HttpServer in a thread of its own. `core` is the FakeCore inside, `code` the exit code once it has ended.
+
+    `requests`: all that the core has been asked, in order.
+    """
 
     def __init__(self, options=None, tokenizer=None, **config):
         self.core = None
+        self.requests = []
         self.code = None
         self.port = None
         self._config = EngineConfig(**({"model": "fake"} | config))
@@ -77,6 +82,8 @@ class RunningServer:
     async def _run(self):
         def build(config):
             self.core = build_fake_core(config)
+            take = self.core.submit
+            self.core.submit = lambda request: (self.requests.append(request), take(request))[1]
             return self.core
 
         self._loop = asyncio.get_running_loop()
@@ -111,3 +118,49 @@ def server():
     yield running
     running.drain()
     assert running.join() == 0
+
+
+@pytest.fixture(scope="session")
+def transfer_server():
+    """One server that takes part in transfers. Its tests speak HTTP only, so any engine may be behind it."""
+    running = RunningServer(kv_transfer=KvTransferConfig())
+    yield running
+    running.drain()
+    assert running.join() == 0
+
+
+class RunningApp:
+    """Any ASGI application on a free loopback port, in a thread of its own."""
+
+    def __init__(self, app):
+        config = uvicorn.Config(app, port=0, log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline and self._thread.is_alive(), "the application did not start"
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self.http = httpx.Client(base_url=self.url, timeout=10, verify=False)
+
+    def end(self):
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(15)
+        assert not self._thread.is_alive(), "the application did not end"
+
+
+@pytest.fixture
+def run_app():
+    """Run applications in front of servers; they are ended with the test."""
+    running = []
+
+    def start(app):
+        running.append(RunningApp(app))
+        return running[-1]
+
+    yield start
+    for app in running:
+        app.end()

@@ -115,6 +115,9 @@ def test_no_prompt(server):
         ("request_id", "x" * 129),
         ("request_id", "a\nb"),
         ("return_token_ids", 1),
+        ("kv_transfer_params", []),
+        ("kv_transfer_params", "{}"),
+        ("kv_transfer_params", True),
         ("model", 5),
     ],
 )
@@ -122,6 +125,13 @@ def test_no_prompt(server):
 def test_fields_out_of_range_or_of_a_wrong_type(server, path, body, field, value):
     error = refused(server.post(path, body | {field: value}))
     assert error["param"].startswith(field) and field in error["message"]
+
+
+@pytest.mark.parametrize("field", ["temperature", "stop", "kv_transfer_params", "return_token_ids", "tools"])
+@pytest.mark.parametrize("depth", [50, 500, 900, 980, 100_000])
+def test_nesting_is_no_crash(server, field, depth):
+    body = f'{{"prompt": "x", "{field}": {"[" * depth}{"]" * depth}}}'
+    refused(server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}))
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -157,7 +167,6 @@ def test_numbers_that_are_none(server, literal):
         ("chat_template_kwargs", {"tokenize": True}),
         ("continue_final_message", True),
         ("prompt_embeds", "AAAA"),
-        ("kv_transfer_params", {"do_remote_prefill": True}),
         ("truncate_prompt_tokens", 5),
         ("use_beam_search", True),
     ],

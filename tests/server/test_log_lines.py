@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
 from cairn.engine.fake import build_fake_core
 from cairn.server.log_lines import ThroughputLine, start_lines
 
@@ -14,6 +14,8 @@ def test_the_throughput_line_has_the_words_that_people_look_for():
         generation_tokens=50,
         prefix_cache_queries=2000,
         prefix_cache_hits=500,
+        external_prefix_cache_queries=800,
+        external_prefix_cache_hits=600,
         num_running=2,
         num_waiting=1,
         num_pages=200,
@@ -22,7 +24,7 @@ def test_the_throughput_line_has_the_words_that_people_look_for():
     assert line.update(stats, 110.0) == (
         "Avg prompt throughput: 200.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
         "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 12.5%, Prefix cache hit rate: 25.0%, "
-        "External prefix cache hit rate: 0.0%"
+        "External prefix cache hit rate: 75.0%"
     )
 
 
@@ -37,11 +39,27 @@ def test_it_is_silent_while_nothing_happens():
     assert line.update(idle, 40.0) is None
 
 
-def test_the_hit_rate_is_of_late():
+def test_the_hit_rates_are_of_late():
     line = ThroughputLine(0.0)
-    line.update(EngineStats(prompt_tokens=100, prefix_cache_queries=100), 10.0)
-    later = EngineStats(prompt_tokens=200, prefix_cache_queries=200, prefix_cache_hits=80)
-    assert "Prefix cache hit rate: 80.0%" in line.update(later, 20.0)
+    first = EngineStats(
+        prompt_tokens=100,
+        prefix_cache_queries=100,
+        prefix_cache_hits=10,
+        external_prefix_cache_queries=100,
+        external_prefix_cache_hits=10,
+    )
+    line.update(first, 10.0)
+    later = EngineStats(
+        prompt_tokens=200,
+        prefix_cache_queries=200,
+        prefix_cache_hits=90,
+        external_prefix_cache_queries=120,
+        external_prefix_cache_hits=19,
+    )
+    said = line.update(later, 20.0)
+    assert "Prefix cache hit rate: 80.0%" in said and "External prefix cache hit rate: 45.0%" in said
+    nobody_asked = msgspec.structs.replace(later, prompt_tokens=201)
+    assert "External prefix cache hit rate: 45.0%" in line.update(nobody_asked, 30.0)
 
 
 def test_the_start_lines_say_what_the_pool_holds():
@@ -60,3 +78,11 @@ def test_the_start_lines_of_other_models():
     info = build_fake_core(EngineConfig(model="fake", enable_prefix_caching=False)).info
     text = "\n".join(start_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))
     assert "no attention layers" in text and "no recurrent state" in text and "prefix caching is off" in text
+
+
+def test_the_start_lines_of_a_server_that_takes_part_in_transfers():
+    plain = "\n".join(start_lines(build_fake_core(EngineConfig(model="fake")).info))
+    assert "transfers" not in plain and "tensor parallel" not in plain
+    config = EngineConfig(model="fake", kv_transfer=KvTransferConfig(port=5601), tensor_parallel_size=4)
+    text = "\n".join(start_lines(build_fake_core(config).info))
+    assert "other servers ask for pages at localhost:5601" in text and "tensor parallel over 4 processes" in text

@@ -35,6 +35,8 @@ def test_the_second_time_says_what_was_cached(server):
         "cached_tokens": 0,
         "computed_tokens": 10,
         "reason": "never_seen",
+        "received_tokens": 0,
+        "prefill_cached_tokens": None,
     }
     assert second.usage.prompt_tokens_details.cached_tokens == 10
     assert second.model_extra["cairn"]["cache"]["reason"] == "none"

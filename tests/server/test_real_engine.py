@@ -110,6 +110,8 @@ def test_a_second_identical_prompt_is_all_cached_and_runs_no_forward_pass(served
         "cached_tokens": 777,
         "computed_tokens": 0,
         "reason": "none",
+        "received_tokens": 0,
+        "prefill_cached_tokens": None,
     }
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
 

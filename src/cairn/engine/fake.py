@@ -1,7 +1,8 @@
 """An engine core in memory: no model, no torch, the same behaviour every time.
 
 For tests of everything above the core, and for trying the HTTP surface. The answer to a prompt is the prompt: its byte
-tokens one by one, then end-of-sequence, and with `ignore_eos` all over again.
+tokens one by one, then end-of-sequence, and with `ignore_eos` all over again. Requests for transfers are read as a
+real engine reads them, and answered in its form: see `fake_transfer`.
 """
 
 import os
@@ -9,7 +10,7 @@ import signal
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -20,16 +21,17 @@ from cairn.engine.contract import (
     EngineConfig,
     EngineInfo,
     EngineStats,
-    FinishReason,
     GenerateOutput,
     GenerateRequest,
-    TextStream,
     Timings,
 )
+from cairn.engine.fake_answer import FakeAnswer
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
+from cairn.engine.fake_transfer import FakeTransfers, RemoteRole
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, ConfigError, InvalidRequest, ModelError, Overloaded
+from cairn.transfer.params import RemotePrefill
 from cairn.types import Clock, Keys, SystemClock
 
 __all__ = ["FakeCore", "FakeFaults", "build_fake_core"]
@@ -37,6 +39,7 @@ __all__ = ["FakeCore", "FakeFaults", "build_fake_core"]
 _BYTES_PER_TOKEN = 8
 _REMEMBERED_PATHS = 64
 _PAUSED_SECONDS = 0.002
+_LOST_STATUS = 502
 
 
 class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,7 @@ class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
     `refuse`, `crash`: building fails, with ModelError or a bug. `build_seconds`: building takes this long.
     `pause_after`: every answer stops growing after that many tokens. `fail_at_step`: the step raises.
     `die_at_step`: the process is killed. `stall_at_step`: the step takes `stall_seconds`. `bad_audit`: `idle` raises.
+    `lose_transfers`: nothing ever arrives from another server.
     """
 
     refuse: bool = False
@@ -56,6 +60,7 @@ class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
     stall_at_step: int | None = None
     stall_seconds: float = 0.0
     bad_audit: bool = False
+    lose_transfers: bool = False
 
     @classmethod
     def parse(cls, model: str) -> "FakeFaults":
@@ -66,50 +71,6 @@ class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"the fake model {model!r} has a fault that cannot be read: {error}") from error
-
-
-@dataclass(slots=True)
-class _Answer:
-    """One request being echoed."""
-
-    request: GenerateRequest
-    keys: Keys
-    source: list[int]
-    cached_tokens: int
-    room: int
-    stream: TextStream
-    stops: StopStrings
-    submitted: float
-    started: float = 0.0
-    first: float = 0.0
-    num_tokens: int = 0
-
-    def advance(self) -> GenerateOutput:
-        """One more token; timings and cache report are the core's to add."""
-        token = self.source[self.num_tokens % len(self.source)]
-        self.num_tokens += 1
-        text, stop_string = self.stops.push(self.stream.push(token))
-        finish, reason = self._finish(token, stop_string)
-        if finish is not None and stop_string is None:
-            text += self.stops.finish() + self.stream.finish()
-        return GenerateOutput(
-            request_id=self.request.request_id,
-            token_ids=[token],
-            text=text,
-            finish_reason=finish,
-            stop_reason=reason,
-        )
-
-    def _finish(self, token: int, stop_string: str | None) -> tuple[FinishReason | None, str | int | None]:
-        if stop_string is not None:
-            return "stop", stop_string
-        if token in self.request.stop_token_ids:
-            return "stop", token
-        if token == END_OF_SEQUENCE and not self.request.ignore_eos:
-            return "stop", None
-        if self.num_tokens >= min(self.room, self.request.max_tokens or self.room):
-            return "length", None
-        return None, None
 
 
 class FakeCore:
@@ -126,9 +87,10 @@ class FakeCore:
         self._faults = faults or FakeFaults()
         self._clock = clock or SystemClock()
         self._sleep = sleep
-        self._info = _fake_info(config)
-        self._waiting: deque[_Answer] = deque()
-        self._running: dict[str, _Answer] = {}
+        self._transfers = FakeTransfers(config, _BYTES_PER_TOKEN)
+        self._info = _fake_info(config, self._transfers.side_channel)
+        self._waiting: deque[FakeAnswer] = deque()
+        self._running: dict[str, FakeAnswer] = {}
         self._paths: OrderedDict[tuple[str | None, bytes], None] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -152,23 +114,37 @@ class FakeCore:
             raise InvalidRequest(f"prompt[{wrong[0]}] is no token id of this model", "prompt")
         if len(self._waiting) >= self._config.max_waiting:
             raise Overloaded(f"{len(self._waiting)} requests are waiting already: try again later")
+        role = self._transfers.role_of(request)
+        cached = self._look_up(request.cache_salt, keys)
+        received = self._receive(role, len(keys) - cached)
         echo = [token for token in keys.tolist() if token < END_OF_SEQUENCE]
-        answer = _Answer(
+        answer = FakeAnswer(
             request=request,
             keys=keys,
             source=[*echo, END_OF_SEQUENCE],
-            cached_tokens=self._look_up(request.cache_salt, keys),
+            cached_tokens=cached,
+            received_tokens=received,
+            role=role,
             room=info.max_model_len - len(keys),
             stream=FakeTokenizer().stream(),
             stops=StopStrings(request.stop),
             submitted=self._clock.now(),
         )
         self._waiting.append(answer)
-        self._counts.update(prefix_cache_queries=len(keys), prefix_cache_hits=answer.cached_tokens)
+        self._counts.update(prefix_cache_queries=len(keys), prefix_cache_hits=cached)
 
     def abort(self, request_id: str) -> None:
         self._running.pop(request_id, None)
         self._waiting = deque(answer for answer in self._waiting if answer.request.request_id != request_id)
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Nothing happens outside of this core: it never has to be woken."""
+
+    def poll(self) -> list[GenerateOutput]:
+        return []
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     def step(self) -> list[GenerateOutput]:
         self._counts["steps"] += 1
@@ -180,7 +156,7 @@ class FakeCore:
             self._sleep(_PAUSED_SECONDS)
             return []
         self._counts["forward_passes"] += any(a.num_tokens or a.cached_tokens < len(a.keys) for a in moving)
-        return [self._advance(answer) for answer in moving]
+        return [self._fail(answer) if self._is_lost(answer) else self._advance(answer) for answer in moving]
 
     def idle(self) -> None:
         if self._faults.bad_audit:
@@ -204,6 +180,29 @@ class FakeCore:
     def resume(self) -> None:
         """Let paused answers grow on. May be called from another thread."""
         self._faults = msgspec.structs.replace(self._faults, pause_after=None)
+
+    def _receive(self, role: RemoteRole, missing: int) -> int:
+        """Prompt tokens that come from the server that prefilled them."""
+        if not isinstance(role, RemotePrefill) or not missing:
+            return 0
+        received = 0 if self._faults.lose_transfers else missing
+        self._counts.update(external_prefix_cache_queries=missing, external_prefix_cache_hits=received)
+        self._counts["failed_transfers"] += received == 0
+        return received
+
+    def _is_lost(self, answer: FakeAnswer) -> bool:
+        """Whether a request has to end because what it waited for did not come."""
+        lost = isinstance(answer.role, RemotePrefill) and answer.missing_tokens
+        return bool(lost and not self._transfers.recomputes)
+
+    def _fail(self, answer: FakeAnswer) -> GenerateOutput:
+        del self._running[answer.request.request_id]
+        return GenerateOutput(
+            request_id=answer.request.request_id,
+            finish_reason="error",
+            error="the prefill server's pages did not arrive",
+            status=_LOST_STATUS,
+        )
 
     def _look_up(self, salt: str | None, keys: Keys) -> int:
         if not self._config.enable_prefix_caching:
@@ -229,9 +228,9 @@ class FakeCore:
             while len(self._paths) > _REMEMBERED_PATHS:
                 self._paths.popitem(last=False)
             n = len(answer.keys)
-            self._counts.update(prompt_tokens=n, computed_prompt_tokens=n - answer.cached_tokens)
+            self._counts.update(prompt_tokens=n, computed_prompt_tokens=answer.missing_tokens)
 
-    def _advance(self, answer: _Answer) -> GenerateOutput:
+    def _advance(self, answer: FakeAnswer) -> GenerateOutput:
         if answer.num_tokens == 0:
             answer.first = self._clock.now()
         output = answer.advance()
@@ -244,20 +243,30 @@ class FakeCore:
             prefill=answer.first - answer.started,
             decode=self._clock.now() - answer.first,
         )
-        return msgspec.structs.replace(output, cache=self._report(answer), timings=timings)
+        cache, received = self._report(answer), answer.received_tokens
+        return msgspec.structs.replace(
+            output,
+            cache=cache,
+            timings=timings,
+            kv_transfer_params=self._transfers.response(answer.role, output.request_id, cache),
+            transfer=self._transfers.report(received) if received else None,
+        )
 
-    def _report(self, answer: _Answer) -> CacheReport:
-        n, cached = len(answer.keys), answer.cached_tokens
-        reason = Reason.NONE if cached == n else Reason.NEVER_SEEN
+    def _report(self, answer: FakeAnswer) -> CacheReport:
+        cached, missing = answer.cached_tokens, answer.missing_tokens
+        remote = answer.role if isinstance(answer.role, RemotePrefill) else None
+        reason = (Reason.REMOTE_FAILED if remote else Reason.NEVER_SEEN) if missing else Reason.NONE
         if not self._config.enable_prefix_caching:
             reason = Reason.DISABLED
         self._reasons[reason.value] += 1
         return CacheReport(
-            prompt_tokens=n,
+            prompt_tokens=len(answer.keys),
             matched_tokens=cached,
             cached_tokens=cached,
-            computed_tokens=n - cached,
+            computed_tokens=missing,
             reason=reason.value,
+            received_tokens=answer.received_tokens,
+            prefill_cached_tokens=remote.cached_tokens if remote and not missing else None,
         )
 
 
@@ -267,7 +276,7 @@ def _common_prefix(a: Keys, b: Keys) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _fake_info(config: EngineConfig) -> EngineInfo:
+def _fake_info(config: EngineConfig, side_channel: str | None) -> EngineInfo:
     page_bytes = config.block_size * _BYTES_PER_TOKEN
     return EngineInfo(
         model=config.model,
@@ -286,6 +295,8 @@ def _fake_info(config: EngineConfig) -> EngineInfo:
         mamba_cache_mode=config.mamba_cache_mode,
         enable_prefix_caching=config.enable_prefix_caching,
         exact=config.exact,
+        tensor_parallel_size=config.tensor_parallel_size,
+        side_channel=side_channel,
     )
 
 

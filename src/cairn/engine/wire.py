@@ -44,6 +44,7 @@ __all__ = [
     "frames_from_core",
     "frames_to_core",
     "key_tokens",
+    "transfer_params",
 ]
 
 MAX_FRAME_BYTES = 64 << 20
@@ -52,6 +53,7 @@ MAX_FRAME_BYTES = 64 << 20
 _MAX_ID = 256
 _MAX_STOPS = 1024
 _MAX_BOUNDARIES = 1 << 16
+_MAX_TRANSFER_PARAMS = 4 << 20
 
 RequestIdText = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_ID)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -193,6 +195,21 @@ def key_tokens(request: GenerateRequest) -> Keys:
     return np.frombuffer(request.prompt, dtype="<i8")
 
 
+def transfer_params(request: GenerateRequest) -> object:
+    """The request's `kv_transfer_params`, decoded and in nothing trusted; None when it has none.
+
+    Raises InvalidRequest when they are no JSON, or are nested too deeply to be read.
+    """
+    if request.kv_transfer_params is None:
+        return None
+    try:
+        return msgspec.json.decode(request.kv_transfer_params)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"kv_transfer_params cannot be read: {error}", "kv_transfer_params") from error
+    except RecursionError as error:
+        raise InvalidRequest("kv_transfer_params is nested too deeply", "kv_transfer_params") from error
+
+
 def check_request(request: GenerateRequest) -> None:
     """Hold a request to what a core may rely on. Raises InvalidRequest that names the field."""
     if not 1 <= len(request.request_id) <= _MAX_ID:
@@ -208,3 +225,8 @@ def check_request(request: GenerateRequest) -> None:
     ):
         if len(values) > limit:
             raise InvalidRequest(f"{name} has {len(values)} entries; at most {limit} are taken", name)
+    size = len(request.kv_transfer_params or b"")
+    if size > _MAX_TRANSFER_PARAMS:
+        raise InvalidRequest(
+            f"kv_transfer_params takes {size} bytes; at most {_MAX_TRANSFER_PARAMS} are read", "kv_transfer_params"
+        )

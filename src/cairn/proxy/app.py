@@ -9,12 +9,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from cairn.errors import RequestError
+from cairn.http.failures import error_response, failed
+from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
 from cairn.proxy import routes
-from cairn.proxy.failures import failed
-from cairn.proxy.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds, response_for
 from cairn.proxy.service import ProxyService
 
 __all__ = ["create_app"]
+
+_OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/version"})
+_GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 
 
 def create_app(service: ProxyService) -> FastAPI:
@@ -48,22 +51,22 @@ def create_app(service: ProxyService) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
-    app.add_middleware(GateKeeper, service=service)
+    app.add_middleware(GateKeeper, gate=service, paths=_GATED_PATHS)
     if options.api_key is not None:
-        app.add_middleware(ApiKey, api_key=options.api_key)
+        app.add_middleware(ApiKey, api_key=options.api_key, open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
-    app.add_middleware(RequestIds, service=service)
+    app.add_middleware(RequestIds, new_id=service.new_id)
     return app
 
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return response_for(error)
+    return error_response(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
-    response = response_for(failed(error.detail, error.status_code, code))
+    response = error_response(failed(error.detail, error.status_code, code))
     response.headers.update(error.headers or {})
     return response

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from cairn.http.failures import failed
 from cairn.proxy.affinity import affinity_key, is_batch
-from cairn.proxy.failures import failed
 from cairn.proxy.pool import Pool, Upstream
 from cairn.proxy.protocol import Body, bool_field, decode_body, handover_of, parse_body, prefill_body
 from cairn.proxy.relay import ClientSide

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from cairn.errors import Overloaded
-from cairn.proxy.failures import failed
+from cairn.http.failures import failed
 
 __all__ = ["Gate"]
 

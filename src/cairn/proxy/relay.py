@@ -2,21 +2,20 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cairn.errors import RequestError
-from cairn.proxy.failures import ClientGone, error_content
+from cairn.http.failures import ClientGone, error_content
+from cairn.http.leaving import unless_gone
 from cairn.proxy.upstream import Headers
 
 __all__ = ["ClientSide", "Relay"]
 
 _LAST_WORDS_SECONDS = 10.0
-
-Result = TypeVar("Result")
 
 
 class ClientSide:
@@ -75,33 +74,13 @@ class Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientSide(send)
         try:
-            status = await _unless_gone(receive, self._work(client))
+            status = await unless_gone(receive, self._work(client))
         except RequestError as error:
             self._ended(error, client.started)
             with contextlib.suppress(TimeoutError, OSError, ClientGone):
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                    await _unless_gone(receive, client.fail(error))
+                    await unless_gone(receive, client.fail(error))
         except (ClientGone, OSError):
             self._ended(ClientGone(), client.started)
         else:
             self._ended(status, client.started)
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The work's result. Raises ClientGone, with the work cancelled and over, when the client disconnects first."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

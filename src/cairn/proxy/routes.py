@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from cairn.errors import RequestError
-from cairn.proxy.failures import ClientGone, failed
+from cairn.http.failures import ClientGone, failed
 from cairn.proxy.forward import Forwarding, GeneratePath, job_of
 from cairn.proxy.metrics import CONTENT_TYPE_LATEST
 from cairn.proxy.pool import Upstream

@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Callable
 
+from cairn.errors import Overloaded
 from cairn.proxy.gate import Gate
 from cairn.proxy.health import HealthChecks
 from cairn.proxy.hints import Hints
@@ -43,6 +44,17 @@ class ProxyService:
     @property
     def healthy(self) -> bool:
         return self.decode.num_up > 0 and not self.gate.closed
+
+    def enter(self) -> None:
+        """A place for one request; `leave` has to follow. Raises Overloaded, which is counted."""
+        try:
+            self.gate.enter()
+        except Overloaded:
+            self.metrics.requests.labels("turned_away").inc()
+            raise
+
+    def leave(self) -> None:
+        self.gate.leave()
 
     def failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
         """Note a failed call. A server that cannot be reached is down until its next health check says otherwise."""

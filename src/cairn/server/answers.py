@@ -12,7 +12,7 @@ __all__ = ["Answer", "AnswerShape", "ChatShape", "CompletionShape", "cairn_part"
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far. `cache` is known once `finish_reason` is."""
+    """What has come so far. `cache` and `kv_transfer_params` (JSON) are known once `finish_reason` is."""
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
@@ -20,6 +20,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     cache: CacheReport | None = None
+    kv_transfer_params: bytes | None = None
 
     def add(self, output: GenerateOutput) -> None:
         self.token_ids += output.token_ids
@@ -27,6 +28,7 @@ class Answer:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.cache = output.cache
+        self.kv_transfer_params = output.kv_transfer_params
 
 
 def usage_part(answer: Answer) -> dict[str, Any]:
@@ -36,14 +38,32 @@ def usage_part(answer: Answer) -> dict[str, Any]:
         "total_tokens": answer.prompt_tokens + len(answer.token_ids),
     }
     if answer.finish_reason is not None:
-        cached = 0 if answer.cache is None else answer.cache.cached_tokens
-        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        usage["prompt_tokens_details"] = {"cached_tokens": _cached_tokens(answer.cache)}
     return usage
+
+
+def _cached_tokens(cache: CacheReport | None) -> int:
+    """What the client saved: behind a prefill server that is what the prefill server had cached."""
+    if cache is None:
+        return 0
+    return cache.cached_tokens if cache.prefill_cached_tokens is None else cache.prefill_cached_tokens
 
 
 def cairn_part(answer: Answer) -> dict[str, Any]:
     """What the prefix cache did, and why not more."""
     return {"cache": None if answer.cache is None else msgspec.structs.asdict(answer.cache)}
+
+
+def _transfer_part(params: bytes | None) -> msgspec.Raw | None:
+    """`kv_transfer_params` as the engine wrote them."""
+    return None if params is None else msgspec.Raw(params)
+
+
+def _handed_over(output: GenerateOutput) -> dict[str, Any]:
+    """What a chunk carries besides its choice: in a stream, keys that say null would only be in the way."""
+    if output.kv_transfer_params is None:
+        return {}
+    return {"kv_transfer_params": _transfer_part(output.kv_transfer_params)}
 
 
 class AnswerShape(Protocol):
@@ -75,7 +95,7 @@ class CompletionShape:
             choice |= {"prompt_token_ids": self.prompt_token_ids, "token_ids": answer.token_ids}
         return self._body([choice]) | {
             "usage": usage_part(answer),
-            "kv_transfer_params": None,
+            "kv_transfer_params": _transfer_part(answer.kv_transfer_params),
             "cairn": cairn_part(answer),
         }
 
@@ -87,7 +107,7 @@ class CompletionShape:
         if self.prompt_token_ids is not None:
             choice |= {"token_ids": output.token_ids}
             choice |= {"prompt_token_ids": self.prompt_token_ids} if first else {}
-        return self._body([choice])
+        return self._body([choice]) | _handed_over(output)
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:
         return self._body([]) | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
@@ -116,7 +136,11 @@ class ChatShape:
         if self.prompt_token_ids is not None:
             choice["token_ids"] = answer.token_ids
             body["prompt_token_ids"] = self.prompt_token_ids
-        return body | {"usage": usage_part(answer), "kv_transfer_params": None, "cairn": cairn_part(answer)}
+        return body | {
+            "usage": usage_part(answer),
+            "kv_transfer_params": _transfer_part(answer.kv_transfer_params),
+            "cairn": cairn_part(answer),
+        }
 
     def opening(self) -> list[dict[str, Any]]:
         choice = self._choice("delta", {"role": "assistant", "content": ""}, None, None)
@@ -127,7 +151,7 @@ class ChatShape:
         choice = self._choice("delta", {"content": output.text}, output.finish_reason, output.stop_reason)
         if self.prompt_token_ids is not None:
             choice["token_ids"] = output.token_ids
-        return self._body("chat.completion.chunk", [choice])
+        return self._body("chat.completion.chunk", [choice]) | _handed_over(output)
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:
         body = self._body("chat.completion.chunk", [])

@@ -8,14 +8,17 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import FastAPI
 
 from cairn.engine.contract import EngineClient
+from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
 from cairn.server import routes, status_routes
 from cairn.server.failures import install_error_handlers
 from cairn.server.log_lines import ThroughputLine
-from cairn.server.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
 from cairn.server.options import ServerOptions
 from cairn.server.service import Service
 
 __all__ = ["create_app"]
+
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/version"})
+_GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +55,10 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
     app.include_router(status_routes.router())
     install_error_handlers(app)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, options=options)
-    app.add_middleware(GateKeeper, gate=service.gate)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+    app.add_middleware(GateKeeper, gate=service.gate, paths=_GATED_PATHS)
     if options.api_key is not None:
-        app.add_middleware(ApiKey, api_key=options.api_key)
+        app.add_middleware(ApiKey, api_key=options.api_key, open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
     app.add_middleware(RequestIds, new_id=service.new_id)
     return app

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""What becomes of an error that a route raises."""
 
 import logging
 from typing import Any
@@ -9,28 +9,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from cairn.errors import CairnError, EngineDead, RequestError
+from cairn.http.failures import ClientGone, error_body
 
-__all__ = ["ClientGone", "describe", "error_body", "failed", "install_error_handlers", "internal_error", "response_for"]
+__all__ = ["describe", "install_error_handlers", "response_for"]
 
 _SHOWN_INPUT = 80
 
 logger = logging.getLogger(__name__)
-
-
-class ClientGone(Exception):
-    """The client has closed the connection before its answer was there. Nobody is left to be told."""
-
-
-def error_body(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def failed(message: str, status: int, code: str) -> RequestError:
-    """A RequestError with a status of its own."""
-    error = RequestError(message)
-    error.status, error.code = status, code
-    return error
 
 
 def describe(error: CairnError) -> tuple[dict[str, Any], int]:
@@ -41,11 +26,6 @@ def describe(error: CairnError) -> tuple[dict[str, Any], int]:
         return error_body(f"the engine has ended: {error}", 503, "service_unavailable"), 503
     logger.error("an error that no client should see: %r", error)
     return error_body("internal error", 500, "internal_error"), 500
-
-
-def internal_error() -> JSONResponse:
-    """What a client gets to see of a bug."""
-    return JSONResponse(error_body("internal error", 500, "internal_error"), 500)
 
 
 def response_for(error: CairnError) -> JSONResponse:

@@ -11,12 +11,14 @@ from starlette.responses import Response
 
 from cairn.engine.contract import GenerateOutput, GenerateRequest
 from cairn.errors import CairnError
+from cairn.http.failures import failed
+from cairn.http.leaving import unless_gone
 from cairn.server.answers import Answer, AnswerShape, cairn_part, usage_part
-from cairn.server.failures import describe, failed
+from cairn.server.failures import describe
 from cairn.server.metrics import RequestMeter
 from cairn.server.requests import SamplingFields
 from cairn.server.service import Service
-from cairn.server.streaming import DONE_EVENT, EventStream, event, unless_gone
+from cairn.server.streaming import DONE_EVENT, EventStream, event
 
 __all__ = ["Deadline", "Job", "respond"]
 
@@ -93,6 +95,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[GenerateOutput,
                     output = await anext(outputs)
             except TimeoutError:
                 raise job.deadline.missed() from None
+            meter.transfer(output)
             if output.finish_reason == "error":
                 raise failed(output.error or "the engine could not answer", output.status, "engine_error")
             meter.output(output, service.clock.now())

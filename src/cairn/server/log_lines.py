@@ -11,6 +11,7 @@ def start_lines(info: EngineInfo) -> list[str]:
     lines = [
         f"{info.architecture} in {info.dtype}: prompt and answer together up to {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} requests computed at once",
+        *_ranks(info),
         f"cache: one pool of {info.num_pages} pages of {info.page_bytes} bytes ({_size(pool)} in all)",
     ]
     if info.bytes_per_token:
@@ -33,7 +34,15 @@ def start_lines(info: EngineInfo) -> list[str]:
         )
     else:
         lines.append("cache: prefix caching is off")
+    if info.side_channel is not None:
+        lines.append(f"transfers: other servers ask for pages at {info.side_channel}")
     return lines
+
+
+def _ranks(info: EngineInfo) -> list[str]:
+    if info.tensor_parallel_size == 1:
+        return []
+    return [f"tensor parallel over {info.tensor_parallel_size} processes; bytes below are those of each"]
 
 
 def _size(count: int) -> str:
@@ -48,13 +57,15 @@ def _size(count: int) -> str:
 class ThroughputLine:
     """Turns successive counters into vLLM's throughput line; silent while nothing happens.
 
-    The hit rate is that of the last interval in which prompts were looked up, not of the server's whole life.
+    The hit rates are those of the last interval in which prompts were looked up (here, and at other servers), not of
+    the server's whole life.
     """
 
     def __init__(self, now: float) -> None:
         self._then = now
         self._stats = EngineStats()
         self._hit_rate = 0.0
+        self._external_hit_rate = 0.0
         self._was_busy = False
 
     def update(self, stats: EngineStats, now: float) -> str | None:
@@ -71,11 +82,14 @@ class ThroughputLine:
         queries = stats.prefix_cache_queries - old.prefix_cache_queries
         if queries > 0:
             self._hit_rate = (stats.prefix_cache_hits - old.prefix_cache_hits) / queries
+        asked = stats.external_prefix_cache_queries - old.external_prefix_cache_queries
+        if asked > 0:
+            self._external_hit_rate = (stats.external_prefix_cache_hits - old.external_prefix_cache_hits) / asked
         usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
         return (
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"KV cache usage: {usage:.1%}, Prefix cache hit rate: {self._hit_rate:.1%}, "
-            "External prefix cache hit rate: 0.0%"
+            f"External prefix cache hit rate: {self._external_hit_rate:.1%}"
         )

@@ -4,15 +4,15 @@ Engine counters are exported from one `EngineStats` per scrape; request times ar
 to this object, so two servers in one process do not mix.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cairn.engine.contract import EngineInfo, EngineStats, GenerateOutput
+from cairn.engine.contract import CacheReport, EngineInfo, EngineStats, GenerateOutput, TransferReport
 
-__all__ = ["CONTENT_TYPE_LATEST", "Metrics", "RequestMeter"]
+__all__ = ["CONTENT_TYPE_LATEST", "Metrics", "RequestMeter", "TransferMetrics"]
 
 _LABELS = ("model_name", "engine")
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -31,6 +31,13 @@ _REQUEST_BUCKETS = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+_TRANSFER_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_TRANSFER_BYTES_BUCKETS = tuple(float(1 << power) for power in range(11, 35, 2))
+_DESCRIPTOR_BUCKETS = (
+    *(10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0),
+    *(1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0),
+)
+
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -42,6 +49,18 @@ _COUNTERS = (
     ("cairn:computed_prompt_tokens", "computed_prompt_tokens", "Prompt tokens that went through the model."),
     ("cairn:recomputed_tokens", "recomputed_tokens", "Tokens computed again after a preemption."),
     ("cairn:audits", "audits", "Recounts of the cache's accounting that came out right."),
+)
+# Only where there is a side channel: a number that cannot move says less than none.
+_TRANSFER_COUNTERS = (
+    (
+        "vllm:external_prefix_cache_queries",
+        "external_prefix_cache_queries",
+        "Prompt tokens that other servers were asked for.",
+    ),
+    ("vllm:external_prefix_cache_hits", "external_prefix_cache_hits", "Prompt tokens received from other servers."),
+    ("vllm:nixl_num_failed_transfers", "failed_transfers", "Transfers that did not bring what they were to bring."),
+    ("vllm:nixl_num_kv_expired_reqs", "expired_leases", "Prefilled prompts that nobody fetched in time."),
+    ("cairn:side_channel_dropped", "side_channel_dropped", "Frames on the side channel that were no valid record."),
 )
 _COUNTERS_BY = (
     ("cairn:miss_requests", "reason", "reasons", "Requests by why their cached part was not longer."),
@@ -58,6 +77,11 @@ _GAUGES = (
     ("cairn:free_pages", "free_pages", "Pages that nobody refers to."),
     ("cairn:open_leases", "open_leases", "Leases on cached pages that are open."),
 )
+_TRANSFER_GAUGES = (
+    ("cairn:leased_pages", "leased_pages", "Pages that are held for other servers."),
+    ("cairn:quarantined_pages", "quarantined_pages", "Pages given up into which a late write may still come."),
+    ("cairn:open_transfers", "open_transfers", "Transfers from other servers that are under way."),
+)
 
 
 class _EngineCollector(Collector):
@@ -70,7 +94,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats, labels = self.stats, self._labels
-        for name, field, text in _COUNTERS:
+        joined = self._info.side_channel is not None
+        for name, field, text in (*_COUNTERS, *(_TRANSFER_COUNTERS if joined else ())):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, getattr(stats, field))
             yield counter
@@ -79,7 +104,7 @@ class _EngineCollector(Collector):
             for key, value in sorted(getattr(stats, field).items()):
                 counter.add_metric((*labels, key), value)
             yield counter
-        for name, field, text in _GAUGES:
+        for name, field, text in (*_GAUGES, *(_TRANSFER_GAUGES if joined else ())):
             yield self._gauge(name, text, getattr(stats, field))
         usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages that running requests hold, 0 to 1.", usage)
@@ -108,6 +133,20 @@ class _EngineCollector(Collector):
         return gauge
 
 
+class TransferMetrics:
+    """What a transfer brought, as histograms: only of a server that has a side channel."""
+
+    def __init__(self, histogram: Callable[[str, Sequence[float]], Histogram]) -> None:
+        self._seconds = histogram("nixl_xfer_time_seconds", _TRANSFER_SECONDS_BUCKETS)
+        self._bytes = histogram("nixl_bytes_transferred", _TRANSFER_BYTES_BUCKETS)
+        self._descriptors = histogram("nixl_num_descriptors", _DESCRIPTOR_BUCKETS)
+
+    def observe(self, report: TransferReport) -> None:
+        self._seconds.observe(report.seconds)
+        self._bytes.observe(report.num_bytes)
+        self._descriptors.observe(report.num_descriptors)
+
+
 class Metrics:
     """All metrics of one server."""
 
@@ -126,18 +165,35 @@ class Metrics:
         self.decode_time = self._histogram("request_decode_time_seconds", _REQUEST_BUCKETS)
         self.prompt_tokens = self._histogram("request_prompt_tokens", tokens)
         self.generation_tokens = self._histogram("request_generation_tokens", tokens)
-        finished = Counter(
-            "vllm:request_success",
-            "Requests by how they ended.",
-            (*_LABELS, "finished_reason"),
-            registry=self._registry,
+        joined = info.side_channel is not None
+        self.transfers = TransferMetrics(self._histogram) if joined else None
+        self.finished = self._counters(
+            "request_success", "Requests by how they ended.", "finished_reason", _FINISHED_REASONS
         )
-        self.finished = {reason: finished.labels(*self._labels, reason) for reason in _FINISHED_REASONS}
+        self._by_source = self._counters(
+            "prompt_tokens_by_source",
+            "Prompt tokens of answered requests, by where what they need came from.",
+            "source",
+            ("local_compute", "local_cache_hit", *(("external_kv_transfer",) if joined else ())),
+        )
 
     def exposition(self, stats: EngineStats) -> bytes:
         """Everything in Prometheus' text format."""
         self._engine.stats = stats
         return generate_latest(self._registry)
+
+    def count_sources(self, report: CacheReport) -> None:
+        """Every token of the prompt is counted once, and never as more than one."""
+        received = report.received_tokens if "external_kv_transfer" in self._by_source else 0
+        self._by_source["local_compute"].inc(max(0, report.prompt_tokens - report.cached_tokens - received))
+        self._by_source["local_cache_hit"].inc(report.cached_tokens)
+        if received:
+            self._by_source["external_kv_transfer"].inc(received)
+
+    def _counters(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
+        """One counter for each value of a label."""
+        family = Counter(f"vllm:{name}", text, (*_LABELS, label), registry=self._registry)
+        return {value: family.labels(*self._labels, value) for value in values}
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         text = name.replace("_", " ").capitalize() + "."
@@ -170,6 +226,11 @@ class RequestMeter:
         if output.finish_reason is not None:
             self._finish(output, now)
 
+    def transfer(self, output: GenerateOutput) -> None:
+        """What the request has fetched from another server, whatever became of the request."""
+        if output.transfer is not None and self._metrics.transfers is not None:
+            self._metrics.transfers.observe(output.transfer)
+
     def end(self, reason: str) -> None:
         """The request ended without a last output, or has ended already."""
         if not self._ended:
@@ -181,6 +242,8 @@ class RequestMeter:
         metrics.whole_request.observe(now - self._arrived)
         metrics.prompt_tokens.observe(self._prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
+        if output.cache is not None:
+            metrics.count_sources(output.cache)
         if output.timings is not None:
             metrics.queue_time.observe(output.timings.queue)
             metrics.prefill_time.observe(output.timings.prefill)

@@ -9,6 +9,7 @@ from cairn.engine.contract import GenerateRequest
 from cairn.errors import InvalidRequest, NotFound
 from cairn.server.requests import ChatRequest, CompletionRequest, Message, SamplingFields, refuse_unsupported
 from cairn.server.service import Service
+from cairn.server.transfers import transfer_params
 
 __all__ = [
     "Prompt",
@@ -134,6 +135,7 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
         ignore_eos=bool(body.ignore_eos),
         cache_salt=body.cache_salt,
         boundaries=prompt.boundaries,
+        kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
     )
 
 

@@ -45,7 +45,6 @@ _NEUTRAL = MappingProxyType(
         "guided_json": (None,),
         "guided_regex": (None,),
         "include_stop_str_in_output": (None, False),
-        "kv_transfer_params": (None,),
         "length_penalty": (None, 1, 1.0),
         "logit_bias": (None, {}),
         "logits_processors": (None, []),
@@ -109,6 +108,7 @@ class SamplingFields(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
 
 

@@ -1,49 +1,25 @@
-"""Work that ends when its client goes away, and server-sent events."""
+"""Server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.server.failures import ClientGone
+from cairn.http.failures import ClientGone
+from cairn.http.leaving import unless_gone
 
-__all__ = ["DONE_EVENT", "EventStream", "event", "unless_gone"]
+__all__ = ["DONE_EVENT", "EventStream", "event"]
 
 DONE_EVENT = b"data: [DONE]\n\n"
-
-Result = TypeVar("Result")
 
 
 def event(body: Mapping[str, Any]) -> bytes:
     """One server-sent event with a JSON object."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result. Raises ClientGone, with the work cancelled and over, when the client disconnects first.
-
-    The request's body must have been read.
-    """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):

@@ -8,20 +8,17 @@ import asyncio
 import hmac
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cairn.errors import InvalidRequest, Overloaded, RequestError
-from cairn.server.failures import ClientGone, failed, internal_error, response_for
-from cairn.server.gate import Gate
-from cairn.server.options import ServerOptions
+from cairn.errors import InvalidRequest, RequestError
+from cairn.http.failures import ClientGone, error_response, failed, internal_error
 
-__all__ = ["ApiKey", "BodyLimit", "BugShield", "GateKeeper", "RequestIds"]
+__all__ = ["ApiKey", "BodyLimit", "BugShield", "GateKeeper", "Places", "RequestIds"]
 
-_OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/version"})
-_GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -40,7 +37,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id")
         if given is not None and not _VISIBLE.fullmatch(given):
             error = InvalidRequest("the header X-Request-Id must be 1 to 128 visible ASCII characters", "X-Request-Id")
-            return await response_for(error)(scope, receive, send)
+            return await error_response(error)(scope, receive, send)
         request_id = given or self._new_id()
         scope["cairn.request_id"] = request_id
         scope["cairn.request_id_given"] = given is not None
@@ -75,42 +72,54 @@ class BugShield:
             if started:
                 raise
             logger.exception("a bug in answering %s", scope["path"])
-            return await internal_error()(scope, receive, send)
+            return await error_response(internal_error())(scope, receive, send)
 
 
 class ApiKey:
-    """Lets nobody in without the key, but for the paths that monitors ask."""
+    """Lets nobody in without the key, but for the paths that are open to monitors."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, open_paths: Set[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
         given = Headers(scope=scope).get("authorization", "")
         if hmac.compare_digest(given.encode("latin-1"), self._expected):
             return await self._app(scope, receive, send)
         error = failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
-        response = response_for(error)
+        response = error_response(error)
         response.headers["WWW-Authenticate"] = "Bearer"
         return await response(scope, receive, send)
 
 
-class GateKeeper:
-    """Holds a place at the gate for every request that makes work, until its last byte is sent."""
+class Places(Protocol):
+    """Who counts the requests that are inside."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def enter(self) -> None:
+        """Raises RequestError when there is no place; otherwise `leave` has to follow."""
+        ...
+
+    def leave(self) -> None: ...
+
+
+class GateKeeper:
+    """Holds a place at the gate for every request to a path that makes work, until its last byte is sent."""
+
+    def __init__(self, app: ASGIApp, gate: Places, paths: Set[str]) -> None:
         self._app = app
         self._gate = gate
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in _GATED_PATHS:
+        if scope["type"] != "http" or scope["path"] not in self._paths:
             return await self._app(scope, receive, send)
         try:
             self._gate.enter()
-        except Overloaded as error:
-            return await response_for(error)(scope, receive, send)
+        except RequestError as error:
+            return await error_response(error)(scope, receive, send)
         try:
             return await self._app(scope, receive, send)
         finally:
@@ -120,10 +129,10 @@ class GateKeeper:
 class BodyLimit:
     """Reads the body of a request, whole, but no more of it than allowed and no longer than allowed."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self._app = app
-        self._max_bytes = options.max_body_bytes
-        self._seconds = options.body_seconds
+        self._max_bytes = max_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
@@ -135,10 +144,10 @@ class BodyLimit:
         except ClientGone:
             return None
         except TimeoutError:
-            error = failed(f"the body did not come within {self._seconds} s", 408, "request_timeout")
-            return await response_for(error)(scope, receive, send)
+            error = failed(f"the body did not come within {self._seconds:g} s", 408, "request_timeout")
+            return await error_response(error)(scope, receive, send)
         except RequestError as error:
-            return await response_for(error)(scope, receive, send)
+            return await error_response(error)(scope, receive, send)
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

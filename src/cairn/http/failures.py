@@ -1,0 +1,40 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from cairn.errors import RequestError
+
+__all__ = ["ClientGone", "error_body", "error_content", "error_response", "failed", "internal_error"]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection before its answer was there. Nobody is left to be told."""
+
+
+def failed(message: str, status: int, code: str) -> RequestError:
+    """A RequestError with a status of its own."""
+    error = RequestError(message)
+    error.status, error.code = status, code
+    return error
+
+
+def error_body(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_content(error: RequestError) -> bytes:
+    """The body of an error as JSON."""
+    return msgspec.json.encode(error_body(error.message, error.status, error.code, error.param))
+
+
+def error_response(error: RequestError) -> Response:
+    return Response(error_content(error), error.status, media_type="application/json")
+
+
+def internal_error() -> RequestError:
+    """What a client gets to see of a bug."""
+    return failed("internal error", 500, "internal_error")

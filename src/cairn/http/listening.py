@@ -1,0 +1,78 @@
+"""A socket, and a web server on it that ends when it is told to."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import uvicorn
+
+from cairn.errors import ConfigError
+
+__all__ = ["first_of", "listen", "until_started", "web_server"]
+
+_FLUSH_SECONDS = 5
+_STARTED_POLL_SECONDS = 0.01
+_MAX_CONNECTIONS = 8192
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: they would end the process by the signal instead of an exit code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError naming the flags."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be used: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {host} --port {port} cannot be listened on: {error}; choose another port") from error
+    return listener
+
+
+def web_server(app: Any) -> uvicorn.Server:
+    """A server for one ASGI application; it leaves the process's signals alone."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    return _Uvicorn(config)
+
+
+async def until_started(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    """Wait until the server takes connections, or has failed to."""
+    while not server.started and not serving.done():
+        await asyncio.sleep(_STARTED_POLL_SECONDS)
+
+
+async def first_of(*waits: Awaitable[Any]) -> None:
+    """Wait for any of these. Tasks are left as they are, coroutines are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        own = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
+        for task in own:
+            task.cancel()
+        await asyncio.gather(*own, return_exceptions=True)

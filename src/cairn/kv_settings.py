@@ -1,0 +1,189 @@
+"""The settings of `cairn serve` about what leaves the process: KV events and transfers, in vLLM's words and variables.
+
+Everything wrong ends in a ConfigError of one line that names the flag, the JSON's key or the variable.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cairn.errors import ConfigError
+
+__all__ = [
+    "KvEventsSettings",
+    "KvTransferExtra",
+    "KvTransferSettings",
+    "SideChannel",
+    "check_secret_file",
+    "kv_events_settings",
+    "kv_transfer_settings",
+    "peer_names",
+    "side_channel",
+]
+
+_CONNECTOR = "NixlConnector"
+_HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_HOST = re.compile(r"[0-9A-Za-z._:-]{1,253}")
+_PORT = re.compile(r"[0-9]{1,5}")
+_MIN_SECRET, _MAX_SECRET = 16, 4096
+_SHOWN = 80
+
+
+class KvEventsSettings(BaseModel):
+    """What --kv-events-config may say, in vLLM's words, and `encoding` besides."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enable_kv_cache_events: bool = True
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = Field("tcp://127.0.0.1:5557", max_length=256)
+    replay_endpoint: str | None = Field(None, max_length=256)
+    topic: str = Field("", max_length=256)
+    buffer_steps: int = Field(10_000, ge=1, le=1_000_000)
+    hwm: int = Field(100_000, ge=1, le=1_000_000)
+    max_queue_size: int = Field(100_000, ge=1, le=1_000_000)
+    encoding: Literal["map", "array"] = "map"
+
+
+class KvTransferExtra(BaseModel):
+    """`kv_connector_extra_config`: what is cairn's own, and `backends`, of which there is one.
+
+    `lease_seconds`: how long a prefilled prompt waits for its reader. `lease_share`: most of the pool that such prompts
+    may hold together.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    lease_seconds: float = Field(30.0, ge=1, le=600)
+    lease_share: float = Field(0.5, gt=0, le=1)
+    backends: list[Literal["UCX"]] = Field(["UCX"], min_length=1, max_length=1)
+
+
+class KvTransferSettings(BaseModel):
+    """What --kv-transfer-config may say, in vLLM's words.
+
+    The role is a matter of each request, so all roles mean the same. `engine_id` and the keys below it say how other
+    connectors buffer and connect: they are checked for their type and have no effect.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    kv_connector: Literal["NixlConnector"]
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    kv_connector_extra_config: KvTransferExtra = Field(default_factory=lambda: KvTransferExtra.model_validate({}))
+    engine_id: str | None = Field(None, max_length=256)
+    kv_buffer_device: str | None = Field(None, max_length=64)
+    kv_buffer_size: float | None = Field(None, ge=0)
+    kv_rank: int | None = Field(None, ge=0, le=1 << 31)
+    kv_parallel_size: int | None = Field(None, ge=1, le=1 << 31)
+    kv_ip: str | None = Field(None, max_length=253)
+    kv_port: int | None = Field(None, ge=0, le=65535)
+    enable_permute_local_kv: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannel:
+    """Where other servers ask for pages; port 0 is any free one."""
+
+    host: str
+    port: int
+
+
+JsonFlag = TypeVar("JsonFlag", bound=BaseModel)
+
+
+def kv_events_settings(text: str | None) -> KvEventsSettings | None:
+    """What --kv-events-config asks for; None if it is not given, or switched off in itself. Raises ConfigError."""
+    if text is None:
+        return None
+    events = _parse("--kv-events-config", KvEventsSettings, text)
+    return events if events.enable_kv_cache_events and events.publisher == "zmq" else None
+
+
+def kv_transfer_settings(text: str | None) -> KvTransferSettings | None:
+    """What --kv-transfer-config asks for; None if it is not given. Raises ConfigError."""
+    return None if text is None else _parse("--kv-transfer-config", KvTransferSettings, text)
+
+
+def side_channel(environ: Mapping[str, str] = os.environ) -> SideChannel:
+    """The side channel's address from vLLM's variables; an empty one counts as not set. Raises ConfigError."""
+    host = environ.get(_HOST_VARIABLE) or "localhost"
+    port = environ.get(_PORT_VARIABLE) or "5600"
+    if not _HOST.fullmatch(host):
+        raise ConfigError(f"{_HOST_VARIABLE}: must be a host name or an address, not {host[:_SHOWN]!r}")
+    if not _PORT.fullmatch(port) or int(port) > 65535:
+        raise ConfigError(f"{_PORT_VARIABLE}: must be a port from 0 (any free one) to 65535, not {port[:_SHOWN]!r}")
+    return SideChannel(host, int(port))
+
+
+def peer_names(text: str | None) -> tuple[str, ...]:
+    """The entries of --kv-peer-allowlist, `a,b` or `["a", "b"]`. Raises ConfigError; who they are is not looked at."""
+    entries: object = [] if text is None else text.split(",")
+    if text is not None and text.lstrip().startswith("["):
+        try:
+            entries = json.loads(text)
+        except (ValueError, RecursionError):
+            entries = None
+    if not isinstance(entries, list) or not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise ConfigError(f"--kv-peer-allowlist: must be hosts as a,b or a JSON list, not {str(text)[:_SHOWN]!r}")
+    return tuple(entry.strip() for entry in entries)
+
+
+def check_secret_file(path: Path) -> None:
+    """Raises ConfigError unless it is a file of 16 to 4096 bytes, a line's end not counted, that is not everybody's.
+
+    The group may read it: that is how containers are given their secrets.
+    """
+    try:
+        # A pipe without a writer must not hold the start up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"--kv-secret-file {path}: cannot be read: {error.strerror}") from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"--kv-secret-file {path}: must be a file")
+        if mode & stat.S_IRWXO:
+            raise ConfigError(f"--kv-secret-file {path}: must not be accessible to all users: chmod o= {path}")
+        size = len(_without_line_end(os.read(descriptor, _MAX_SECRET + 3)))
+    finally:
+        os.close(descriptor)
+    if not _MIN_SECRET <= size <= _MAX_SECRET:
+        more = "or more " if size > _MAX_SECRET else ""
+        raise ConfigError(
+            f"--kv-secret-file {path}: holds {size} bytes {more}without the line's end; "
+            f"{_MIN_SECRET} to {_MAX_SECRET} are taken: head -c 32 /dev/urandom | base64 makes good ones"
+        )
+
+
+def _without_line_end(content: bytes) -> bytes:
+    return content.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _parse(flag: str, model: type[JsonFlag], text: str) -> JsonFlag:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) or "the JSON"
+    raise ConfigError(f"{flag}: {where}: {_problem(first)}")
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    key, kind = error["loc"][-1] if error["loc"] else "", error["type"]
+    if key == "kv_connector":
+        return f"{_CONNECTOR} is the only connector; name it"
+    if kind == "extra_forbidden":
+        return "is not supported; leave it out"
+    if kind == "json_invalid":
+        return str(error["msg"])
+    return f"{str(error['msg']).removeprefix('Input ')}, not {str(error['input'])[:_SHOWN]!r}"
