@@ -37,24 +37,26 @@ ARROWS = MappingProxyType(
         "engine": tuple(
             f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
         ),
-        "server": ("cairn.engine.contract",),
-        "proxy": (),
+        "http": (),
+        "server": ("cairn.engine.contract", "cairn.http"),
+        "proxy": ("cairn.http",),
         "replay": ("cairn.cache",),
         "bench": (),
         "settings": (),
+        "kv_settings": (),
         "proxy_settings": ("cairn.settings",),
         "cli": ("cairn",),
         "__main__": ("cairn.cli",),
     }
 )
 
-SETTINGS = ("settings", "proxy_settings")
+SETTINGS = ("settings", "kv_settings", "proxy_settings")
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
 NO_TORCH_MODULES = ("cairn.runner.simulated",)
 WEB = ("fastapi", "starlette", "uvicorn")
-WEB_ROOMS = ("server", "proxy")
+WEB_ROOMS = ("http", "server", "proxy")
 
 
 def may_import_torch(module: Source) -> bool:

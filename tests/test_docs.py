@@ -10,7 +10,7 @@ from cairn import __version__
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
-from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
 from cairn.engine.fake import build_fake_core
 from cairn.server.metrics import Metrics
 from cairn.settings import ServeSettings, add_flags
@@ -62,7 +62,8 @@ def in_words(default) -> tuple[str, ...]:
 
 def test_every_metric_is_described():
     stats = EngineStats(**{name: {"x": 1} for name, hint in EngineStats.__annotations__.items() if "dict" in str(hint)})
-    text = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m").exposition(stats).decode()
+    config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
+    text = Metrics(build_fake_core(config).info, "m").exposition(stats).decode()
     names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
     described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))
     assert described == names

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
 from cairn.engine.fake import build_fake_core
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
@@ -17,7 +17,7 @@ from cairn.settings import add_flags
 FLAGS = """
 --api-key --block-size --config --cpu-threads --disable-hybrid-kv-cache-manager --dtype --enable-prefix-caching
 --enforce-eager --eviction --exact --gpu-memory-utilization --help --host --kv-cache-memory-bytes --kv-events-config
---kv-transfer-config
+--kv-peer-allowlist --kv-secret-file --kv-transfer-config
 --log-level --mamba-cache-mode --max-body-bytes --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
 --no-disable-hybrid-kv-cache-manager --no-enable-prefix-caching --no-enforce-eager --no-exact --no-trust-remote-code
 --port --request-timeout --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
@@ -37,10 +37,18 @@ cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_le
 cairn:steps_total
 vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total vllm:inter_token_latency_seconds
 vllm:kv_cache_usage_perc vllm:num_preemptions_total vllm:num_requests_running vllm:num_requests_waiting
-vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_total vllm:request_decode_time_seconds
+vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_by_source_total
+vllm:prompt_tokens_total vllm:request_decode_time_seconds
 vllm:request_generation_tokens vllm:request_prefill_time_seconds vllm:request_prompt_tokens
 vllm:request_queue_time_seconds vllm:request_success_total vllm:request_time_per_output_token_seconds
 vllm:time_to_first_token_seconds
+"""
+
+TRANSFER_METRICS = """
+cairn:leased_pages cairn:open_transfers cairn:quarantined_pages cairn:side_channel_dropped_total
+vllm:external_prefix_cache_hits_total vllm:external_prefix_cache_queries_total vllm:nixl_bytes_transferred
+vllm:nixl_num_descriptors vllm:nixl_num_failed_transfers_total vllm:nixl_num_kv_expired_reqs_total
+vllm:nixl_xfer_time_seconds
 """
 
 PROXY_METRICS = """
@@ -60,12 +68,12 @@ EXPORTED = {
     "cairn.cache.checkpoint": "Checkpoint Kind Origin",
     "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.lease": "Lease Namespace PageTable PendingFile",
+    "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile",
     "cairn.cache.placement": "Align All Auto Junction Placement PromptFacts Wanted placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "Reason",
     "cairn.scheduler.books": "Books Counters SchedulerConfig",
-    "cairn.scheduler.request": "Finish Phase Request Spec TRANSITIONS Times",
+    "cairn.scheduler.request": "Finish Offered Phase Request Source Spec TRANSITIONS Times",
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.runner": "Observe Runner",
     "cairn.runner.simulated": "SimulatedRunner",
@@ -73,7 +81,8 @@ EXPORTED = {
     "cairn.models.registry": "FAMILIES OpenModel ServedFamily family_of open_model",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats FinishReason "
-    "GenerateOutput GenerateRequest KvEventsConfig RenderedPrompt TextStream TextTokenizer Timings",
+    "GenerateOutput GenerateRequest KvEventsConfig KvTransferConfig RenderedPrompt TextStream TextTokenizer Timings "
+    "TransferReport",
     "cairn.engine.core": "Core StepRunner",
     "cairn.engine.tokenizer": "IncrementalText ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
@@ -88,8 +97,9 @@ EXPORTED = {
     "cairn.server.app": "create_app",
     "cairn.server.options": "ServerOptions",
     "cairn.server.run": "HttpServer",
-    "cairn.settings": "ENV_PREFIX KvEventsSettings ServeSettings add_flags kv_events_settings load_settings parse_size "
-    "size_in_bytes",
+    "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings parse_size size_in_bytes",
+    "cairn.kv_settings": "KvEventsSettings KvTransferExtra KvTransferSettings SideChannel check_secret_file "
+    "kv_events_settings kv_transfer_settings peer_names side_channel",
 }
 
 
@@ -121,6 +131,9 @@ def test_metrics():
     )
     metrics = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m")
     assert names_of(metrics.exposition(stats)) == set(METRICS.split())
+    config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
+    metrics = Metrics(build_fake_core(config).info, "m")
+    assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *TRANSFER_METRICS.split()}
 
 
 @pytest.mark.parametrize("module", EXPORTED)

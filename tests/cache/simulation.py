@@ -12,10 +12,11 @@ from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Lease, Namespace
+from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import Placement, PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.step import PageCopy
 
 PLAIN = Namespace()
 Prefix = tuple[int, ...]
@@ -62,6 +63,8 @@ class Simulation:
     committed: set[tuple[Namespace, Prefix]] = field(default_factory=set)
     kept: set[tuple[Namespace, Prefix]] = field(default_factory=set)
     requests: list[Request] = field(default_factory=list)
+    offered: list[tuple[Hold, dict]] = field(default_factory=list)
+    quarantine: list[Hold] = field(default_factory=list)
     step: int = 0
 
     @classmethod
@@ -79,6 +82,55 @@ class Simulation:
         self.cache.admitted(lease)
         self._hold(request)
         return request
+
+    def fetch(self, name: str, prompt: Prefix, namespace: Namespace, position: int, state_at: int) -> Request | None:
+        """Another server gives the first `position` tokens and the state at `state_at`, or fails when that is more
+        than what is asked for. None when nothing came of it."""
+        lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
+        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
+        request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
+        known, size = lease.matched, self.cache.layout.block_size
+        copies = self.cache.extend(lease, len(prompt))
+        file = self.cache.want_always(lease, len(prompt)) if copies is not None else None
+        if copies is None or file is None:
+            self.cache.release(lease)
+            return None
+        if position > len(prompt) or not lease.hit < state_at <= position:
+            own = lease.span(known // size * size, len(prompt)) if known < len(prompt) else ()
+            self.quarantine.append(self.cache.hold(name, np.concatenate([*own, file])))
+            self.cache.release(lease)
+            return None
+        self.requests.append(request)
+        if position <= known:
+            self._copy(copies)
+        elif known < len(prompt):
+            for token in range(known // size * size, position):
+                self._write(request, token)
+        for page in file.tolist():
+            self._to_file(page, self._tag(request, state_at - 1))
+        self.cache.received(lease, position, len(prompt), state_at)
+        self._note(request, position, [state_at])
+        request.computed = lease.hit
+        request.facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
+        assert lease.restore is not None and {self.files[page] for page in lease.restore.tolist()} == {
+            self._tag(request, state_at - 1)
+        }
+        self.cache.admitted(lease)
+        self._hold(request)
+        return request
+
+    def offer(self, request: Request) -> None:
+        """Another server is going to read what has been computed of the request."""
+        pages = request.lease.pages_upto(request.computed)[0]
+        slots = [self._slot(request.lease, token) for token in range(request.computed)]
+        self.offered.append((self.cache.hold(request.name, pages), {slot: self.slots[slot] for slot in slots}))
+
+    def let_go(self, index: int) -> None:
+        """One of those outside is done."""
+        if index < len(self.offered):
+            self.cache.let_go(self.offered.pop(index)[0])
+        else:
+            self.cache.let_go(self.quarantine.pop(index - len(self.offered)))
 
     def resume(self, request: Request) -> None:
         keys = np.array(request.keys, np.int64)
@@ -162,6 +214,8 @@ class Simulation:
 
     def check(self) -> None:
         audit(self.cache)
+        for hold, slots in self.offered:
+            assert {slot: self.slots.get(slot) for slot in slots} == slots, f"{hold.purpose}: its pages have changed"
 
     # -- how it is simulated -------------------------------------------------------------------------------------
 
@@ -176,6 +230,7 @@ class Simulation:
     def _write(self, request: Request, position: int) -> None:
         slot = self._slot(request.lease, position)
         page = slot[0]
+        assert not any(page in hold.pages for hold in self.quarantine), "a page in quarantine has a new owner"
         for other in self.requests:
             if other is not request:
                 taken = {self._slot(other.lease, p) for p in range(other.computed)}
@@ -188,24 +243,34 @@ class Simulation:
         copies = self.cache.extend(request.lease, num_tokens)
         if copies is None:
             return False
+        self._copy(copies)
+        self._hold(request)
+        return True
+
+    def _copy(self, copies: list[PageCopy]) -> None:
         for copy in copies:
             for slot in range(self.cache.layout.block_size):
                 if (copy.source, slot) in self.slots:
                     self.slots[(copy.target, slot)] = self.slots[(copy.source, slot)]
-        self._hold(request)
-        return True
 
     def _fill(self, request: Request, wanted: Wanted) -> bool:
         pages = self.cache.want(request.lease, wanted)
         for page in pages.tolist() if pages is not None else ():
-            for slot in range(self.cache.layout.block_size):
-                self.slots.pop((page, slot), None)
-            self.files[page] = self._tag(request, wanted.position - 1)
+            self._to_file(page, self._tag(request, wanted.position - 1))
         return pages is not None
+
+    def _to_file(self, page: int, tag: Tag) -> None:
+        assert not any(page in hold.pages for hold in self.quarantine), "a page in quarantine has a new owner"
+        for slot in range(self.cache.layout.block_size):
+            self.slots.pop((page, slot), None)
+        self.files[page] = tag
 
     def _commit(self, request: Request, end: int, kept: list[int]) -> None:
         request.computed = max(request.computed, end)
         self.cache.commit(request.lease, end, kept)
+        self._note(request, end, kept)
+
+    def _note(self, request: Request, end: int, kept: list[int]) -> None:
         if self.cache.enabled:
             keys = request.keys
             self.committed.update((request.namespace, keys[:p]) for p in range(1, end + 1))

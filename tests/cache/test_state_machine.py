@@ -65,6 +65,33 @@ class CacheMachine(RuleBasedStateMachine):
         self.count += 1
         self.sim.start(f"r{self.count}", prompt, space)
 
+    @precondition(lambda self: len(self.sim.requests) < 4 and len(self.sim.quarantine) < 3)
+    @rule(parts=LENGTHS, index=PICK, space=st.sampled_from(SPACES), come=PICK, state=PICK, whole=st.booleans())
+    def fetch(self, parts: list[int], index: int, space: Namespace, come: int, state: int, whole: bool) -> None:
+        """The prompt, or a beginning of it on the 64-token grid, comes from another server; or it does not."""
+        prompt = tuple(token for part in parts for token in SEGMENTS[part])
+        if self.history and index % 2:
+            space, keys = self.history[index // 2 % len(self.history)]
+            prompt = (keys + prompt)[:260]
+        self.count += 1
+        if whole:
+            position = state_at = len(prompt) + come % 2
+        else:
+            position = come % (len(prompt) // 64 + 1) * 64
+            state_at = state % (position // 64 + 1) * 64
+        self.sim.fetch(f"r{self.count}", prompt, space, position, state_at)
+
+    @running
+    @precondition(lambda self: len(self.sim.offered) < 3)
+    @rule(index=PICK)
+    def offer(self, index: int) -> None:
+        self.sim.offer(self.pick(index))
+
+    @precondition(lambda self: bool(self.sim.offered or self.sim.quarantine))
+    @rule(index=PICK)
+    def let_go(self, index: int) -> None:
+        self.sim.let_go(index % (len(self.sim.offered) + len(self.sim.quarantine)))
+
     @precondition(lambda self: len(self.sim.requests) < 4 and bool(self.history))
     @rule(index=PICK, part=st.integers(0, len(SEGMENTS) - 1), tokens=st.sampled_from([0, 1, 5, 64]))
     def whole_turn(self, index: int, part: int, tokens: int) -> None:
@@ -136,6 +163,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for request in list(self.sim.requests):
             self.sim.end(request)
+        while self.sim.offered or self.sim.quarantine:
+            self.sim.let_go(0)
         self.sim.apply()
         cache = self.sim.cache
         assert cache.residents.make_room(cache.pool.num_pages), "a page leaked"

@@ -41,6 +41,8 @@ def _audit_pages(cache: PrefixCache) -> None:
     for held in cache.held.values():
         for pages in held:
             np.add.at(counts, pages, 1)
+    for hold in cache.holds.values():
+        np.add.at(counts, hold.pages, 1)
     wrong = np.flatnonzero(counts != cache.pool.counts)
     if wrong.size:
         page = int(wrong[0])

@@ -18,7 +18,7 @@ from cairn.cache.reasons import Reason
 from cairn.cache.tree import Node
 from cairn.types import Keys, Pages
 
-__all__ = ["Lease", "Namespace", "PageTable", "PendingFile"]
+__all__ = ["Hold", "Lease", "Namespace", "PageTable", "PendingFile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,23 @@ class PendingFile:
     kind: Kind
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """Pages that somebody outside keeps, whatever becomes of tree and leases: another server reads them, or a link may
+    still write to them."""
+
+    purpose: str
+    pages: Pages
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """What a lookup gives. `purpose` says in words who holds it and why.
 
     `hit` <= `matched` are c and m above, `seen` the longest prefix that was ever known, `reason` why `hit` is not
-    more. `checkpoint` is that of the hit. `kv_write_from` is m. `committed`: tokens that are in the tree.
-    `decode_from`: tokens from here on were, or will be, computed by decode steps.
+    more. `checkpoint` is that of the hit, `restore` the file to go on from, `received` how much of `hit` came from
+    another server. `kv_write_from` is m. `committed`: tokens that are in the tree. `decode_from`: tokens from here on
+    were, or will be, computed by decode steps.
     """
 
     purpose: str
@@ -91,6 +101,8 @@ class Lease:
     _keys: Keys
     num_tokens: int
     committed: int = 0
+    restore: Pages | None = None
+    received: int = 0
     files: dict[int, PendingFile] = field(default_factory=dict)
     transient: list[Pages] = field(default_factory=list)
     copied: bool = False

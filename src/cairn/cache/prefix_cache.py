@@ -3,8 +3,10 @@
     lookup    prompt -> Lease: hit c, match m, the shared pages, the checkpoint to restore, the reason for no more
     extend    pages for more tokens, and the page copy that writing into a shared page needs
     want      a file for a checkpoint that the plan is going to keep
+    received  tokens and a state that another server has computed: the lease goes on as after a hit of its own
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
+    hold      pages that outlive their lease, because somebody outside reads or writes them
 
 Pages that an unapplied step still names are kept by `hold_until(step)` until `step_applied(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
@@ -20,7 +22,7 @@ from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import CacheLayout
-from cairn.cache.lease import Lease, Namespace, PageTable, PendingFile
+from cairn.cache.lease import Hold, Lease, Namespace, PageTable, PendingFile
 from cairn.cache.lookup import Acceptance, miss_reason
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import Placement, Wanted
@@ -73,6 +75,7 @@ class PrefixCache:
         ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
         self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer)
         self.leases: dict[int, Lease] = {}
+        self.holds: dict[int, Hold] = {}
         self.held: dict[int, list[Pages]] = {}
         self.counters = CacheCounters()
 
@@ -119,6 +122,7 @@ class PrefixCache:
             _keys=keys,
             num_tokens=length,
             committed=found.matched,
+            restore=checkpoint.pages if checkpoint is not None else None,
         )
         if self.policy.placement is not None:
             running, roots = self.leases.values(), self.residents.roots
@@ -134,7 +138,7 @@ class PrefixCache:
                 self.residents.use(lease.checkpoint, hit=True)
         if not resumed:
             self.counters.queries += lease.num_prompt_tokens
-            self.counters.hits += lease.hit
+            self.counters.hits += lease.hit - lease.received
             self.counters.reasons[lease.reason] += 1
             self.counters.lost[lease.reason] += lease.num_prompt_tokens - lease.hit
 
@@ -203,6 +207,34 @@ class PrefixCache:
         pages = self.pool.allocate(size)
         lease.files[wanted.position] = PendingFile(pages, wanted.kind)
         return pages
+
+    def want_always(self, lease: Lease, position: int) -> Pages | None:
+        """A file for the state at `position` that another server is going to read: whatever the policy says, also with
+        the cache off. None if there is no room."""
+        if position in lease.files:
+            return lease.files[position].pages
+        size = self.layout.pages_per_checkpoint
+        if not self.residents.make_room(size):
+            return None
+        pages = self.pool.allocate(size)
+        lease.files[position] = PendingFile(pages, Kind.PROMPT_END)
+        return pages
+
+    def received(self, lease: Lease, num_tokens: int, wanted: int, position: int) -> None:
+        """The first `num_tokens` tokens lie in the lease's pages, and the state at `position` in the file that was
+        wanted for `wanted`: another server has computed them and confirmed it. They serve everybody from now on, and
+        the lease goes on from there."""
+        assert lease.hit < position <= num_tokens <= lease.num_tokens, f"{lease.purpose}: nothing new was received"
+        file = lease.files.pop(wanted)
+        lease.files[position] = file
+        self.pool.acquire(file.pages)
+        lease.transient.append(file.pages)
+        self.commit(lease, num_tokens, [position])
+        lease.restore, lease.checkpoint = file.pages, None
+        lease.received, lease.hit = position - lease.hit, position
+        lease.matched, lease.seen = max(lease.matched, num_tokens), max(lease.seen, num_tokens)
+        if lease.hit == lease.num_tokens:
+            lease.reason = Reason.NONE
 
     def idle_files(self) -> int:
         """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
@@ -282,6 +314,18 @@ class PrefixCache:
                 lease.node.loss = loss
             self.residents.unlock(lease.node)
 
+    def hold(self, purpose: str, pages: Pages) -> Hold:
+        """Keep `pages`, which are distinct and in use, until `let_go`."""
+        hold = Hold(purpose, pages.copy())
+        self.pool.acquire(hold.pages)
+        self.holds[id(hold)] = hold
+        return hold
+
+    def let_go(self, hold: Hold) -> None:
+        """End a hold."""
+        del self.holds[id(hold)]
+        self.pool.release(hold.pages)
+
     def hold_until(self, step: int, lease: Lease) -> None:
         """Pages that `lease` needs only for step `step` (the hit's file, the source of a page copy) are kept until
         that step has been applied, whatever becomes of the lease."""
@@ -290,8 +334,9 @@ class PrefixCache:
             lease.transient = []
 
     def num_held_pages(self) -> int:
-        """Distinct pages that leases or unapplied steps refer to."""
+        """Distinct pages that leases, holds or unapplied steps refer to."""
         held = [table.pages for lease in self.leases.values() for table in lease.tables]
+        held += [hold.pages for hold in self.holds.values()]
         for lease in self.leases.values():
             held += [file.pages for file in lease.files.values()] + lease.transient
         for pages in self.held.values():

@@ -1,5 +1,6 @@
 """From an EngineConfig to a running core: model, pool, scheduler, runner, tokenizer. Imports torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.cache.events import BlockEvents
@@ -7,46 +8,55 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Placement, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import EngineConfig, EngineInfo
-from cairn.engine.core import Core
+from cairn.engine.build_transfer import MakeLink, RankMemory, build_transfer, nixl_link
+from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
+from cairn.engine.core import Core, StepRunner
 from cairn.engine.event_publisher import EventPublisher
+from cairn.engine.kv_transfer import KvTransfer
+from cairn.engine.rank_transfer import RankSockets, rank_service
+from cairn.engine.rank_wire import RankConfig, RankService
+from cairn.engine.ranks import build_ranked
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import ConfigError
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Observe, Runner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.transfer.digest import layout_hash
+from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
+from cairn.transfer.staging import staging_pages_for
 from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core"]
+
+_STEP_SECONDS = 300.0
+"""How long a rank may keep the others waiting within a step."""
 
 LEAST_TOKENS = 64
 """A pool that cannot hold a checkpoint and this many tokens serves nobody."""
 
 
-def build_core(config: EngineConfig, clock: Clock | None = None, observe: Observe | None = None) -> Core:
+def build_core(
+    config: EngineConfig,
+    clock: Clock | None = None,
+    observe: Observe | None = None,
+    make_link: MakeLink = nixl_link,
+) -> Core:
     """Load the model and allocate its memory. Raises ConfigError or ModelError naming the flag or the file.
 
-    `observe` is called with each sampled row's logits.
+    `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers.
     """
+    clock = clock or SystemClock()
     opened = open_model(Path(config.model), config.dtype)
-    layout = opened.layout(config.block_size)
+    layout = opened.layout(config.block_size, config.tensor_parallel_size)
     num_pages = _num_pages(config, layout)
     max_model_len = _max_model_len(config, opened)
-    scheduling = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_waiting=config.max_waiting,
-        max_model_len=max_model_len,
-        exact=config.exact,
-    )
     placement = _placement(config)
-    policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
     tokenizer = ModelTokenizer(Path(config.model))
-    runner = Runner(
-        opened.build(exact=config.exact), layout, num_pages, config.max_num_seqs, config.exact, observe=observe
-    )
-    runner.self_test()
+    ranks = _build_ranks(config, opened, layout, num_pages, observe)
+    transfer = None
+    if config.kv_transfer is not None:
+        transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
     info = EngineInfo(
         model=config.model,
         architecture=opened.facts.model_type,
@@ -64,12 +74,91 @@ def build_core(config: EngineConfig, clock: Clock | None = None, observe: Observ
         mamba_cache_mode=config.mamba_cache_mode,
         enable_prefix_caching=placement is not None,
         exact=config.exact,
+        tensor_parallel_size=config.tensor_parallel_size,
+        side_channel=None if transfer is None else f"{transfer.host}:{transfer.side_port}",
     )
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact) if publisher is not None else None
-    scheduler = Scheduler(scheduling, PrefixCache(layout, num_pages, policy, events), clock or SystemClock())
-    after_step = publisher.flush if publisher is not None else None
-    return Core(info, scheduler, runner, tokenizer, opened.facts.eos_token_ids, config.seed, after_step)
+    policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
+    cache = PrefixCache(layout, num_pages, policy, events)
+    scheduling = _scheduling(config, max_model_len)
+    scheduler = Scheduler(scheduling, cache, clock, None if transfer is None else transfer.transfers)
+    eos = opened.facts.eos_token_ids
+    return Core(info, scheduler, ranks.runner, tokenizer, eos, config.seed, transfer, publisher)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """What carries plans out, and rank 0's own part of it. `sockets`: the ways to the other ranks' links."""
+
+    runner: StepRunner
+    own: Runner
+    sockets: RankSockets | None = None
+
+
+def _build_ranks(
+    config: EngineConfig, opened: OpenModel, layout: CacheLayout, num_pages: int, observe: Observe | None
+) -> _Ranks:
+    tp_size, units = config.tensor_parallel_size, _model_units(opened)
+    extra = 0 if config.kv_transfer is None else staging_pages_for(units, geometry_of(layout, tp_size))
+    if tp_size == 1:
+        model = opened.build(exact=config.exact)
+        runner = Runner(model, layout, num_pages, config.max_num_seqs, config.exact, observe, extra_pages=extra)
+        runner.self_test()
+        return _Ranks(runner, runner)
+    services: tuple[RankService, ...] = ()
+    if config.kv_transfer is not None:
+        services = (rank_service(config.kv_transfer.host, num_pages, config.block_size, units),)
+    ranked = build_ranked(
+        RankConfig(
+            tp_size=tp_size,
+            model=config.model,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            num_pages=num_pages,
+            num_slots=config.max_num_seqs,
+            exact=config.exact,
+            extra_pages=extra,
+            step_seconds=_STEP_SECONDS,
+            services=services,
+        ),
+        observe,
+    )
+    return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None)
+
+
+def _build_transfer(
+    config: EngineConfig,
+    asked: KvTransferConfig,
+    opened: OpenModel,
+    ranks: _Ranks,
+    num_pages: int,
+    clock: Clock,
+    make_link: MakeLink,
+) -> KvTransfer:
+    tp_size, own = config.tensor_parallel_size, ranks.own
+    memory = RankMemory(own.pool.numpy(), num_pages, own.layout, _model_units(opened), tp_size=tp_size)
+    content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
+    channels = () if ranks.sockets is None else ranks.sockets.channels
+    transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)
+    transfer.ways = ranks.sockets
+    return transfer
+
+
+def _scheduling(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting=config.max_waiting,
+        max_model_len=max_model_len,
+        exact=config.exact,
+        on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
+    )
+
+
+def _model_units(opened: OpenModel) -> ModelUnits:
+    units = opened.units()
+    return ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
 
 
 def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool) -> BlockEvents:

@@ -7,7 +7,7 @@
 asynchronous face. All records are msgspec structs, so the process wire is their msgpack form and nothing else.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -24,10 +24,12 @@ __all__ = [
     "GenerateOutput",
     "GenerateRequest",
     "KvEventsConfig",
+    "KvTransferConfig",
     "RenderedPrompt",
     "TextStream",
     "TextTokenizer",
     "Timings",
+    "TransferReport",
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -51,6 +53,26 @@ class KvEventsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferConfig:
+    """How pages and checkpoints go to and come from other servers. Roles are a matter of the request: every server
+    with this configuration takes both.
+
+    `host`, `port`: where the side channel listens, and what peers are told. `secret_file`: what peers must know, too;
+    None keeps everything on loopback. `peers`: hosts, addresses and networks that may be read from besides loopback.
+    `on_failure`: what becomes of a request whose pages do not arrive. `lease_seconds`: how long a prefilled prompt
+    waits for its reader. `lease_share`: most of the pool that such prompts may hold together.
+    """
+
+    host: str = "localhost"
+    port: int = 5600
+    secret_file: str | None = None
+    peers: tuple[str, ...] = ()
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    lease_seconds: float = 30.0
+    lease_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All that building an engine takes. Sizes in bytes and tokens; `seed` is the default of unseeded sampling."""
 
@@ -68,6 +90,8 @@ class EngineConfig:
     exact: bool = False
     seed: int = 0
     kv_events: KvEventsConfig | None = None
+    kv_transfer: KvTransferConfig | None = None
+    tensor_parallel_size: int = 1
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +99,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt` is the token ids as raw little-endian int64. `max_tokens` None means as many as fit. `boundaries` are
     the token positions at which the leading system segment and the last message end, ascending, each in 1..n.
-    `seed` None lets the engine choose one.
+    `seed` None lets the engine choose one. `kv_transfer_params`: that JSON object of the request's body as it came;
+    the engine alone knows what it may say, and refuses what it may not.
     """
 
     request_id: str
@@ -90,6 +115,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     cache_salt: str | None = None
     boundaries: list[int] = []
+    kv_transfer_params: bytes | None = None
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +123,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `matched_tokens`: tokens whose keys and values were found; `cached_tokens`: tokens that were not computed again;
     `computed_tokens`: prompt tokens that went through the model, recomputation after preemption included;
-    `reason`: why `cached_tokens` is not more, a name of `cairn.cache.reasons.Reason`.
+    `reason`: why `cached_tokens` is not more, a name of `cairn.cache.reasons.Reason`. `received_tokens`: tokens on top
+    of `cached_tokens` that came from another server; `prefill_cached_tokens`: what that server said it had cached.
     """
 
     prompt_tokens: int
@@ -105,6 +132,16 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     computed_tokens: int
     reason: str
+    received_tokens: int = 0
+    prefill_cached_tokens: int | None = None
+
+
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer that brought something: seconds from its start to its confirmation, and what was read."""
+
+    seconds: float
+    num_bytes: int
+    num_descriptors: int
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +157,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     `finish_reason` is set on the last output only; `cache` and `timings` come with it. `stop_reason` is the stop
     string or stop token that ended the answer (None for end-of-sequence). With finish reason `error`, `error` says
-    what happened and `status` is the HTTP status to answer with.
+    what happened and `status` is the HTTP status to answer with. `kv_transfer_params`: that JSON object for the
+    response, on the last output; None where the response says null.
     """
 
     request_id: str
@@ -132,12 +170,15 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings | None = None
     error: str | None = None
     status: int = 500
+    kv_transfer_params: bytes | None = None
+    transfer: TransferReport | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What was built: constant for the engine's life. `num_pages` of `page_bytes` each are the whole pool.
 
-    `min_cacheable_tokens`: a prompt shorter than this cannot be hit.
+    `min_cacheable_tokens`: a prompt shorter than this cannot be hit. `side_channel`: where other servers ask for
+    pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank.
     """
 
     model: str
@@ -156,6 +197,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     mamba_cache_mode: str
     enable_prefix_caching: bool
     exact: bool
+    tensor_parallel_size: int = 1
+    side_channel: str | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +208,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cache counters are in prompt tokens. `reasons`: requests by miss reason. `lost_tokens`: prompt tokens not cached,
     by the same reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was
     recounted and found right.
+
+    Transfers: `external_prefix_cache_queries` and `_hits` are prompt tokens asked of other servers and received from
+    them. `leased_pages`: held for other servers; `quarantined_pages`: given up, but a late write may still come.
+    `expired_leases`: prompts that nobody fetched in time. `side_channel_dropped`: frames that were no valid record.
     """
 
     num_running: int = 0
@@ -189,6 +236,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints_taken: dict[str, int] = {}
     checkpoints_hit: dict[str, int] = {}
     checkpoints_evicted: dict[str, int] = {}
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    leased_pages: int = 0
+    quarantined_pages: int = 0
+    open_transfers: int = 0
+    failed_transfers: int = 0
+    expired_leases: int = 0
+    side_channel_dropped: int = 0
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,8 +304,20 @@ class EngineCore(Protocol):
         """Forget a request; unknown ids are ignored, nothing more is put out for it."""
         ...
 
+    def start(self, wake: Callable[[], None]) -> None:
+        """Called once before anything else, by the thread that owns the core. `wake` has it come back to `poll`."""
+        ...
+
+    def poll(self) -> list[GenerateOutput]:
+        """Called often: what has happened outside. Outputs of requests that it has ended."""
+        ...
+
     def step(self) -> list[GenerateOutput]:
         """One plan, run, apply. Outputs of requests that moved."""
+        ...
+
+    def close(self) -> None:
+        """Called once, at the end."""
         ...
 
     def idle(self) -> None:

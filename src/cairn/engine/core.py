@@ -6,13 +6,12 @@ plan = scheduler.plan()      result = runner.run(plan)      scheduler.apply(resu
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from cairn.cache.audit import audit
 from cairn.cache.lease import Namespace
-from cairn.cache.reasons import Reason
 from cairn.engine.contract import (
-    CacheReport,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -20,8 +19,9 @@ from cairn.engine.contract import (
     GenerateRequest,
     TextStream,
     TextTokenizer,
-    Timings,
 )
+from cairn.engine.core_report import cache_report, engine_stats, timings
+from cairn.engine.kv_transfer import KvTransfer, Terms, report, terms_of
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, InvalidRequest
@@ -33,6 +33,10 @@ from cairn.types import RequestId, SamplingParams
 __all__ = ["Core", "StepRunner"]
 
 
+_BAD_GATEWAY = 502
+"""The status of an answer that failed because another server did."""
+
+
 class StepRunner(Protocol):
     """What carries plans out: `cairn.runner.runner.Runner`, or `cairn.runner.simulated.SimulatedRunner`."""
 
@@ -41,12 +45,25 @@ class StepRunner(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
+    def close(self) -> None:
+        """The end: whatever else carries plans out ends, too."""
+        ...
+
+
+class StepEvents(Protocol):
+    """Who wants to know of steps: `cairn.engine.event_publisher.EventPublisher`."""
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class _Answer:
     """One request's text as it grows."""
 
-    def __init__(self, request: GenerateRequest, stream: TextStream) -> None:
+    def __init__(self, request: GenerateRequest, stream: TextStream, terms: Terms) -> None:
         self.stream = stream
+        self.terms = terms
         self.stops = StopStrings(request.stop)
         self.stop_tokens = frozenset(request.stop_token_ids)
 
@@ -64,7 +81,7 @@ class Core:
     """Implements `EngineCore`: joins scheduler, runner and tokenizer, one thread only.
 
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
-    `after_step` is called when a step has been applied.
+    `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end.
     """
 
     def __init__(
@@ -75,7 +92,8 @@ class Core:
         tokenizer: TextTokenizer,
         eos_token_ids: tuple[int, ...],
         seed: int,
-        after_step: Callable[[], None] | None = None,
+        transfer: KvTransfer | None = None,
+        events: StepEvents | None = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
@@ -85,7 +103,8 @@ class Core:
         self._seeds = np.random.default_rng(seed)
         self._answers: dict[RequestId, _Answer] = {}
         self._audits = 0
-        self._after_step = after_step
+        self._transfer = transfer
+        self._events = events
 
     @property
     def info(self) -> EngineInfo:
@@ -100,10 +119,11 @@ class Core:
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequest naming the field, or Overloaded; then nothing was taken."""
         check_request(request)
-        self._scheduler.submit(self._spec(request))
-        self._answers[RequestId(request.request_id)] = _Answer(request, self._tokenizer.stream())
+        terms = terms_of(request.kv_transfer_params, self._transfer)
+        self._scheduler.submit(self._spec(request, terms))
+        self._answers[RequestId(request.request_id)] = _Answer(request, self._tokenizer.stream(), terms)
 
-    def _spec(self, request: GenerateRequest) -> Spec:
+    def _spec(self, request: GenerateRequest, terms: Terms) -> Spec:
         keys = key_tokens(request)
         wrong = np.flatnonzero((keys < 0) | (keys >= self._info.vocab_size))
         if wrong.size:
@@ -124,6 +144,8 @@ class Core:
             stop_token_ids=stops if request.ignore_eos else stops | self._eos,
             namespace=Namespace(cache_salt=request.cache_salt),
             boundaries=tuple(request.boundaries),
+            source=terms.source,
+            hand_over=terms.hand_over,
         )
 
     def abort(self, request_id: str) -> None:
@@ -136,9 +158,33 @@ class Core:
     def step(self) -> list[GenerateOutput]:
         """One plan, run, apply; the outputs of the requests that moved."""
         result = self._runner.run(self._scheduler.plan())
-        outputs = [self._output(progress) for progress in self._scheduler.apply(result)]
-        if self._after_step is not None:
-            self._after_step()
+        outputs = self._outputs(self._scheduler.apply(result))
+        if self._events is not None:
+            self._events.flush()
+        return outputs
+
+    def poll(self) -> list[GenerateOutput]:
+        """Look what other servers have sent; the outputs of the requests that this has ended."""
+        if self._transfer is None:
+            return []
+        self._transfer.check()
+        return self._outputs(self._scheduler.poll())
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """From now on other servers are answered. `wake` has the core's thread come back to `poll`."""
+        if self._transfer is not None:
+            self._transfer.start(wake)
+
+    def close(self) -> None:
+        """The end: what other threads do for this core ends, too."""
+        if self._transfer is not None:
+            self._transfer.close()
+        if self._events is not None:
+            self._events.close()
+        self._runner.close()
+
+    def _outputs(self, news: list[Progress]) -> list[GenerateOutput]:
+        outputs = [self._output(progress) for progress in news]
         return [output for output in outputs if output is not None]
 
     def _output(self, progress: Progress) -> GenerateOutput | None:
@@ -158,74 +204,41 @@ class Core:
                 stop_reason = request.stop_token
         if finish is not None:
             del self._answers[request.id]
-        return GenerateOutput(
+        output = GenerateOutput(
             request_id=request.id,
             token_ids=list(progress.tokens),
             text=text,
             finish_reason=finish,
             stop_reason=stop_reason,
-            cache=_report(request) if finish is not None else None,
-            timings=_timings(request) if finish is not None else None,
+        )
+        return output if finish is None else self._last(output, request, answer.terms)
+
+    def _last(self, output: GenerateOutput, request: Request, terms: Terms) -> GenerateOutput:
+        well = output.finish_reason in ("stop", "length")
+        return msgspec.structs.replace(
+            output,
+            cache=cache_report(request, terms.prefill_cached_tokens),
+            timings=timings(request),
+            error=request.failure,
+            status=_BAD_GATEWAY,
+            kv_transfer_params=self._transfer.answer(request) if well and self._transfer is not None else None,
+            transfer=report(request),
         )
 
     # -- the books -----------------------------------------------------------------------------------------------
 
     def idle(self) -> None:
         """Recount the accounting; with nothing to do, nothing may be held. Raises AuditError."""
-        cache = self._scheduler.books.cache
+        books = self._scheduler.books
+        cache, transfers = books.cache, books.transfers
         audit(cache)
-        if not self.has_work and (cache.leases or cache.held):
+        if not books.requests and (cache.leases or cache.held):
             raise AuditError(f"{len(cache.leases)} leases are open with no request running")
+        outside = len(transfers.offers) + len(transfers.quarantine)
+        if not books.requests and len(cache.holds) != outside:
+            raise AuditError(f"{len(cache.holds)} holds with {outside} transfers open and no request running")
         self._audits += 1
 
     def stats(self) -> EngineStats:
         """Counters since the start, and gauges of this moment."""
-        books = self._scheduler.books
-        cache, counters = books.cache, books.counters
-        held = cache.num_held_pages()
-        return EngineStats(
-            num_running=len(books.running),
-            num_waiting=len(books.waiting),
-            num_pages=cache.pool.num_pages,
-            free_pages=cache.pool.num_free,
-            held_pages=held,
-            cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
-            open_leases=len(cache.leases),
-            prefix_cache_queries=cache.counters.queries,
-            prefix_cache_hits=cache.counters.hits,
-            prompt_tokens=counters.prompt_tokens,
-            computed_prompt_tokens=counters.computed_prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            num_preemptions=counters.preemptions,
-            recomputed_tokens=counters.recomputed_tokens,
-            steps=counters.steps,
-            forward_passes=self._runner.forward_passes,
-            audits=self._audits,
-            reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
-            lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
-            checkpoints_taken={kind.value: count for kind, count in cache.residents.taken.items()},
-            checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
-            checkpoints_evicted={kind.value: count for kind, count in cache.residents.evicted.items()},
-        )
-
-
-def _report(request: Request) -> CacheReport:
-    first = request.first
-    assert first is not None
-    return CacheReport(
-        prompt_tokens=request.num_prompt_tokens,
-        matched_tokens=first.matched,
-        cached_tokens=first.hit,
-        computed_tokens=request.num_prompt_computed,
-        reason=first.reason.value,
-    )
-
-
-def _timings(request: Request) -> Timings:
-    times = request.times
-    assert times.scheduled is not None and times.first_token is not None and times.finished is not None
-    return Timings(
-        queue=times.scheduled - times.arrived,
-        prefill=times.first_token - times.scheduled,
-        decode=times.finished - times.first_token,
-    )
+        return engine_stats(self._scheduler.books, self._transfer, self._runner.forward_passes, self._audits)

@@ -34,7 +34,11 @@ class CoreLink(Protocol):
     """The core's end of its line to the client."""
 
     def receive(self, seconds: float) -> ToCore | None:
-        """The next message, or None when none comes within `seconds`."""
+        """The next message, or None when none comes within `seconds`, or `wake` is called."""
+        ...
+
+    def wake(self) -> None:
+        """End a `receive` that waits. For other threads."""
         ...
 
     def send(self, message: FromCore) -> None:
@@ -48,7 +52,14 @@ def run_core(core: EngineCore, link: CoreLink, clock: Clock | None = None) -> No
     The accounting is recounted once per idle period, and only when nothing has changed for a moment: a request that
     follows on the heels of another does not wait for the audit.
     """
-    clock = clock or SystemClock()
+    core.start(link.wake)
+    try:
+        _turn(core, link, clock or SystemClock())
+    finally:
+        core.close()
+
+
+def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
     audited, changed = False, clock.now()
     while True:
         message = link.receive(0.0 if core.has_work else _IDLE_SECONDS if audited else _SETTLE_SECONDS)
@@ -60,6 +71,8 @@ def run_core(core: EngineCore, link: CoreLink, clock: Clock | None = None) -> No
                 audited, changed = False, clock.now()
             taken += 1
             message = link.receive(0.0) if taken < _MESSAGES_PER_TURN else None
+        if outputs := core.poll():
+            link.send(Outputs(outputs))
         if core.has_work:
             link.send(Outputs(core.step()))
             audited, changed = False, clock.now()

@@ -36,7 +36,10 @@ class _ThreadLink:
         self._loop = loop
         self._receive = receive
         self._room = threading.BoundedSemaphore(_LINE_BOUND)
-        self.inbox: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
+
+    def wake(self) -> None:
+        self.inbox.put(None)
 
     def receive(self, seconds: float) -> ToCore | None:
         try:

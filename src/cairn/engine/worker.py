@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -52,6 +53,16 @@ class _SocketLink:
         self._socket.connect(address)
         self._incoming = frames_to_core()
         self._outgoing = frames_from_core()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+
+    def wake(self) -> None:
+        # a full pipe wakes just as well
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
 
     def receive(self, seconds: float) -> ToCore | None:
         frame = self._frame(seconds)
@@ -71,9 +82,14 @@ class _SocketLink:
 
     def close(self) -> None:
         self._socket.close()
+        self._waker.close()
+        self._woken.close()
 
     def _frame(self, seconds: float) -> bytes | None:
-        return self._socket.recv() if self._socket.poll(int(seconds * 1000)) else None
+        ready = dict(self._poller.poll(int(seconds * 1000)))
+        if self._woken.fileno() in ready:
+            self._woken.recv(4096)
+        return self._socket.recv() if self._socket in ready else None
 
 
 def load_factory(path: str) -> Callable[[EngineConfig], EngineCore]:

@@ -1,10 +1,12 @@
-"""From the queue into a slot: the lookup, the restore, and the first chunk."""
+"""Into a slot: from the queue by a lookup, or with what has been fetched; the restore, and the first chunk."""
 
 from cairn.cache.lease import Lease
 from cairn.cache.placement import PromptFacts
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
 from cairn.scheduler.draft import Draft, Part
+from cairn.scheduler.fetch import give_way, note_failure
+from cairn.scheduler.hand_over import has_room, hold_state, set_aside
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy, Restore, Sample, SampleOnly
 
@@ -12,11 +14,15 @@ __all__ = ["admit"]
 
 
 def admit(books: Books, draft: Draft) -> None:
-    """Take requests from the head of the queue while there are slots, tokens and pages for a first chunk."""
+    """Take requests in while there are slots, tokens and pages for all that is known of them: first those whose pages
+    have been fetched, which hold them already, then from the head of the queue."""
+    _admit_ready(books, draft)
     while books.free_slots and draft.budget > 0 and (request := books.waiting.head) is not None:
+        if request.source is not None:
+            return  # it is asked for elsewhere as soon as there is room
         if _try(books, draft, request):
             continue
-        if books.running or books.ending or books.cache.held:
+        if books.running or books.ending or books.cache.held or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
         books.cache.clear()
@@ -24,7 +30,24 @@ def admit(books: Books, draft: Draft) -> None:
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
 
 
+def _admit_ready(books: Books, draft: Draft) -> None:
+    for request in sorted(books.transfers.ready, key=lambda request: request.arrival):
+        lease = request.lease
+        assert lease is not None
+        request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
+        if not books.free_slots or draft.budget <= 0 or (request.spec.hand_over and not has_room(books, request)):
+            return
+        place = len(draft.copies)
+        if not _first_step(books, draft, request, lease):
+            if not books.running and not books.ending:
+                give_way(books)
+            return
+        draft.copies[place:place] = books.transfers.ready.pop(request)
+
+
 def _try(books: Books, draft: Draft, request: Request) -> bool:
+    if request.spec.hand_over and not has_room(books, request):
+        return False
     lease = _lookup(books, request)
     request.lease, request.num_scheduled = lease, lease.hit
     request.prefill_until = request.num_prompt_tokens if books.config.exact else request.num_known
@@ -38,7 +61,9 @@ def _try(books: Books, draft: Draft, request: Request) -> bool:
 def _lookup(books: Books, request: Request) -> Lease:
     spec = request.spec
     resumed_from = request.num_prompt_tokens if request.resumed else None
-    return books.cache.lookup(spec.namespace, request.keys(), request.id, resumed_from)
+    lease = books.cache.lookup(spec.namespace, request.keys(), request.id, resumed_from)
+    note_failure(request, lease)
+    return lease
 
 
 def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> bool:
@@ -61,7 +86,7 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
         return False
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice
     copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
-    if copies is None:
+    if copies is None or (request.spec.hand_over and not set_aside(books, request, lease)):
         return False
     _take(books, draft, request, lease)
     add_prefill(draft, request, end, copies)
@@ -69,7 +94,8 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
 
 
 def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
-    books.waiting.remove(request)
+    if request.phase is Phase.WAITING:
+        books.waiting.remove(request)
     books.cache.admitted(lease, resumed=request.resumed)
     if request.resumed:
         books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
@@ -91,5 +117,7 @@ def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     request.to(Phase.RUNNING)
     books.running.append(request)
     books.running.sort(key=lambda other: other.arrival)
-    if lease.checkpoint is not None:
-        draft.restores.append(Restore(request.slot, lease.checkpoint.pages))
+    if lease.restore is not None:
+        draft.restores.append(Restore(request.slot, lease.restore))
+    if request.spec.hand_over and lease.hit == request.num_prompt_tokens:
+        hold_state(books, request)

@@ -1,11 +1,13 @@
 """What the scheduler's parts share: who waits, who runs, which slots are free, and the counts."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.errors import ConfigError
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Phase, Request
+from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
 __all__ = ["Books", "Counters", "SchedulerConfig"]
@@ -13,7 +15,8 @@ __all__ = ["Books", "Counters", "SchedulerConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Bounds, in requests and tokens. `max_in_flight`: steps that may be out at once. `exact`: see DESIGN 6."""
+    """Bounds, in requests and tokens. `max_in_flight`: steps that may be out at once. `exact`: see DESIGN 6.
+    `on_load_failure`: whether a request whose pages do not arrive from another server is computed here, or fails."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 2048
@@ -21,6 +24,7 @@ class SchedulerConfig:
     max_model_len: int = 32768
     max_in_flight: int = 1
     exact: bool = False
+    on_load_failure: Literal["recompute", "fail"] = "recompute"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_waiting", "max_model_len", "max_in_flight"):
@@ -36,7 +40,8 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. `recomputed_tokens`: tokens computed again because of a preemption."""
+    """Since the start. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
+    `external_hits`: prompt tokens asked of other servers and received from them."""
 
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
@@ -44,11 +49,16 @@ class Counters:
     preemptions: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    failed_pulls: int = 0
+    expired_offers: int = 0
 
 
 @dataclass(eq=False)
 class Books:
-    """`running` is in order of arrival; requests that are being saved or finished are in `ending`."""
+    """`running` is in order of arrival; requests that are being saved or finished are in `ending`. `transfers`: what is
+    under way between this server and others."""
 
     config: SchedulerConfig
     cache: PrefixCache
@@ -58,6 +68,7 @@ class Books:
     requests: dict[RequestId, Request] = field(default_factory=dict)
     running: list[Request] = field(default_factory=list)
     ending: list[Request] = field(default_factory=list)
+    transfers: Transfers = field(default_factory=Transfers)
     counters: Counters = field(default_factory=Counters)
 
     def leave_slot(self, request: Request) -> None:
@@ -75,6 +86,9 @@ class Books:
         if request.lease is not None:
             self.cache.release(request.lease)
             request.lease = None
+        if request.handed is not None:
+            self.cache.let_go(request.handed)
+            request.handed = None
         self.leave_slot(request)
         request.to(Phase.FINISHED)
         self.requests.pop(request.id, None)

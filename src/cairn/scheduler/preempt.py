@@ -4,6 +4,7 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
 from cairn.cache.reasons import Reason
 from cairn.scheduler.books import Books
+from cairn.scheduler.fetch import give_way
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy
 
@@ -13,18 +14,21 @@ __all__ = ["back_to_queue", "make_room", "preempt"]
 def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy] | None:
     """Pages for `num_tokens` tokens of a running request, preempting younger ones if need be.
 
-    A request preempts each other one at most once; after that it waits for it, without giving up what it holds. The
-    youngest of all gives way itself. So the oldest always goes on, or waits for one that does. None: the request
-    does not run in this step.
+    Requests that hold fetched pages and do not run yet give way first. A request preempts each other one at most
+    once; after that it waits for it, without giving up what it holds. The youngest of all gives way itself. So the
+    oldest always goes on, or waits for one that does, or for another server. None: the request does not run in this
+    step.
     """
     assert request.lease is not None
     while (copies := books.cache.extend(request.lease, num_tokens)) is None:
+        if give_way(books):
+            continue
         place = books.running.index(request)
         younger = books.running[place + 1 :]
         victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
         if victims:
             preempt(books, victims[-1], request, request.lease.missing_pages(num_tokens))
-        elif younger or books.ending or request.in_flight:
+        elif younger or books.ending or request.in_flight or books.transfers.is_open:
             return None
         elif place > 0:
             preempt(books, request, request, 0)

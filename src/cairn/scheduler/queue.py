@@ -35,9 +35,10 @@ class WaitingQueue:
         self._requests[request.id] = request
 
     def put_back(self, request: Request) -> None:
-        """A preempted request, to the front; among several the one that arrived first comes first."""
+        """A request that has been out of the queue, to where its arrival puts it: before all that came later."""
         self._requests[request.id] = request
-        self._requests.move_to_end(request.id, last=False)
+        for other in [other for other in self._requests.values() if other.arrival > request.arrival]:
+            self._requests.move_to_end(other.id)
 
     def remove(self, request: Request) -> None:
         del self._requests[request.id]

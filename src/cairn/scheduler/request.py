@@ -8,11 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from cairn.cache.lease import Lease, Namespace
+from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import PromptFacts
+from cairn.step import GRID
+from cairn.transfer.contract import Offer, PullEnded
 from cairn.types import Keys, RequestId, SamplingParams
 
-__all__ = ["TRANSITIONS", "Finish", "Phase", "Request", "Spec", "Times"]
+__all__ = ["TRANSITIONS", "Finish", "Offered", "Phase", "Request", "Source", "Spec", "Times"]
 
 Finish = Literal["stop", "length", "abort", "error"]
 
@@ -22,6 +24,10 @@ class Phase(Enum):
 
     WAITING = "waiting"
     """In the queue; holds no slot and no lease. A preempted request is back here."""
+    FETCHING = "fetching"
+    """Another server's pages are being read; holds a lease and no slot."""
+    READY = "ready"
+    """What was fetched is there; holds a lease and waits for a slot."""
     RUNNING = "running"
     """Has a slot and a lease; some step computes it."""
     FINISHING = "finishing"
@@ -34,7 +40,9 @@ class Phase(Enum):
 
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     {
-        Phase.WAITING: frozenset({Phase.RUNNING, Phase.FINISHED}),
+        Phase.WAITING: frozenset({Phase.FETCHING, Phase.RUNNING, Phase.FINISHED}),
+        Phase.FETCHING: frozenset({Phase.READY, Phase.WAITING, Phase.FINISHED}),
+        Phase.READY: frozenset({Phase.RUNNING, Phase.WAITING, Phase.FINISHED}),
         Phase.RUNNING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.PREEMPTING, Phase.FINISHED}),
         Phase.PREEMPTING: frozenset({Phase.WAITING, Phase.FINISHING, Phase.FINISHED}),
         Phase.FINISHING: frozenset({Phase.FINISHED}),
@@ -43,9 +51,31 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which server may hold the beginning of a prompt. With a `nonce`, that of the lease of `request_id` there;
+    without one nothing is promised: it is asked for the content, of which it may have had the first `end` tokens."""
+
+    engine_id: str
+    host: str
+    port: int
+    request_id: str = ""
+    nonce: bytes | None = None
+    end: int | None = None
+
+    def reach(self, num_prompt_tokens: int) -> int:
+        """How many tokens of the prompt can come from there at most."""
+        if self.nonce is not None:
+            return num_prompt_tokens
+        if self.end is not None and self.end <= num_prompt_tokens:
+            return self.end
+        return num_prompt_tokens // GRID * GRID
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored."""
+    """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
+    `source`: where to look for the prompt before computing it. `hand_over`: keep the prompt for another server."""
 
     request_id: RequestId
     prompt: Keys
@@ -54,6 +84,16 @@ class Spec:
     stop_token_ids: frozenset[int] = frozenset()
     namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
     boundaries: tuple[int, ...] = ()
+    source: Source | None = None
+    hand_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What a request has left for another server, and the reference that it is asked for by."""
+
+    offer: Offer
+    reference: str
 
 
 @dataclass(slots=True)
@@ -79,6 +119,10 @@ class Request:
     `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `sampling_step`: the
     step still out that samples the next token. `first`: the lease facts of the first admission, for the report.
     `preempted_by`: requests that have preempted this one, each once at most.
+
+    `source` is the spec's until it has been asked; `remote_failed`: it had promised more and did not deliver.
+    `pulled`: what it gave, and `pull_seconds` how long that took. `failure`: why the request ended with an error.
+    `handed`: the hand-over checkpoint's file, `offered`: what became of it.
     """
 
     spec: Spec
@@ -102,6 +146,13 @@ class Request:
     num_prompt_computed: int = 0
     furthest: int = 0
     preempted_by: set[RequestId] = field(default_factory=set)
+    source: Source | None = None
+    remote_failed: bool = False
+    pulled: PullEnded | None = None
+    pull_seconds: float = 0.0
+    failure: str | None = None
+    handed: Hold | None = None
+    offered: Offered | None = None
 
     @property
     def id(self) -> RequestId:

@@ -13,10 +13,15 @@ from cairn.scheduler.admit import admit
 from cairn.scheduler.advance import advance
 from cairn.scheduler.books import Books, SchedulerConfig
 from cairn.scheduler.budget import capacity_tokens
+from cairn.scheduler.content import remember
 from cairn.scheduler.draft import Draft, Part
+from cairn.scheduler.fetch import abandon
+from cairn.scheduler.hand_over import hold_state, offer
 from cairn.scheduler.preempt import back_to_queue
 from cairn.scheduler.queue import WaitingQueue
+from cairn.scheduler.remote import take_events
 from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
+from cairn.scheduler.transfers import Transfers
 from cairn.step import Keep, Save, StepPlan, StepResult
 from cairn.types import Clock, RequestId
 
@@ -36,15 +41,20 @@ class Scheduler:
     """Continuous batching with a token budget, chunked prefill, first come first served, and preemption.
 
     At most `config.max_in_flight` plans are out at a time; results are applied in the order of their plans.
+    `transfers`: the way to other servers, if there is one.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, transfers: Transfers | None = None
+    ) -> None:
         slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self.books = Books(config, cache, clock, WaitingQueue(config.max_waiting), slots)
+        queue = WaitingQueue(config.max_waiting)
+        self.books = Books(config, cache, clock, queue, slots, transfers=transfers or Transfers())
         self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
         self._flying: deque[Draft] = deque()
         self._step = 0
         self._arrivals = 0
+        self._stalled = False
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -59,17 +69,31 @@ class Scheduler:
         limit = self.max_tokens_for(length)
         if limit < 1 or spec.max_tokens > limit:
             raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
+        if (spec.source is not None or spec.hand_over) and books.transfers.side is None:
+            raise InvalidRequest("this server takes no part in transfers: start it with --kv-transfer-config", "source")
+        if spec.hand_over and not self._can_hand_over(length + spec.max_tokens):
+            raise InvalidRequest(
+                f"{length} prompt tokens and the state at their end do not fit the cache together: raise "
+                "--kv-cache-memory-bytes",
+                "prompt",
+            )
         if books.waiting.full:
             raise Overloaded(f"{books.config.max_waiting} requests are waiting already: try again later")
         self._arrivals += 1
-        request = Request(spec, Times(arrived=books.clock.now()), arrival=self._arrivals)
+        request = Request(spec, Times(arrived=books.clock.now()), arrival=self._arrivals, source=spec.source)
         books.requests[request.id] = request
         books.waiting.append(request)
+        self._stalled = False
 
     def max_tokens_for(self, num_prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt can have at most; below 1 if it does not fit at all."""
         longest = self.books.config.max_model_len
         return min(longest, longest if self._capacity is None else self._capacity) - num_prompt_tokens
+
+    def _can_hand_over(self, num_tokens: int) -> bool:
+        layout = self.books.cache.layout
+        need = layout.pages_for(num_tokens) + layout.pages_per_checkpoint + len(layout.groups)
+        return need <= self.books.cache.pool.num_pages
 
     def _too_long(self, length: int, max_tokens: int) -> str:
         capacity, longest = self._capacity, self.books.config.max_model_len
@@ -89,12 +113,17 @@ class Scheduler:
         books = self.books
         if request.phase in (Phase.FINISHING, Phase.FINISHED):
             return
+        self._stalled = False
         request.finish = reason
         request.times.finished = books.clock.now()
-        if request.phase is Phase.WAITING:
-            books.waiting.remove(request)
-            books.drop(request)
+        if request.phase in (Phase.WAITING, Phase.FETCHING, Phase.READY):
+            self._forget(request)
             return
+        if reason in ("stop", "length"):
+            if request.spec.hand_over:
+                offer(books, request)
+            elif request.spec.source is not None:
+                remember(books, request)
         if request.phase is Phase.RUNNING:
             books.running.remove(request)
             books.ending.append(request)
@@ -102,9 +131,27 @@ class Scheduler:
         if request.in_flight == 0:
             self._settle(request)
 
+    def _forget(self, request: Request) -> None:
+        books = self.books
+        match request.phase:
+            case Phase.WAITING:
+                books.waiting.remove(request)
+            case Phase.FETCHING:
+                abandon(books, request)
+            case Phase.READY:
+                del books.transfers.ready[request]
+        books.drop(request)
+
+    def poll(self) -> list[Progress]:
+        """Take in what other servers have sent or taken, and ask them for more. Returns the requests that this has
+        ended. To be called between steps while `books.transfers` has a side."""
+        changed, failed = take_events(self.books)
+        self._stalled = self._stalled and not changed
+        return [Progress(request, (), request.finish) for request in failed]
+
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to plan or to apply."""
+        """Whether there is anything to plan or to apply now. False also while all of it waits for other servers."""
         return self._open or bool(self._flying)
 
     @property
@@ -114,7 +161,8 @@ class Scheduler:
 
     @property
     def _open(self) -> bool:
-        return bool(self.books.waiting or self.books.running or self.books.ending)
+        books = self.books
+        return not self._stalled and bool(books.waiting or books.running or books.ending or books.transfers.ready)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -130,6 +178,7 @@ class Scheduler:
         for part in draft.parts:
             if part.request.lease is not None:
                 self.books.cache.hold_until(draft.step, part.request.lease)
+        self._stalled = not draft.parts and not self._flying and self.books.transfers.is_open
         self._flying.append(draft)
         return draft.plan()
 
@@ -146,13 +195,17 @@ class Scheduler:
     def _add_keeps(self, draft: Draft) -> None:
         """Files for checkpoints, once all rows have their pages."""
         placement = self.books.cache.policy.placement
-        if placement is None:
-            return
         for part in draft.parts:
             if part.row is None:
                 continue
             row, request = draft.rows[part.row], part.request
             assert request.lease is not None and request.facts is not None
+            end = request.num_prompt_tokens
+            if request.spec.hand_over and request.handed is None and row.start < end <= row.end:
+                draft.keeps.append(Keep(part.row, end, request.lease.files[end].pages))
+                part.kept.append(end)
+            if placement is None:
+                continue
             if not row.decode:
                 wanted: Iterable[Wanted] = placement.in_prefill(request.facts, row.start, row.end)
             elif self.books.config.exact or (point := placement.in_decode(request.facts, row.end)) is None:
@@ -191,6 +244,8 @@ class Scheduler:
         request.furthest = max(request.furthest, request.num_computed)
         # a step that was out when the request ended may have gone on with tokens that are not part of it
         known = part.end <= request.num_known
+        if request.spec.hand_over and request.num_prompt_tokens in part.kept:
+            hold_state(books, request)
         if part.end <= request.prefill_until or (part.kept and known):
             books.cache.commit(request.lease, part.end, part.kept)
         news = None

@@ -1,0 +1,75 @@
+"""The core's books as records for the client: one request's, and the engine's."""
+
+from cairn.cache.reasons import Reason
+from cairn.engine.contract import CacheReport, EngineStats, Timings
+from cairn.engine.kv_transfer import KvTransfer
+from cairn.scheduler.books import Books
+from cairn.scheduler.request import Request
+
+__all__ = ["cache_report", "engine_stats", "timings"]
+
+
+def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int, audits: int) -> EngineStats:
+    """Counters since the start, and gauges of this moment."""
+    cache, counters, transfers = books.cache, books.counters, books.transfers
+    held = cache.num_held_pages()
+    return EngineStats(
+        num_running=len(books.running),
+        num_waiting=len(books.waiting) + len(transfers.fetching) + len(transfers.ready),
+        num_pages=cache.pool.num_pages,
+        free_pages=cache.pool.num_free,
+        held_pages=held,
+        cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
+        open_leases=len(cache.leases),
+        prefix_cache_queries=cache.counters.queries,
+        prefix_cache_hits=cache.counters.hits,
+        prompt_tokens=counters.prompt_tokens,
+        computed_prompt_tokens=counters.computed_prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        num_preemptions=counters.preemptions,
+        recomputed_tokens=counters.recomputed_tokens,
+        steps=counters.steps,
+        forward_passes=forward_passes,
+        audits=audits,
+        reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
+        lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
+        checkpoints_taken={kind.value: count for kind, count in cache.residents.taken.items()},
+        checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
+        checkpoints_evicted={kind.value: count for kind, count in cache.residents.evicted.items()},
+        external_prefix_cache_queries=counters.external_queries,
+        external_prefix_cache_hits=counters.external_hits,
+        leased_pages=sum(len(hold.pages) for hold in transfers.offers.values()),
+        quarantined_pages=sum(len(hold.pages) for hold in transfers.quarantine.values()),
+        open_transfers=len(transfers.fetching),
+        failed_transfers=counters.failed_pulls,
+        expired_leases=counters.expired_offers,
+        side_channel_dropped=0 if transfer is None else transfer.loop.dropped,
+    )
+
+
+def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheReport | None:
+    """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`."""
+    first = request.first
+    if first is None:
+        return None
+    return CacheReport(
+        prompt_tokens=request.num_prompt_tokens,
+        matched_tokens=first.matched,
+        cached_tokens=first.hit - first.received,
+        computed_tokens=request.num_prompt_computed,
+        reason=first.reason.value,
+        received_tokens=first.received,
+        prefill_cached_tokens=None if request.remote_failed else prefill_cached_tokens,
+    )
+
+
+def timings(request: Request) -> Timings | None:
+    """None for a request that ended without a token."""
+    times = request.times
+    if times.scheduled is None or times.first_token is None or times.finished is None:
+        return None
+    return Timings(
+        queue=times.scheduled - times.arrived,
+        prefill=times.first_token - times.scheduled,
+        decode=times.finished - times.first_token,
+    )

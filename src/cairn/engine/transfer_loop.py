@@ -1,0 +1,138 @@
+"""The thread that owns sockets and links: it takes the scheduler's commands, speaks with other servers, drives reads.
+
+It blocks while nothing is open. While something is, it looks again and again, because a link makes no progress by
+itself and never reports a peer that stands still.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cairn.engine.side_channel import Channel, Incoming
+from cairn.engine.transfer_port import Abort, Answer, Command, MakeOffer, StartPull, TransferPort, Withdraw
+from cairn.transfer.connector import Connector
+from cairn.transfer.consumer import Consumer
+from cairn.transfer.contract import Link
+from cairn.transfer.producer import Producer
+from cairn.transfer.ranks import RankedWorker
+
+__all__ = ["TransferLoop"]
+
+_READING_SECONDS = 0.001
+_SERVING_SECONDS = 0.005
+_LINGERING_SECONDS = 0.02
+_STOP_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def _nobody() -> None:
+    """Nobody waits for events."""
+
+
+class TransferLoop:
+    """`turn` does everything once; `start` has a thread do so until `stop`. `notify` is called when there are events
+    for the scheduler. `failure`: why the thread has ended."""
+
+    def __init__(
+        self,
+        port: TransferPort,
+        channel: Channel,
+        producer: Producer,
+        consumer: Consumer,
+        link: Link,
+        ranks: RankedWorker,
+    ) -> None:
+        self._port = port
+        self._channel = channel
+        self._producer = producer
+        self._consumer = consumer
+        self._link = link
+        self._ranks = ranks
+        self._connector = Connector(producer, consumer)
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.notify: Callable[[], None] = _nobody
+        self.failure: str | None = None
+
+    @property
+    def dropped(self) -> int:
+        """Frames that were no record of the protocol, or came from nobody who may speak."""
+        return self._channel.dropped + self._producer.sessions.dropped + self._consumer.dropped + self._ranks.dropped
+
+    @property
+    def num_open(self) -> int:
+        """Pulls that have not settled."""
+        return self._consumer.num_open
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="cairn-transfer", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, and lets go of link and sockets. The memory must stay: the process is about to end."""
+        self._stopping.set()
+        self._channel.wake()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the transfer thread did not end within %g s", _STOP_SECONDS)
+                return
+        writing = self._link.close()
+        if writing:
+            logger.warning("%d reads were still under way", writing)
+        self._channel.close()
+
+    def turn(self, seconds: float | None = 0.0) -> None:
+        """Wait for at most `seconds` (None: for ever) for something to do, and do it."""
+        for incoming in self._channel.receive(seconds):
+            self._take(incoming)
+        while not self._port.commands.empty():
+            self._carry_out(self._port.commands.get_nowait())
+        events = self._connector.events()
+        for event in events:
+            self._port.happened.put(event)
+        if events:
+            self.notify()
+        for sender, frame in self._producer.take_frames():
+            self._channel.reply(sender, frame)
+        self._ranks.serve(self._connector.is_serving)
+
+    @property
+    def patience(self) -> float | None:
+        """How long the next turn may wait."""
+        if self._consumer.num_open:
+            return _READING_SECONDS
+        if not self._connector.is_idle:
+            return _SERVING_SECONDS
+        return _LINGERING_SECONDS if self._connector.is_serving else None
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self.turn(self.patience)
+        except Exception as error:
+            logger.exception("the transfer thread has ended")
+            self.failure = f"{type(error).__name__}: {error}"
+            self.notify()
+
+    def _take(self, incoming: Incoming) -> None:
+        if incoming.sender is not None:
+            reply = self._producer.receive(incoming.sender, incoming.frame)
+            if reply is not None:
+                self._channel.reply(incoming.sender, reply)
+        elif incoming.address is not None:
+            self._consumer.receive(incoming.address, incoming.frame)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case MakeOffer(offer, nonce):
+                self._connector.offer(offer, nonce)
+            case Withdraw(reference):
+                self._connector.withdraw(reference)
+            case Answer(ask, offer, nonce):
+                self._connector.answer(ask, offer, nonce)
+            case StartPull(want, pull):
+                self._connector.pull(want, pull)
+            case Abort(pull):
+                self._connector.abort(pull)

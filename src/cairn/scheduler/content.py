@@ -1,0 +1,56 @@
+"""What a sequence that was decoded here left behind, for the server that is going to prefill its next turn.
+
+Nothing is pinned for it: `remember` notes which tokens were there, and `answer` offers what is still cached when
+somebody who knows their digests asks.
+"""
+
+import numpy as np
+
+from cairn.cache.lease import Namespace
+from cairn.scheduler.books import Books
+from cairn.scheduler.request import Request
+from cairn.step import GRID
+from cairn.transfer.contract import ContentAsked, ContentName, HeldCheckpoint, Offer
+from cairn.types import Keys
+
+__all__ = ["answer", "remember"]
+
+
+def remember(books: Books, request: Request) -> None:
+    """The request, whose prompt came from another server, has ended well."""
+    sequences, lease, namespace = books.transfers.sequences, request.lease, request.spec.namespace
+    if sequences is not None and lease is not None:
+        keys = lease.keys[: request.num_computed].copy()
+        sequences.remember(ContentName(namespace.adapter, namespace.cache_salt), keys)
+
+
+def answer(books: Books, asked: ContentAsked) -> None:
+    """Offer the deepest state that is left of what is asked for, and the pages up to it."""
+    transfers = books.transfers
+    assert transfers.side is not None
+    found = transfers.sequences.deepest(asked.marks, asked.end) if transfers.sequences is not None else None
+    if found is None or found[0].adapter != asked.adapter:
+        transfers.side.answer(asked.ask, None)
+        return
+    _offer(books, asked, *found)
+
+
+def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> None:
+    cache, side = books.cache, books.transfers.side
+    assert side is not None
+    purpose = f"content ask {asked.ask}"
+    lease = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose)
+    position = len(keys) if lease.matched == len(keys) else lease.matched // GRID * GRID
+    state = lease.restore if lease.hit <= position else None
+    need = cache.layout.pages_for(position) + cache.layout.pages_per_checkpoint
+    # a state below what is there already is worth nothing to anybody
+    if position <= asked.start or state is None or not side.has_room(need):
+        side.answer(asked.ask, None)
+    else:
+        pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(position)])
+        held = HeldCheckpoint(lease.hit, state)
+        reference = side.answer(asked.ask, Offer(purpose, name, keys[:position], pages, (held,)))
+        if reference is not None:
+            hold = cache.hold(f"asked for by {purpose}", np.concatenate([pages, state]))
+            books.transfers.offers[reference] = hold
+    cache.release(lease)

@@ -1,0 +1,219 @@
+"""Pages from another server: asked for while a request waits, and used as if they had been computed here.
+
+WAITING -> FETCHING   look up; lease what is there, pages for the rest and a file for the state; pull
+FETCHING -> READY     confirmed: into the tree, and on as after a hit of its own
+FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says)
+
+lease    0 ........ hit .. matched ............ prompt end
+         here already              pulled (from the page that holds `matched`)
+"""
+
+import numpy as np
+
+from cairn.cache.lease import Lease
+from cairn.cache.reasons import Reason
+from cairn.scheduler.books import Books
+from cairn.scheduler.request import Phase, Request, Source
+from cairn.scheduler.transfers import Fetch
+from cairn.transfer.contract import ContentName, ContentWant, PagesFree, PullEnded, PullId, Want
+from cairn.types import Pages
+
+__all__ = ["abandon", "give_way", "pages_free", "pull_ended", "start_pulls"]
+
+
+def start_pulls(books: Books) -> bool:
+    """Ask for what the first requests of the queue can get elsewhere, as long as there is room for it. Returns whether
+    anything was asked for, or given up.
+
+    Strictly in the order of the queue: a request that is going to compute holds back those behind it, so that pages
+    set aside for pulls never keep it waiting.
+    """
+    transfers, changed = books.transfers, False
+    while (request := books.waiting.head) is not None and (source := request.source) is not None:
+        if len(transfers.fetching) + len(transfers.ready) >= books.config.max_num_seqs:
+            break
+        if not _start(books, request, source):
+            if books.running or books.ending or books.cache.held or transfers.is_open:
+                break
+            # alone, and cached pages cannot give way to it: compute in smaller shares what cannot be had whole
+            request.source = None
+            _release(books, request, source)
+        changed = True
+    return changed
+
+
+def _start(books: Books, request: Request, source: Source) -> bool:
+    """False if there is no room now. Otherwise the request is being fetched, or has nothing to fetch any more."""
+    cache, length = books.cache, request.num_prompt_tokens
+    lease = cache.lookup(request.spec.namespace, request.keys(), request.id)
+    if lease.hit == length or (source.nonce is None and source.reach(length) <= lease.matched):
+        cache.release(lease)
+        request.source = None
+        _release(books, request, source)
+        return True
+    copies = cache.extend(lease, length)
+    file = cache.want_always(lease, length) if copies is not None else None
+    if copies is None or file is None:
+        cache.release(lease)
+        return False
+    books.waiting.remove(request)
+    request.source, request.lease = None, lease
+    request.to(Phase.FETCHING)
+    assert books.transfers.side is not None
+    pull = books.transfers.side.pull(_want(request, source, lease, file))
+    books.transfers.fetching[pull] = Fetch(request, source, copies, books.clock.now())
+    return True
+
+
+def _want(request: Request, source: Source, lease: Lease, file: Pages) -> Want | ContentWant:
+    length, start = request.num_prompt_tokens, _first_token(lease)
+    pages = lease.span(start, length)[0] if lease.groups and start < length else np.zeros(0, np.int32)
+    if source.nonce is not None:
+        return _promised(request, source, source.nonce, start, pages, file)
+    return ContentWant(
+        request_id=request.id,
+        engine_id=source.engine_id,
+        host=source.host,
+        port=source.port,
+        name=_name(request),
+        keys=request.spec.prompt,
+        start=start,
+        pages=pages,
+        checkpoint=file,
+        end=source.end,
+    )
+
+
+def _first_token(lease: Lease) -> int:
+    """Where reading begins: at the page that holds the first token that is not here."""
+    if lease.matched >= lease.num_tokens or not lease.groups:
+        return lease.num_tokens
+    tokens_per_page = lease.groups[0].tokens_per_page
+    return lease.matched // tokens_per_page * tokens_per_page
+
+
+def _release(books: Books, request: Request, source: Source) -> None:
+    """Nothing is wanted: the other server need not keep it."""
+    if source.nonce is None:
+        return
+    assert books.transfers.side is not None
+    nothing = np.zeros(0, np.int32)
+    books.transfers.side.pull(_promised(request, source, source.nonce, request.num_prompt_tokens, nothing, None))
+
+
+def _promised(request: Request, source: Source, nonce: bytes, start: int, pages: Pages, file: Pages | None) -> Want:
+    """From a lease there; without a `file` nothing but its release."""
+    return Want(
+        request_id=source.request_id,
+        nonce=nonce,
+        engine_id=source.engine_id,
+        host=source.host,
+        port=source.port,
+        name=_name(request),
+        keys=request.spec.prompt,
+        start=start,
+        pages=pages,
+        checkpoint=file,
+        release_only=file is None,
+    )
+
+
+def _name(request: Request) -> ContentName:
+    namespace = request.spec.namespace
+    return ContentName(namespace.adapter, namespace.cache_salt)
+
+
+def pull_ended(books: Books, ended: PullEnded) -> Request | None:
+    """Go on with what has come, or without it. Returns the request if it has ended because of a failure."""
+    fetch = books.transfers.fetching.pop(ended.pull, None)
+    if fetch is None:
+        return None
+    request, lease = fetch.request, fetch.request.lease
+    assert lease is not None
+    if ended.failure is not None:
+        _quarantine(books, ended.pull, request)
+        return _failed(books, fetch, ended.failure)
+    position = ended.checkpoint_position or 0
+    if position <= lease.hit:
+        _back_to_queue(books, request)
+        return None
+    asked = request.num_prompt_tokens - lease.hit
+    copies = fetch.copies if ended.position <= lease.matched else []
+    books.cache.received(lease, ended.position, request.num_prompt_tokens, position)
+    books.counters.external_queries += asked
+    books.counters.external_hits += lease.received
+    request.pulled, request.pull_seconds = ended, books.clock.now() - fetch.began
+    request.to(Phase.READY)
+    books.transfers.ready[request] = copies
+    return None
+
+
+def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
+    request = fetch.request
+    if fetch.source.nonce is None:
+        # nothing had been promised
+        _back_to_queue(books, request)
+        return None
+    books.counters.failed_pulls += 1
+    books.counters.external_queries += request.num_prompt_tokens - (request.lease.hit if request.lease else 0)
+    if books.config.on_load_failure == "recompute":
+        request.remote_failed = True
+        _back_to_queue(books, request)
+        return None
+    request.failure = f"the prompt could not be fetched from {fetch.source.host}:{fetch.source.port}: {failure}"
+    request.finish = "error"
+    request.times.finished = books.clock.now()
+    books.drop(request)
+    return request
+
+
+def _back_to_queue(books: Books, request: Request) -> None:
+    assert request.lease is not None
+    books.cache.release(request.lease)
+    request.lease = None
+    request.to(Phase.WAITING)
+    books.waiting.put_back(request)
+
+
+def _quarantine(books: Books, pull: PullId, request: Request) -> None:
+    """The link may still write to what the pull was to fill: nobody gets these pages before it says that it is over."""
+    lease = request.lease
+    assert lease is not None
+    start, length = _first_token(lease), request.num_prompt_tokens
+    pages = [lease.files[length].pages]
+    if lease.groups and start < length:
+        pages += lease.span(start, length)
+    books.transfers.quarantine[pull] = books.cache.hold(f"quarantined after {request.id}", np.concatenate(pages))
+
+
+def abandon(books: Books, request: Request) -> None:
+    """The request that is being fetched has been aborted."""
+    transfers = books.transfers
+    pull = next(pull for pull, fetch in transfers.fetching.items() if fetch.request is request)
+    del transfers.fetching[pull]
+    _quarantine(books, pull, request)
+    assert transfers.side is not None
+    transfers.side.abort(pull)
+
+
+def pages_free(books: Books, free: PagesFree) -> None:
+    hold = books.transfers.quarantine.pop(free.pull, None)
+    if hold is not None:
+        books.cache.let_go(hold)
+
+
+def give_way(books: Books) -> bool:
+    """Send the youngest request that holds pages and does not run back to the queue: what it has fetched stays cached,
+    and may be dropped. False if there is none."""
+    youngest = max(books.transfers.ready, key=lambda request: request.arrival, default=None)
+    if youngest is None:
+        return False
+    del books.transfers.ready[youngest]
+    _back_to_queue(books, youngest)
+    return True
+
+
+def note_failure(request: Request, lease: Lease) -> None:
+    """Say so in the reason when a hit is shorter because another server did not deliver."""
+    if request.remote_failed and lease.hit < request.num_prompt_tokens:
+        lease.reason = Reason.REMOTE_FAILED

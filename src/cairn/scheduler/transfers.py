@@ -1,0 +1,55 @@
+"""What is under way between this server and others, as the scheduler remembers it. See `fetch` and `hand_over`."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cairn.cache.lease import Hold
+from cairn.scheduler.request import Request, Source
+from cairn.step import PageCopy
+from cairn.transfer.contract import ContentName, PullId, SchedulerSide
+from cairn.types import Keys
+
+__all__ = ["Fetch", "Sequences", "Transfers"]
+
+
+class Sequences(Protocol):
+    """Which sequences were here lately, by the digests of their beginnings: `cairn.transfer.recent.RecentContent`."""
+
+    def remember(self, name: ContentName, keys: Keys) -> None: ...
+
+    def deepest(self, marks: bytes, end: bytes | None = None) -> tuple[ContentName, Keys] | None:
+        """The longest beginning that one of these digests names, or None. `end` is looked for first."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A request whose pages are being read. `copies`: page copies to be made at its first step, should less arrive
+    than was there already. `began`: seconds."""
+
+    request: Request
+    source: Source
+    copies: list[PageCopy]
+    began: float
+
+
+@dataclass(eq=False)
+class Transfers:
+    """`side` None: this server takes no part in transfers. `sequences`: what other servers may ask for by content.
+
+    `fetching`: by pull. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: pages
+    of pulls that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
+    servers.
+    """
+
+    side: SchedulerSide | None = None
+    sequences: Sequences | None = None
+    fetching: dict[PullId, Fetch] = field(default_factory=dict)
+    ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
+    quarantine: dict[PullId, Hold] = field(default_factory=dict)
+    offers: dict[str, Hold] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something may still end by itself, and pages come free with it."""
+        return bool(self.fetching or self.ready or self.quarantine or self.offers)

@@ -1,0 +1,216 @@
+"""Whole servers without HTTP, sockets and tensors, joined in memory and turned by hand: scheduler, cache, connector,
+handshake, leases, pulls and links are the real ones."""
+
+import json
+import random
+
+import numpy as np
+from pooled_runner import UNITS, PooledRunner, layout
+
+from cairn.cache.audit import audit
+from cairn.cache.eviction import ValuePerByte
+from cairn.cache.placement import placement_for
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.engine.kv_transfer import KvTransfer, terms_of
+from cairn.engine.memory_channel import MemoryNetwork
+from cairn.engine.transfer_loop import TransferLoop
+from cairn.engine.transfer_port import TransferPort
+from cairn.scheduler.books import SchedulerConfig
+from cairn.scheduler.request import Spec
+from cairn.scheduler.scheduler import Scheduler
+from cairn.transfer.consumer import Consumer
+from cairn.transfer.contract import Peer, Region
+from cairn.transfer.geometry_pairing import geometry_of
+from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.memory import MemoryFabric
+from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.planner import paired_pages
+from cairn.transfer.producer import Producer
+from cairn.transfer.ranks import RankedWorker
+from cairn.transfer.recent import RecentContent
+from cairn.transfer.sessions import Identity
+from cairn.transfer.staging import Staging, staging_pages_for
+from cairn.transfer.worker import LinkWorker
+from cairn.types import ManualClock, RequestId, SamplingParams
+
+LAYOUT_HASH = b"L" * 32
+SECRET = b"a secret of twenty b"
+HOST = "127.0.0.1"
+
+
+class World:
+    """`network` and `fabric` join the servers of one test; `clock` moves only by `pass_time`."""
+
+    def __init__(self, seed: int = 0, **fabric) -> None:
+        self.rng = random.Random(seed)
+        self.clock = ManualClock()
+        self.network = MemoryNetwork()
+        self.fabric = MemoryFabric(**fabric)
+        self.servers: list[Server] = []
+
+    def server(self, port: int, **arguments) -> "Server":
+        """A new one at `port`; one that was there is gone."""
+        made = Server(self, f"engine-{len(self.servers)}", port, **arguments)
+        self.servers.append(made)
+        return made
+
+    def run(self, *servers, turns: int = 400) -> None:
+        """Turn these servers until nothing moves any more without time passing."""
+        quiet = 0
+        for _ in range(turns):
+            moved = [server.turn() for server in servers or self.servers if server.alive]
+            quiet = 0 if any(moved) else quiet + 1
+            if quiet > 6:
+                return
+        raise AssertionError("no end in sight")
+
+    def pass_time(self, seconds: float, *servers) -> None:
+        """In small steps, as a waiting server would see it."""
+        for _ in range(int(seconds / 0.5)):
+            self.clock.advance(0.5)
+            self.run(*servers)
+
+
+class Server:
+    """One incarnation of an engine. `answers`: tokens by request; `ended`: the finished requests by name."""
+
+    def __init__(
+        self,
+        world,
+        engine_id,
+        port,
+        *,
+        mode="auto",
+        num_pages=400,
+        block_size=16,
+        lease_share=0.5,
+        lease_seconds=30.0,
+        on_failure="recompute",
+        secret=SECRET,
+        layout_hash=LAYOUT_HASH,
+        max_num_seqs=4,
+        budget=256,
+        ahead=1,
+    ) -> None:
+        self.world, self.engine_id, self.alive = world, engine_id, True
+        self.layout = layout(block_size)
+        geometry = geometry_of(self.layout, 1)
+        extra = staging_pages_for(UNITS, geometry)
+        noise = np.random.default_rng(port)
+        self.pool = noise.integers(0, 256, (num_pages + extra, self.layout.page_bytes), np.uint8)
+        self.runner = PooledRunner(self.layout, self.pool)
+        self.link = world.fabric.link(engine_id)
+        self.link.register(Region.of(self.pool))
+        identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash, secret)
+        self.channel = world.network.channel(HOST, port)
+        random_bytes = world.rng.randbytes
+        self.producer = Producer(identity, _limits(num_pages, lease_seconds), world.clock, random_bytes)
+        worker = LinkWorker(self.link, paired_pages(UNITS, geometry, 0, Staging(self.pool, num_pages, block_size)))
+        policy = PeerPolicy()
+        ranks = RankedWorker(self.link, worker, ())
+        self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)
+        self.port = TransferPort(int(num_pages * lease_share), random_bytes, self.channel.wake)
+        loop = TransferLoop(self.port, self.channel, self.producer, self.consumer, self.link, ranks)
+        sequences = RecentContent(layout_hash)
+        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, sequences)
+        placement = None if mode is None else placement_for(mode, block_size, False)
+        self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte()))
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_in_flight=ahead, on_load_failure=on_failure
+        )
+        self.scheduler = Scheduler(config, self.cache, world.clock, self.kv.transfers)
+        self.flying: list = []
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict = {}
+        self.count = 0
+
+    def submit(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0) -> str:
+        self.count += 1
+        name = name or f"{self.engine_id}-r{self.count}"
+        terms = terms_of(None if params is None else json.dumps(params).encode(), self.kv)
+        named = {} if namespace is None else {"namespace": namespace}
+        spec = Spec(
+            request_id=RequestId(name),
+            prompt=np.array(prompt, np.int64),
+            sampling=SamplingParams(seed=seed),
+            max_tokens=max_tokens,
+            source=terms.source,
+            hand_over=terms.hand_over,
+            **named,
+        )
+        self.scheduler.submit(spec)
+        self.answers[name] = []
+        return name
+
+    def turn(self) -> bool:
+        """One look at everything; whether anything moved."""
+        before = (self.producer.leases.num_held, self.consumer.num_open, len(self.channel._inbox), self.steps)
+        self.kv.loop.turn()
+        news = self.scheduler.poll()
+        while self.scheduler.can_plan:
+            self.flying.append(self.runner.run(self.scheduler.plan()))
+        if self.flying:
+            news += self.scheduler.apply(self.flying.pop(0))
+        for progress in news:
+            self.answers[progress.request.id] += progress.tokens
+            if progress.finish is not None:
+                self.ended[progress.request.id] = progress.request
+        after = (self.producer.leases.num_held, self.consumer.num_open, len(self.channel._inbox), self.steps)
+        moved = bool(news) or before != after or self.scheduler.has_work
+        if moved:
+            audit(self.cache)
+        return moved
+
+    @property
+    def steps(self) -> int:
+        return self.runner.steps
+
+    def params(self, name) -> dict | None:
+        """`kv_transfer_params` of the answer."""
+        said = self.kv.answer(self.ended[name])
+        return None if said is None else json.loads(said)
+
+    def die(self) -> None:
+        """The process is gone."""
+        self.alive = False
+        self.channel.close()
+
+    def assert_clean(self) -> None:
+        """Nothing is held for anybody any more, and the books add up."""
+        audit(self.cache)
+        books, transfers = self.scheduler.books, self.scheduler.books.transfers
+        assert not books.requests and not self.cache.leases and not self.cache.held and not self.cache.holds
+        assert not transfers.is_open and not self.port.num_leased
+        assert sorted(books.free_slots) == list(range(books.config.max_num_seqs))
+        assert self.cache.clear()
+
+
+def _limits(num_pages: int, seconds: float) -> LeaseLimits:
+    return LeaseLimits(max_pages=num_pages, duration=seconds, extension=min(20.0, seconds))
+
+
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def prefill(server, prompt, hint=None, **arguments) -> dict:
+    """Have a server prefill for another one; returns the reference."""
+    params = REMOTE_DECODE | ({} if hint is None else {"cairn_decode_hint": hint})
+    name = server.submit(prompt, max_tokens=1, params=params, **arguments)
+    server.world.run()
+    return server.params(name)
+
+
+def alone(prompt, max_tokens=4, seed=0) -> list[int]:
+    """The answer of a server that does nothing else and caches nothing."""
+    world = World()
+    server = world.server(9, mode=None, num_pages=2000)
+    name = server.submit(prompt, max_tokens, seed=seed)
+    world.run()
+    return server.answers[name]

@@ -1,0 +1,49 @@
+"""Remote == local, with a real model: every logit of P -> D is that of one server, bit for bit, under `--exact`."""
+
+import numpy as np
+import pytest
+from real_servers import RealServer, finish, hand_over, settle
+
+from cairn.transfer.links.memory import MemoryFabric
+
+TEXT = np.random.default_rng(7).integers(20, 4000, 2100).tolist()
+LENGTHS = (1, 15, 16, 17, 127, 128, 129, 400, 2000)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model):
+    fabric = MemoryFabric()
+    made = [RealServer(tiny_model, fabric, name) for name in ("p", "d")]
+    made.append(RealServer(tiny_model, None, "alone", enable_prefix_caching=False))
+    yield made
+    for server in made:
+        server.close()
+
+
+def alone(server, prompt, max_tokens=4):
+    number = server.submit(prompt, max_tokens)
+    tokens, _ = finish(server, number)
+    return tokens, server.logits[number]
+
+
+@pytest.mark.parametrize("warm", ["cold", "partly", "full"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_logit_is_that_of_one_server(servers, length, warm):
+    p, d, one = servers
+    prompt = [length, ["cold", "partly", "full"].index(warm), *TEXT][:length]
+    if warm == "partly":
+        finish(d, d.submit(prompt[: max(1, length * 2 // 3)], 1))
+    elif warm == "full":
+        finish(d, d.submit(prompt, 1))
+    before = d.core.stats()
+    tokens, last, params = hand_over(p, d, prompt)
+    expected, logits = alone(one, prompt)
+    assert tokens == expected
+    assert len(d.logits[d.count]) == len(logits)
+    for found, wanted in zip(d.logits[d.count], logits, strict=True):
+        assert np.array_equal(found, wanted)
+    after = d.core.stats()
+    assert after.computed_prompt_tokens == before.computed_prompt_tokens
+    assert last.cache.cached_tokens + last.cache.received_tokens == length
+    assert params["remote_num_tokens"] == length
+    settle(p, d)

@@ -1,0 +1,263 @@
+"""A prompt computed on one server and decoded on another: answers, counts and what is left behind."""
+
+import numpy as np
+import pytest
+from pd_world import REMOTE_DECODE, World, alone, prefill
+
+from cairn.cache.lease import Namespace
+from cairn.cache.reasons import Reason
+from cairn.errors import InvalidRequest
+from cairn.transfer.links.memory import Fault
+
+TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 400)
+
+
+def pair(seed=0, **arguments):
+    world = World(seed)
+    return world, world.server(1, **arguments), world.server(2, **arguments)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("mode", ["auto", "align", None])
+def test_the_answer_is_that_of_one_server(length, mode):
+    world, p, d = pair(mode=mode)
+    prompt = TEXT[:length]
+    params = prefill(p, prompt)
+    name = d.submit(prompt, params=params)
+    world.run()
+    assert d.answers[name] == alone(prompt)
+    assert d.scheduler.books.counters.computed_prompt_tokens == 0
+    assert d.scheduler.books.counters.external_hits == length
+    for server in (p, d):
+        server.assert_clean()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_second_time_nothing_moves(length):
+    world, p, d = pair()
+    prompt = TEXT[:length]
+    for _ in range(2):
+        params = prefill(p, prompt)
+        d.link.moved.clear()
+        before = d.runner.forward_passes
+        name = d.submit(prompt, max_tokens=1, params=params)
+        world.run()
+        assert d.answers[name] == alone(prompt, 1)
+        assert d.runner.forward_passes == before
+    assert not d.link.moved
+    assert d.cache.counters.hits == length
+    assert params["remote_prefill_cached_tokens"] == length
+    p.assert_clean()
+    d.assert_clean()
+
+
+@pytest.mark.parametrize("known", [1, 16, 40, 64, 100, 111, 112, 127, 128, 200, 399, 400])
+@pytest.mark.parametrize("block_sizes", [(16, 16), (16, 128), (64, 16)])
+def test_only_what_is_missing_moves(known, block_sizes):
+    """D has computed the beginning of the prompt before; whole pages of it stay where they are."""
+    world = World()
+    p, d = world.server(1, block_size=block_sizes[0]), world.server(2, block_size=block_sizes[1])
+    prompt = TEXT[:400]
+    d.submit(prompt[:known], max_tokens=1)
+    world.run()
+    params = prefill(p, prompt)
+    d.link.moved.clear()
+    name = d.submit(prompt, params=params)
+    world.run()
+    assert d.answers[name] == alone(prompt)
+    assert d.scheduler.books.counters.computed_prompt_tokens == known
+    block = block_sizes[1]
+    pages = -(-400 // block) - known // block if known < 400 else 0
+    if block_sizes[0] == block and known < 400:
+        state = d.layout.pages_per_checkpoint
+        assert len(d.link.moved) == pages + state
+        assert sum(move.num_bytes for move in d.link.moved) == (pages + state) * d.layout.page_bytes
+    elif known == 400:
+        assert not d.link.moved
+    else:
+        read = sum(move.num_bytes for move in d.link.moved)
+        theirs = block_sizes[0]
+        tokens = -(-400 // theirs) * theirs - known // block * block // theirs * theirs
+        assert read == tokens * 8 + d.layout.checkpoint_bytes
+    for server in (p, d):
+        server.assert_clean()
+
+
+def test_many_at_once():
+    world, p, d = pair(num_pages=300)
+    asked = {}
+    for index in range(8):
+        prompt = TEXT[index * 7 : index * 7 + 90 + 11 * index]
+        asked[d.submit(prompt, params=prefill(p, prompt), max_tokens=5)] = prompt
+    world.run()
+    for name, prompt in asked.items():
+        assert d.answers[name] == alone(prompt, 5)
+    assert d.scheduler.books.counters.computed_prompt_tokens == 0
+    for server in (p, d):
+        server.assert_clean()
+
+
+def test_p_queues_above_its_share():
+    """Three prompts fit under the leases; the fourth waits until one of them has been fetched."""
+    world, p, d = pair(num_pages=100, lease_share=0.3)
+    prompts = [TEXT[start : start + 100] for start in (0, 200, 400, 600)]
+    names = [p.submit(prompt, max_tokens=1, params=dict(REMOTE_DECODE)) for prompt in prompts]
+    world.run()
+    assert [name in p.ended for name in names] == [True, True, True, False]
+    assert p.port.num_leased == 30
+    name = d.submit(prompts[0], params=p.params(names[0]))
+    world.run()
+    assert d.answers[name] == alone(prompts[0])
+    assert names[3] in p.ended
+
+
+def test_a_prompt_larger_than_the_share_goes_alone():
+    world, p, d = pair(num_pages=100, lease_share=0.1)
+    prompt = TEXT[:400]
+    name = d.submit(prompt, params=prefill(p, prompt))
+    world.run()
+    assert d.answers[name] == alone(prompt)
+    p.assert_clean()
+
+
+def test_a_prompt_that_cannot_be_handed_over_is_refused():
+    world = World()
+    p = world.server(1, num_pages=20)
+    with pytest.raises(InvalidRequest, match="together"):
+        p.submit(TEXT[:300], max_tokens=1, params=REMOTE_DECODE)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 5, 40])
+def test_p_may_decode_as_well(max_tokens):
+    """A proxy that forgets `max_tokens: 1` gets the prompt handed over all the same."""
+    world, p, d = pair(num_pages=60)
+    prompt = TEXT[:100]
+    name = p.submit(prompt, max_tokens=max_tokens, params=REMOTE_DECODE)
+    others = [p.submit(TEXT[start : start + 150], max_tokens=60) for start in (300, 600, 900)]
+    world.run()
+    assert p.answers[name] == alone(prompt, max_tokens)
+    again = d.submit(prompt, params=p.params(name))
+    world.run()
+    assert d.answers[again] == alone(prompt)
+    assert d.scheduler.books.counters.external_hits == 100
+    assert all(other in p.ended for other in others)
+    for server in (p, d):
+        server.assert_clean()
+
+
+def hint(server, name) -> dict:
+    """What the answer says of where its pages are."""
+    return server.params(name)["cairn_decode_hint"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("answer", [1, 2, 3, 64, 100, 200])
+@pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (128, 16)])
+def test_the_second_turn_comes_back_for_the_answer(answer, block_sizes, ends):
+    """To the very token, or to the last multiple of 64 where the hint does not say where the answer ended."""
+    world = World()
+    p, d = world.server(1, block_size=block_sizes[0]), world.server(2, block_size=block_sizes[1])
+    prompt = TEXT[:130]
+    first = d.submit(prompt, max_tokens=answer, params=prefill(p, prompt))
+    world.run()
+    turn = prompt + d.answers[first] + TEXT[500:530]
+    said = hint(d, first)
+    computed = 130 + answer - 1
+    assert said == {"engine": d.engine_id, "host": "127.0.0.1", "port": 2, "num_tokens": computed}
+    if not ends:
+        del said["num_tokens"]
+    p.link.moved.clear()
+    before = p.scheduler.books.counters.computed_prompt_tokens
+    params = prefill(p, turn, hint=said)
+    reached = max(130, computed if ends else computed // 64 * 64)
+    assert p.scheduler.books.counters.external_hits == reached - 130
+    assert p.scheduler.books.counters.computed_prompt_tokens - before == len(turn) - reached
+    read = sum(move.num_bytes for move in p.link.moved)
+    if block_sizes[0] == block_sizes[1]:
+        new_pages = -(-reached // block_sizes[0]) - 130 // block_sizes[0]
+        assert read <= (new_pages + p.layout.pages_per_checkpoint) * p.layout.page_bytes
+    d.link.moved.clear()
+    second = d.submit(turn, params=params)
+    world.run()
+    assert d.answers[second] == alone(turn)
+    missing = -(-len(turn) // block_sizes[1]) - computed // block_sizes[1]
+    if block_sizes[0] == block_sizes[1]:
+        moved = sum(move.num_bytes for move in d.link.moved)
+        assert moved <= (missing + d.layout.pages_per_checkpoint) * d.layout.page_bytes
+    for server in (p, d):
+        server.assert_clean()
+
+
+def test_a_hint_that_leads_nowhere_changes_nothing():
+    world, p, d = pair()
+    prompt = TEXT[:300]
+    first = d.submit(prompt[:130], max_tokens=100, params=prefill(p, prompt[:130]))
+    world.run()
+    turn = prompt[:130] + d.answers[first] + TEXT[500:530]
+    d.cache.clear()
+    params = prefill(p, turn, hint=hint(d, first))
+    assert p.scheduler.books.counters.external_hits == 0
+    assert p.scheduler.books.counters.failed_pulls == 0
+    assert params["remote_prefill_cached_tokens"] == 130
+    d.die()
+    world.fabric.inject(d.engine_id, Fault.DEAD)
+    name = p.submit(TEXT[1000:1300], max_tokens=1, params=REMOTE_DECODE | {"cairn_decode_hint": hint(d, first)})
+    for _ in range(20):
+        world.clock.advance(0.5)
+        world.run()
+    assert name in p.ended
+
+
+def test_an_answer_of_another_salt_is_not_found():
+    world, p, d = pair()
+    salted = Namespace(cache_salt="a")
+    prompt = TEXT[:130]
+    first = d.submit(prompt, max_tokens=100, params=prefill(p, prompt, namespace=salted), namespace=salted)
+    world.run()
+    turn = prompt + d.answers[first] + TEXT[500:530]
+    prefill(p, turn, hint=hint(d, first))
+    assert p.scheduler.books.counters.external_hits == 0
+    prefill(p, turn, hint=hint(d, first), namespace=salted)
+    assert p.scheduler.books.counters.external_hits > 0
+
+
+def test_the_reason_says_that_another_server_failed():
+    world, p, d = pair()
+    prompt = TEXT[:100]
+    params = prefill(p, prompt)
+    p.die()
+    world.fabric.inject(p.engine_id, Fault.DEAD)
+    name = d.submit(prompt, params=params)
+    for _ in range(20):
+        world.clock.advance(0.5)
+        world.run()
+    assert d.answers[name] == alone(prompt)
+    assert d.ended[name].first.reason is Reason.REMOTE_FAILED
+    assert d.cache.counters.reasons[Reason.REMOTE_FAILED] == 1
+
+
+def test_less_comes_back_than_keys_and_values_are_there():
+    """P knows 200 tokens of the turn and has a state at 128; D gives the state at 192, and no page that P lacks. Nor
+    does P know where the answer ended."""
+    world = World()
+    p, d = world.server(1, block_size=128, mode="align"), world.server(2)
+    prompt = TEXT[:130]
+    first = d.submit(prompt, max_tokens=100, params=prefill(p, prompt))
+    world.run()
+    turn = prompt + d.answers[first] + TEXT[500:540]
+    # what follows is not the turn: the page of token 200 belongs to another path as well
+    p.submit([*turn[:200], 1, 2, 3], max_tokens=1)
+    world.run()
+    said = hint(d, first)
+    del said["num_tokens"]
+    name = p.submit(turn, max_tokens=3, params=REMOTE_DECODE | {"cairn_decode_hint": said})
+    world.run()
+    assert p.ended[name].first.hit == 192
+    assert p.ended[name].first.matched == 200
+    assert p.answers[name] == alone(turn, 3)
+    second = d.submit(turn, params=p.params(name))
+    world.run()
+    assert d.answers[second] == alone(turn)
+    for server in (p, d):
+        server.assert_clean()

@@ -1,0 +1,44 @@
+"""P and D of different sizes, over real processes and NIXL: tensor-parallel ranks and block sizes, both at once."""
+
+import numpy as np
+import pytest
+from real_servers import RealServer, finish, hand_over, settle
+
+from cairn.engine.build_transfer import nixl_link
+
+TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()
+PAIRS = (((2, 16), (2, 16)), ((1, 16), (2, 64)), ((2, 128), (1, 16)), ((2, 32), (4, 32)), ((4, 16), (2, 128)))
+
+
+def close_enough(found, wanted) -> bool:
+    return all(
+        np.allclose(a, b, rtol=0, atol=1e-5 * max(1.0, np.abs(b).max())) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), PAIRS, ids=str)
+def test_any_sizes_hand_over(tiny_model, p_size, d_size):
+    servers = [
+        RealServer(
+            tiny_model, nixl_link, name, tensor_parallel_size=tp, block_size=block, kv_cache_memory_bytes=16 << 20
+        )
+        for name, (tp, block) in (("p", p_size), ("d", d_size))
+    ]
+    p, d = servers
+    try:
+        for length in (17, 129, 400):
+            tokens, last, _ = hand_over(p, d, TEXT[:length])
+            assert last.cache.received_tokens == length - last.cache.cached_tokens
+            remote = d.logits[d.count]
+            again, _ = finish(d, d.submit(TEXT[:length], 4, cache_salt="another"))
+            local = d.logits[d.count]
+            if p_size[0] == d_size[0]:
+                assert all(np.array_equal(a, b) for a, b in zip(remote, local, strict=True))
+            else:
+                assert close_enough(remote, local)
+            assert tokens == again
+        assert d.core.stats().failed_transfers == 0
+        settle(p, d)
+    finally:
+        for server in servers:
+            server.close()
