@@ -24,8 +24,8 @@ __all__ = ["RankSockets", "rank_service", "serve_rank"]
 
 _QUEUED_FRAMES = 4096
 _FRAMES_PER_TURN = 256
-_OPEN_MILLISECONDS = 1
-_LOOK_MILLISECONDS = 50
+_READING_MILLISECONDS = 1
+_LOOK_MILLISECONDS = 20
 _STOP_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     def serve() -> None:
         try:
             while not stopping.is_set():
-                channel.socket.poll(_LOOK_MILLISECONDS if servant.is_idle else _OPEN_MILLISECONDS)
+                channel.socket.poll(_READING_MILLISECONDS if servant.is_reading else _LOOK_MILLISECONDS)
                 servant.turn()
         except Exception:
             # Without it nobody can read this rank's pages: the engine has to end, and does when a rank has.

@@ -26,6 +26,7 @@ __all__ = ["Channel", "Incoming", "SideChannel"]
 _MAX_PRODUCERS = 256
 _QUEUED_FRAMES = 1024
 _FRAMES_PER_TURN = 256
+_RECONNECT_MILLISECONDS = 2000
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class SideChannel:
         made.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
         made.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
         made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MILLISECONDS)
         made.setsockopt(zmq.IPV6, int(":" in host))
         self._poller.register(made, zmq.POLLIN)
         return made

@@ -195,6 +195,11 @@ class RankServant:
         """Whether nothing has to be done until the next frame."""
         return not self._open and not self._serving
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read is open here: then every look counts."""
+        return bool(self._open)
+
     def turn(self) -> None:
         """Take the frames that are there, drive the reads, tell what has ended."""
         orders = to_rank()

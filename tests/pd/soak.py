@@ -1,0 +1,89 @@
+"""Rounds of every fault over NIXL, for as long as it takes: `make soak`, or
+
+    python tests/pd/soak.py [--model FOLDER] [--rounds 20] [--seed N] [--from FAULT] [--only FAULT] [--json FILE]
+
+The processes live on from round to round unless the fault kills them. The first failure ends the run with exit code 1
+and the command that plays the same rounds from the same fault on.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import nixl_faults
+from nixl_world import World, world_of
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_STRIDE = 1_000_000
+"""So far apart are the rounds of two seeds."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    console = Console(stderr=True)
+    faults = _faults(arguments)
+    found: dict = {"seed": arguments.seed, "rounds": arguments.rounds, "faults": {}}
+    began = time.monotonic()
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with world_of(arguments.model) as world, Progress(*columns, console=console) as progress:
+            whole = progress.add_task("all", total=len(faults) * arguments.rounds)
+            for fault in faults:
+                found["faults"][fault.__name__] = _soak(world, fault, arguments, lambda: progress.advance(whole))
+                found["processes"] = world.started
+                progress.console.print(f"{fault.__name__}: {found['faults'][fault.__name__]}")
+                if "failure" in found["faults"][fault.__name__]:
+                    break
+    finally:
+        found["seconds"] = round(time.monotonic() - began, 1)
+        found["played"] = sum(each["rounds"] for each in found["faults"].values())
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    failed = [(name, each) for name, each in found["faults"].items() if "failure" in each]
+    for name, each in failed:
+        console.print(f"{each['failure']}\nPlay it again: make soak SEED={arguments.seed} FROM={name}", markup=False)
+    if not failed:
+        console.print(f"{found['played']} rounds of {len(faults)} faults in {found['seconds']:.0f} s: {arguments.json}")
+    return int(bool(failed))
+
+
+def _soak(world: World, fault, arguments: argparse.Namespace, advance) -> dict:
+    """All rounds of one fault: how many were played, how often it struck, and what failed, if anything did."""
+    struck, counter = 0, nixl_faults.EFFECTS[fault]
+    began = time.monotonic()
+    for number in range(arguments.rounds):
+        seed = arguments.seed * _STRIDE + number
+        try:
+            struck += nixl_faults.struck(nixl_faults.play(world, fault, seed), counter)
+        except Exception as error:
+            return {"rounds": number, "struck": struck, "failure": f"{fault.__name__}, seed {seed}: {error!r}"}
+        advance()
+    result = {"rounds": arguments.rounds, "struck": struck, "seconds": round(time.monotonic() - began, 1)}
+    return result if struck else result | {"failure": f"{fault.__name__} never struck"}
+
+
+def _faults(arguments: argparse.Namespace) -> tuple:
+    names = [fault.__name__ for fault in nixl_faults.FAULTS]
+    for name in (arguments.first, arguments.only):
+        if name and name not in names:
+            sys.exit(f"{name} is none of {', '.join(names)}")
+    first = names.index(arguments.first) if arguments.first else 0
+    return tuple(f for f in nixl_faults.FAULTS[first:] if arguments.only in ("", f.__name__))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from", dest="first", default="", metavar="FAULT")
+    parser.add_argument("--only", default="", metavar="FAULT")
+    parser.add_argument("--json", type=Path, default=Path("build/soak.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
