@@ -2,6 +2,7 @@
 #
 #   make test    lint, types and all tests but the long ones
 #   make demo    a tiny model, real servers, and a table of what the prefix cache did
+#   make demo-pd the same for a prefill and a decode server behind a proxy
 #
 # TORCH_INSTALL_ARGS   what pip gets besides torch's version, e.g. an index with CPU builds: see README.md
 # SERVE_ARGS           more flags for `make serve`
@@ -23,13 +24,17 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-long lint demo serve benchmarks clean
+.PHONY: test test-long soak lint demo demo-pd serve benchmarks clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest $(TEST_ARGS)
 
 test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
+
+# Rounds of every fault between real processes over NIXL: build/soak.json. ROUNDS, SEED and FROM=fault_name are optional.
+soak: $(MODEL)/config.json $(NIXL)
+	@$(RUN) tests/pd/soak.py --model $(MODEL) --rounds $(or $(ROUNDS),20) --seed $(or $(SEED),0) --from "$(FROM)"
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check --quiet .
@@ -39,14 +44,20 @@ lint: $(INSTALLED)
 demo: $(MODEL)/config.json
 	@$(RUN) -m demo --model $(MODEL) --out build/demo
 
+demo-pd: $(MODEL)/config.json $(NIXL)
+	@$(RUN) -m demo.demo_pd --model $(MODEL) --out build/demo-pd
+
 serve: $(MODEL)/config.json
 	@$(OFFLINE) exec $(BIN)/cairn serve $(MODEL) --served-model-name tiny --port $(PORT) $(SERVE_ARGS)
 
-benchmarks: $(INSTALLED)
+benchmarks: $(NIXL)
 	@mkdir -p build/benchmarks
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,nixl,dev]'
 	@$(RUN) benchmarks/cache_core.py --json build/benchmarks/cache_core.json --plot build/benchmarks/cache_core.svg
 	@$(RUN) benchmarks/prefix_hits.py --json build/benchmarks/prefix_hits.json --plot build/benchmarks/prefix_hits.svg
+	@$(RUN) -m benchmarks.pd_reproducer --json build/benchmarks/pd_reproducer.json --plot build/benchmarks/pd_reproducer.svg
+	@$(RUN) -m benchmarks.pd_handover --json build/benchmarks/pd_handover.json --plot build/benchmarks/pd_handover.svg
+	@$(RUN) -m benchmarks.pd_bandwidth --json build/benchmarks/pd_bandwidth.json --plot build/benchmarks/pd_bandwidth.svg
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
@@ -69,7 +80,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# The transfer library is half a gigabyte, and only the tests need it so far.
+# The transfer library is half a gigabyte: `make serve` and `make demo` do without it.
 $(NIXL): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nixl,dev]'
 	@touch $@

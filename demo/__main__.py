@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
 
 import httpx
 from rich.console import Console
@@ -22,10 +21,9 @@ from demo.errors import DemoError
 from demo.job import Outcome, run_job
 from demo.server import serve_command, serving
 from demo.table import EXACT_NOTE, as_json, check_lines, default_table, exact_table
+from demo.terminal import leave, make_console
 
 __all__ = ["main"]
-
-WIDTH = 116
 
 CACHED, OFF, ALIGN, DEFAULT = "cairn", "no-cache", "align", "default"
 SERVERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -46,22 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     parsed.out.mkdir(parents=True, exist_ok=True)
     try:
-        return _run(parsed.model, parsed.out, _console())
+        return _run(parsed.model, parsed.out, make_console())
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    # as an exception, so that the server is stopped on the way out
-    sys.exit(128 + number)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def _run(model: Path, out: Path, console: Console) -> int:
@@ -103,5 +91,5 @@ def _circumstances() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""`cairn serve` as a child process: started, waited for, and always stopped."""
+"""`cairn serve` and `cairn proxy` as child processes: started, waited for, and always stopped."""
 
 import os
 import re
@@ -7,19 +7,35 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
 from demo.errors import DemoError
 
-__all__ = ["own_environment", "serve_command", "serving"]
+__all__ = ["Child", "own_environment", "running", "serve_command", "serving"]
 
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
-ADDRESS = re.compile(r"serving .* on (http://\S+:\d+)")
+ADDRESS = re.compile(r"(?:serving .*|proxy) on (http://\S+:\d+)")
 LOG_TAIL = 2_000
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that answers at `url`."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+
+    def kill(self) -> None:
+        """End it without a word, as a machine that fails does."""
+        self.process.kill()
+        self.process.wait()
 
 
 def serve_command(model: Path, *flags: str) -> list[str]:
@@ -34,7 +50,16 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def serving(command: Sequence[str], log: Path, start_seconds: float = START_SECONDS) -> Iterator[str]:
-    """Run `command` and give its URL once it is healthy; what it says goes to the file `log`.
+    """`running`, of which only the URL is needed."""
+    with running(command, log, start_seconds=start_seconds) as child:
+        yield child.url
+
+
+@contextmanager
+def running(
+    command: Sequence[str], log: Path, variables: Mapping[str, str] = NOTHING, start_seconds: float = START_SECONDS
+) -> Iterator[Child]:
+    """Run `command` with `variables` set, and give it once it is healthy; what it says goes to the file `log`.
 
     Raises DemoError that names the log when it ends or is not healthy within `start_seconds`.
     """
@@ -44,10 +69,10 @@ def serving(command: Sequence[str], log: Path, start_seconds: float = START_SECO
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=own_environment(os.environ),
+            env={**own_environment(os.environ), **variables},
         )
     try:
-        yield _when_healthy(process, log, time.monotonic() + start_seconds)
+        yield Child(_when_healthy(process, log, time.monotonic() + start_seconds), process)
     finally:
         _stop(process)
 

@@ -1,13 +1,14 @@
 """A server that is really a few lines of Python: what matters here is that it is waited for and stopped."""
 
 import re
+import signal
 import sys
 import time
 
 import psutil
 import pytest
 from demo.errors import DemoError
-from demo.server import own_environment, serve_command, serving
+from demo.server import own_environment, running, serve_command, serving
 
 HEALTHY = """
 import http.server, os, sys
@@ -40,6 +41,23 @@ def test_a_server_is_there_and_then_gone(tmp_path):
     with serving(python(HEALTHY), log) as url:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
     assert is_gone(log)
+
+
+def test_a_proxy_is_waited_for_as_a_server_is_and_gets_its_variables(tmp_path):
+    log = tmp_path / "log"
+    program = "import os, sys; print(os.environ['OF_ITS_OWN'], file=sys.stderr)" + HEALTHY.replace(
+        "serving tiny", "proxy"
+    )
+    with running(python(program), log, {"OF_ITS_OWN": "word"}) as child:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", child.url)
+    assert log.read_text().startswith("word\n") and is_gone(log)
+
+
+def test_a_server_can_be_killed_before_its_time(tmp_path):
+    log = tmp_path / "log"
+    with running(python(HEALTHY), log) as child:
+        child.kill()
+        assert is_gone(log) and child.process.returncode == -signal.SIGKILL
 
 
 def test_a_server_is_stopped_when_its_client_fails(tmp_path):

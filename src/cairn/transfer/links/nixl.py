@@ -32,6 +32,7 @@ __all__ = ["NixlLink"]
 
 _LOCAL = "NIXL_INIT_AGENT"
 _MAX_METADATA = 1 << 20
+_COPIES = "UCX_CMA_TX_QUOTA"
 
 
 class _Description(msgspec.Struct, frozen=True, tag="nixl1"):
@@ -74,7 +75,8 @@ class NixlLink:
         self._errors = errors
         self._name = f"{role}-{new_uuid()}"
         try:
-            self._agent = agent_class(self._name, config_class(enable_prog_thread=False, backends=["UCX"]))
+            with _many_copies_a_turn():
+                self._agent = agent_class(self._name, config_class(enable_prog_thread=False, backends=["UCX"]))
         except errors as error:
             raise ConfigError(f"NIXL cannot start its UCX backend: {error}") from error
         self._region: Region | None = None
@@ -275,11 +277,24 @@ class NixlLink:
         return self._region
 
 
+@contextmanager
+def _many_copies_a_turn() -> Iterator[None]:
+    """For an agent in the making. With its default of 1 UCX looks for news on TCP after every descriptor that it copies
+    from process to process. Of a variable that it does not need it warns, so only where all transports may be used, and
+    not for child processes."""
+    if _COPIES in os.environ or "UCX_TLS" in os.environ:
+        yield
+        return
+    os.environ[_COPIES] = "64"
+    try:
+        yield
+    finally:
+        del os.environ[_COPIES]
+
+
 def _load() -> tuple[Any, Any, Any]:
     """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # With UCX's default of 1 it looks for news on TCP after every descriptor that it copies from process to process.
-    os.environ.setdefault("UCX_CMA_TX_QUOTA", "64")
     try:
         # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
         from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -1,0 +1,91 @@
+"""A prefill server, a decode server and a proxy as processes of their own: what the P/D benchmarks share.
+
+They are started as anybody would start them, and spoken to over HTTP.
+"""
+
+import json
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from demo.client import counter_total
+from demo.server import Child, running, serve_command
+from rich.console import Console
+
+__all__ = [
+    "SECONDS",
+    "TRANSFER_FLAGS",
+    "Pair",
+    "as_json",
+    "circumstances",
+    "make_console",
+    "metric",
+    "pair",
+    "random_prompt",
+]
+
+TRANSFER_FLAGS = ("--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}')
+ANY_PORT = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "0"}
+SECONDS = 300.0
+FIRST_TOKEN = 20
+WIDTH = 116
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Prefill server, decode server, and the proxy in front of both, if there is one."""
+
+    prefill: Child
+    decode: Child
+    proxy: Child | None = None
+
+
+@contextmanager
+def pair(model: Path, flags: Sequence[str], logs: Path, *, with_proxy: bool) -> Iterator[Pair]:
+    """Two servers on `model` with the same flags; all are stopped at the end. Raises DemoError that names the log."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        starting = [running(serve_command(model, *flags), logs / f"{name}.log", ANY_PORT) for name in ("p", "d")]
+        with ThreadPoolExecutor() as both:
+            servers = list(both.map(stack.enter_context, starting))
+        proxy = None
+        if with_proxy:
+            command = [sys.executable, "-m", "cairn", "proxy", "--port", "0"]
+            command += ["--prefill", servers[0].url, "--decode", servers[1].url]
+            proxy = stack.enter_context(running(command, logs / "proxy.log"))
+        yield Pair(servers[0], servers[1], proxy)
+
+
+def metric(http: httpx.Client, server: Child, name: str) -> float:
+    """A counter or gauge of the server's /metrics, summed over its labels."""
+    return counter_total(http.get(f"{server.url}/metrics").raise_for_status().text, name)
+
+
+def random_prompt(rng: random.Random, length: int, vocabulary: int = 4_000) -> list[int]:
+    """Token ids that share nothing with any other prompt's."""
+    return [rng.randrange(FIRST_TOKEN, vocabulary) for _ in range(length)]
+
+
+def circumstances() -> dict[str, object]:
+    """Where it was measured, and how busy the machine was."""
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "load": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def make_console() -> Console:
+    """As wide as the terminal; wide enough for the tables where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"

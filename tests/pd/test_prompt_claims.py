@@ -1,0 +1,36 @@
+"""A claim that comes so soon that the transfer thread has not yet looked at the offer it is about."""
+
+import numpy as np
+from pd_world import REMOTE_DECODE, World, alone, prefill
+
+TEXT = np.random.default_rng(3).integers(0, 50, 500).tolist()
+TURNS = 100
+
+
+def test_a_claim_finds_an_offer_that_is_still_in_the_queue():
+    world = World()
+    p, d = world.server(1), world.server(2)
+    d.submit(TEXT[:100], params=prefill(p, TEXT[:100]))
+    world.run()
+    assert d.scheduler.books.counters.external_hits == 100
+
+    prompt = TEXT[100:500]
+    asked = p.submit(prompt, max_tokens=1, params=REMOTE_DECODE)
+    for _ in range(TURNS):
+        p.turn()
+        if asked in p.ended:
+            break
+    # P has answered, and its transfer thread has slept since: D's claim reaches it together with the offer
+    assert p.port.commands.qsize() == 1
+    name = d.submit(prompt, params=p.params(asked))
+    for _ in range(TURNS):
+        d.turn()
+        if len(p.channel._inbox):
+            break
+    assert len(p.channel._inbox) == 1 and p.port.commands.qsize() == 1
+    world.run()
+    assert d.answers[name] == alone(prompt)
+    assert d.scheduler.books.counters.external_hits == 100 + len(prompt)
+    assert d.scheduler.books.counters.failed_pulls == 0
+    for server in (p, d):
+        server.assert_clean()
