@@ -26,6 +26,7 @@ __all__ = [
     "GRID",
     "Fork",
     "FromStep",
+    "Image",
     "Keep",
     "PageCopy",
     "Restore",
@@ -101,6 +102,27 @@ class FromStep:
     step: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """One image of a prompt, whose `length` placeholders begin at token `start`.
+
+    `grid`: its patches in time, height and width. `digest`: 32 bytes that name pixels, size and processor settings.
+    `rgb`: its pixels, uint8 [height, width, 3] in row order; empty where nobody is going to encode it.
+    """
+
+    start: int
+    length: int
+    grid: tuple[int, int, int]
+    digest: bytes
+    width: int
+    height: int
+    rgb: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of the forward pass: tokens [start, end).
@@ -109,7 +131,7 @@ class Row:
     covers [0, end). Keys and values are written for tokens >= `kv_write_from` only; those below are read from shared
     pages. A row with start 0 begins from the zero state, whatever the slot held. `decode` rows have one token and
     run the decode kernels; all others run the prefill kernels, also with one token. `sample` draws from the last
-    token's logits.
+    token's logits. `images`: all of the sequence's, in order; their placeholders are tokens below 0.
     """
 
     slot: int
@@ -120,6 +142,7 @@ class Row:
     kv_write_from: int
     decode: bool
     sample: Sample | None
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from simulation import PLAIN, Simulation
 from test_state_machine import COMMON, PICK, SEGMENTS, CacheMachine
 
-from cairn.cache.checkpoint import Origin
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.events import (
     AllBlocksCleared,
     BlockEvents,
     BlockRemoved,
     BlockStored,
     Event,
+    KeyName,
     block_hash,
     next_digest,
     root_digest,
@@ -64,7 +65,7 @@ def observe(sim: Simulation, ghost_factor: int = GHOST_FACTOR) -> tuple[Router, 
     layout = cache.layout
     events = BlockEvents(layout.block_size, router.receive, cache.policy.exact, layout.state_bytes == 0)
     ghost_tokens = ghost_factor * cache.pool.num_pages * layout.block_size
-    cache.residents = Residents(layout, cache.pool, cache.policy.eviction, ghost_tokens, events)
+    cache.residents = Residents(layout, cache.pool, cache.policy.eviction, ghost_tokens, events, sim.clock)
     return router, events
 
 
@@ -185,7 +186,7 @@ def committed(sim: Simulation, prompt: tuple[int, ...], *kept: int, namespace: N
     for position in range(request.lease.kv_write_from, len(prompt)):
         sim._write(request, position)
     for position in kept:
-        assert sim._fill(request, Wanted(position, "prompt_end"))
+        assert sim._fill(request, Wanted(position, Kind.PROMPT_END))
     sim._commit(request, len(prompt), list(kept))
     sim.apply()
     sim.end(request)
@@ -334,3 +335,53 @@ def test_names_are_those_that_any_sha256_gives():
 def test_a_block_has_tokens():
     with pytest.raises(ValueError, match="block_size"):
         BlockEvents(0, Router().receive)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Numbers:
+    """Keys from `base` down stand for an image of `length` places. Implements `Contents`."""
+
+    base: int
+    length: int
+    digest: bytes
+
+    def name(self, key: int) -> KeyName | None:
+        place = self.base - key
+        return KeyName(self.digest, place, 9) if 0 <= place < self.length else None
+
+
+def told_of(numbers: Numbers | None, *prompts) -> Router:
+    router = Router()
+    sim = Simulation.build(200, placement_for("auto", 4, False), LeastRecentlyUsed())
+    events = BlockEvents(4, router.receive, contents=numbers)
+    sim.cache.residents._observer = events
+    for number, prompt in enumerate(prompts):
+        request = sim.start(f"r{number}", tuple(prompt))
+        sim.prefill(request, len(prompt))
+        sim.finish(request)
+    return router
+
+
+def test_images_are_told_by_their_digest():
+    digest = bytes(range(32))
+    before, behind = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15]
+    routers = [
+        told_of(Numbers(base, 7, digest), [*before, *range(base, base - 7, -1), *behind]) for base in (-1, -5000)
+    ]
+    (one,), (other,) = (router.events for router in routers)
+    assert one == other
+    assert one.token_ids == (*before, *[9] * 7, *behind)[:16]
+    assert one.extra_keys == (None, (digest.hex(),), (digest.hex(),), (digest.hex(),))
+    (another,) = told_of(Numbers(-1, 7, bytes(32)), [*before, *range(-1, -8, -1), *behind]).events
+    assert another.block_hashes[0] == one.block_hashes[0]
+    assert not set(another.block_hashes[1:]) & set(one.block_hashes)
+
+
+def test_a_path_is_told_up_to_the_first_number_without_a_name():
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, -1, -2, 11, 12, 13]
+    for numbers in (None, Numbers(-100, 5, bytes(32))):
+        (stored,) = told_of(numbers, prompt).events
+        assert stored.token_ids == tuple(prompt[:8])

@@ -124,7 +124,7 @@ class Server:
         self.ended: dict = {}
         self.count = 0
 
-    def submit(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0) -> str:
+    def submit(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=()) -> str:
         self.count += 1
         name = name or f"{self.engine_id}-r{self.count}"
         terms = terms_of(None if params is None else json.dumps(params).encode(), self.kv)
@@ -134,6 +134,7 @@ class Server:
             prompt=np.array(prompt, np.int64),
             sampling=SamplingParams(seed=seed),
             max_tokens=max_tokens,
+            images=images,
             source=terms.source,
             hand_over=terms.hand_over,
             **named,

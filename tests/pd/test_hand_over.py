@@ -7,6 +7,7 @@ from pd_world import REMOTE_DECODE, World, alone, prefill
 from cairn.cache.lease import Namespace
 from cairn.cache.reasons import Reason
 from cairn.errors import InvalidRequest
+from cairn.step import Image
 from cairn.transfer.links.memory import Fault
 
 TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
@@ -261,3 +262,26 @@ def test_less_comes_back_than_keys_and_values_are_there():
     assert d.answers[second] == alone(turn)
     for server in (p, d):
         server.assert_clean()
+
+
+def test_an_image_is_compared_by_its_digest_and_not_by_its_numbers():
+    """The same key tokens, which are numbers of one process alone, stand for the same image or for another one."""
+    world, p, d = pair()
+    prompt = [*TEXT[:20], *range(-1, -41, -1), *TEXT[60:100]]
+
+    def image(digest: bytes) -> Image:
+        return Image(20, 40, (1, 8, 20), digest * 32, 1, 1, bytes(3))
+
+    params = prefill(p, prompt, images=(image(b"a"),))
+    other = d.submit(prompt, params=params, images=(image(b"b"),))
+    world.run()
+    assert d.ended[other].remote_failed and d.scheduler.books.counters.failed_pulls == 1
+    d.cache.clear()
+    params = prefill(p, prompt, images=(image(b"a"),))
+    same = d.submit(prompt, max_tokens=100, params=params, images=(image(b"a"),))
+    world.run()
+    assert d.scheduler.books.counters.external_hits == 100
+    # the second turn finds the answer behind the image
+    turn = prompt + d.answers[same] + TEXT[500:530]
+    prefill(p, turn, images=(image(b"a"),), hint=hint(d, same))
+    assert p.scheduler.books.counters.external_hits == 99

@@ -23,6 +23,7 @@ from cairn.transfer.contract import (
     SchedulerSide,
     WorkerSide,
 )
+from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.memory import Fault
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker
@@ -226,3 +227,17 @@ def test_a_peer_whose_read_has_failed_is_forgotten_even_if_nobody_waits_any_more
         worker.cancel(PullId(1))
     states[2] = ReadState.CANCELLED
     assert worker.poll(PullId(1)) is ReadState.FAILED and forgotten == [world.p.name]
+
+
+def test_a_peer_that_has_read_is_served_a_while_longer():
+    """A read that was given up over TCP ends only with the help of the one that is read from."""
+    world = World()
+    unread = world.connector.offer(OFFER)
+    world.connector.withdraw(unread)
+    assert [event.state for event in world.connector.events()] == ["released"] and not world.connector.is_serving
+    ref = parsed(world.connector.offer(OFFER), world.p.name)
+    world.connector.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    drive(world)
+    assert world.connector.is_idle and world.connector.is_serving
+    world.clock.advance(LeaseLimits(max_pages=1).linger)
+    assert not world.connector.is_serving

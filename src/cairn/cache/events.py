@@ -26,7 +26,9 @@ __all__ = [
     "BlockEvents",
     "BlockRemoved",
     "BlockStored",
+    "Contents",
     "Event",
+    "KeyName",
     "TreeObserver",
     "block_hash",
     "next_digest",
@@ -40,7 +42,8 @@ DIGEST_BYTES = 32
 class BlockStored:
     """Blocks that follow each other on one path, the first behind `parent_block_hash` (None: at the path's start).
 
-    `token_ids`: block_size for each of `block_hashes`.
+    `token_ids`: block_size for each of `block_hashes`. `extra_keys`: for each block the digests, in hex, of the images
+    in it, or None.
     """
 
     block_hashes: tuple[int, ...]
@@ -48,6 +51,7 @@ class BlockStored:
     token_ids: tuple[int, ...]
     block_size: int
     adapter: str
+    extra_keys: tuple[tuple[str, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,24 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Contents(Protocol):
+    """What stands behind negative key tokens."""
+
+    def name(self, key: int) -> "KeyName | None":
+        """None when it is not known (any more)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeyName:
+    """One key token of an image: the image's digest, the token's place in it, and the vocabulary id of the placeholder
+    that consumers see there."""
+
+    digest: bytes
+    place: int
+    token: int
 
 
 class TreeObserver(Protocol):
@@ -113,12 +135,17 @@ class BlockEvents:
     model has no recurrent state. `publish` is called from within the cache and must neither block nor call back.
 
     Namespaces with a `cache_salt` are not announced at all: consumers match `token_ids` without the salt, and what a
-    salt separates is nobody else's to read. A path is announced up to the first block with a negative key token: those
-    stand for content under numbers of this process alone.
+    salt separates is nobody else's to read. Negative key tokens are numbers of this process alone: they are hashed
+    under the names that `contents` gives, and a path is announced up to the first block that has one without a name.
     """
 
     def __init__(
-        self, block_size: int, publish: Callable[[Event], None], exact: bool = False, resumes_anywhere: bool = False
+        self,
+        block_size: int,
+        publish: Callable[[Event], None],
+        exact: bool = False,
+        resumes_anywhere: bool = False,
+        contents: Contents | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be positive, not {block_size}")
@@ -127,6 +154,7 @@ class BlockEvents:
         self._publish = publish
         self._exact = exact
         self._resumes_anywhere = resumes_anywhere
+        self._contents = contents
         self._live: dict[Node, _Live] = {}
         self._adapters: dict[Node, str] = {}
 
@@ -222,26 +250,60 @@ class BlockEvents:
         if digests:
             assert before is not None
             self.num_blocks += len(digests)
+            keys = np.frombuffer(b"".join(stored), np.int64).tolist()
             self._publish(
                 BlockStored(
                     block_hashes=tuple(block_hash(each) for each in digests),
                     parent_block_hash=block_hash(before) if top.start >= self._block_size else None,
-                    token_ids=tuple(np.frombuffer(b"".join(stored), np.int64).tolist()),
+                    token_ids=tuple(self._token(key) for key in keys),
                     block_size=self._block_size,
                     adapter=self._adapter(top),
+                    extra_keys=self._extra_keys(keys),
                 )
             )
 
+    def _token(self, key: int) -> int:
+        name = self._contents.name(key) if key < 0 and self._contents is not None else None
+        return key if name is None else name.token
+
+    def _extra_keys(self, keys: list[int]) -> tuple[tuple[str, ...] | None, ...]:
+        """Per block the images in it; empty when there are none at all."""
+        if self._contents is None or min(keys) >= 0:
+            return ()
+        extra: list[tuple[str, ...] | None] = []
+        for at in range(0, len(keys), self._block_size):
+            names = [self._contents.name(key) for key in keys[at : at + self._block_size] if key < 0]
+            digests = dict.fromkeys(name.digest.hex() for name in names if name is not None)
+            extra.append(tuple(digests) or None)
+        return tuple(extra)
+
     def _chain(self, digest: bytes, run: bytes) -> list[bytes]:
-        """The digests, continued from `digest`, of the full blocks of `run` before its first negative token."""
-        negative = np.frombuffer(run, np.int64) < 0
-        length = int(negative.argmax()) if negative.any() else len(negative)
+        """The digests, continued from `digest`, of the full blocks of `run` before its first token without a name."""
         size = self._block_size * KEY_BYTES
-        chain = []
-        for at in range(0, length // self._block_size * size, size):
-            digest = next_digest(digest, run[at : at + size])
+        chain: list[bytes] = []
+        for at in range(0, len(run) // size * size, size):
+            spelled = self._spelled(run[at : at + size])
+            if spelled is None:
+                break
+            digest = next_digest(digest, spelled)
             chain.append(digest)
         return chain
+
+    def _spelled(self, block: bytes) -> bytes | None:
+        """The block's tokens as every server would write them (see `cairn.transfer.digest`), or None."""
+        keys = np.frombuffer(block, np.int64)
+        if not len(keys) or keys.min() >= 0:
+            return block
+        if self._contents is None:
+            return None
+        parts: list[bytes] = []
+        for key in keys.tolist():
+            name = self._contents.name(key) if key < 0 else None
+            if key < 0 and name is None:
+                return None
+            place = key if name is None else -1 - name.place
+            parts.append(place.to_bytes(8, "little", signed=True) + (b"" if name is None else name.digest))
+        return b"".join(parts)
 
     def _chain_before(self, node: Node) -> bytes | None:
         """The digest of the last block that ends at or before `node.start`, or that of the root; None: the path is

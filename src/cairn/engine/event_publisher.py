@@ -46,6 +46,8 @@ def encode_event(event: Event, encoding: str) -> dict[str, object] | list[object
                 "lora_id": None,
                 "medium": MEDIUM,
             }
+            if event.extra_keys:
+                fields["extra_keys"] = [None if keys is None else list(keys) for keys in event.extra_keys]
         case BlockRemoved():
             fields = {"type": "BlockRemoved", "block_hashes": list(event.block_hashes), "medium": MEDIUM}
         case AllBlocksCleared():

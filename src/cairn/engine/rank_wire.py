@@ -17,6 +17,7 @@ from cairn.errors import ConfigError, EngineDead, ModelError
 from cairn.step import (
     Fork,
     FromStep,
+    Image,
     Keep,
     PageCopy,
     Restore,
@@ -69,7 +70,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     other, are filled in by who starts them.
 
     `join_seconds`: how long the ranks may take to find each other once all of them run. `step_seconds`: how long one
-    may keep the others waiting within a step. `services` are started on every rank but 0.
+    may keep the others waiting within a step. `services` are started on every rank but 0. `encoder_bytes`: most bytes
+    of encoded images that are kept; None leaves a vision model unloaded.
     """
 
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -85,6 +87,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: _Number = 0
     rendezvous: _Text = ""
     services: Annotated[tuple[RankService, ...], msgspec.Meta(max_length=16)] = ()
+    encoder_bytes: int | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -136,6 +139,14 @@ class _File(msgspec.Struct, frozen=True, array_like=True):
     position: _Step = 0
 
 
+class _Image(msgspec.Struct, frozen=True, array_like=True):
+    """Where an image stands. Its pixels stay with rank 0, which alone encodes them."""
+
+    start: _Step
+    length: _Number
+    grid: tuple[_Number, _Number, _Number]
+
+
 class _Row(msgspec.Struct, frozen=True, array_like=True):
     """`tokens`: int64 bytes, or the step that samples the only one."""
 
@@ -147,6 +158,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     kv_write_from: _Step
     decode: bool
     sample: _Sample | None
+    images: tuple[_Image, ...] = ()
 
 
 class PlanFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -211,6 +223,7 @@ def _row_frame(row: Row) -> _Row:
         kv_write_from=row.kv_write_from,
         decode=row.decode,
         sample=None if row.sample is None else _sample_frame(row.sample),
+        images=tuple(_Image(image.start, image.length, image.grid) for image in row.images),
     )
 
 
@@ -224,6 +237,7 @@ def _row(row: _Row) -> Row:
         kv_write_from=row.kv_write_from,
         decode=row.decode,
         sample=None if row.sample is None else _sample(row.sample),
+        images=tuple(Image(image.start, image.length, image.grid, b"", 0, 0, b"") for image in row.images),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Batch", "GroupBatch", "Mark", "Span"]
+__all__ = ["Batch", "GroupBatch", "Mark", "Span", "Vectors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,40 @@ class GroupBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Vectors:
+    """Embeddings that come from elsewhere: rows int64 [k], values [k, hidden]."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass. Decode row i runs slot `decode_slots[i]`, which has `decode_lengths[i]` tokens with this one.
 
-    `tokens` [rows] int64, 0 at padding; `padding` [rows, 1] bool; `token_rows` [tokens] int64: the rows that are no
-    padding. `decode_marks`: (decode row, keep) pairs. `tiles`: the GEMMs' row slices, None for one GEMM over all rows.
+    `tokens` [rows] int64, 0 at padding and where `vectors` has the row; `padding` [rows, 1] bool; `token_rows` [tokens]
+    int64: the rows that are no padding. `positions` [3, rows] int64: where a token stands in time, height and width;
+    all three the absolute position for text, 0 at padding. `vectors`: what stands for rows that are no text.
+    `decode_marks`: (decode row, keep) pairs. `tiles`: the GEMMs' row slices, None for one GEMM over all rows.
     """
 
     tokens: Tensor
     padding: Tensor
     token_rows: Tensor
+    positions: Tensor
     decode_slots: Sequence[int]
     decode_lengths: Sequence[int]
     decode_marks: Sequence[tuple[int, int]]
     spans: Sequence[Span]
     groups: Sequence[GroupBatch]
     tiles: Sequence[slice] | None
+    vectors: Vectors | None = None
+
+    def replace(self, hidden: Tensor) -> Tensor:
+        """The embeddings [rows, hidden], with those of `vectors` in their places; in place."""
+        if self.vectors is not None:
+            hidden[self.vectors.rows] = self.vectors.values.to(hidden.dtype)
+        return hidden
 
     @property
     def num_decodes(self) -> int:

@@ -1,6 +1,7 @@
 """Rows of a plan -> one flattened batch. Pure: plan in, tensors out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,13 +10,23 @@ from torch import Tensor
 
 from cairn.cache.layout import AttentionGroup
 from cairn.layers.backend import ROW_TILE, TILE
-from cairn.layers.batch import Batch, GroupBatch, Mark, Span
+from cairn.layers.batch import Batch, GroupBatch, Mark, Span, Vectors
 from cairn.step import Keep, Row
 from cairn.types import Pages
 
-__all__ = ["BatchPlaces", "build_batch"]
+__all__ = ["BatchPlaces", "RowContent", "build_batch"]
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowContent:
+    """What a plan row has besides text: `positions` int64 [3, tokens] of all its tokens, and at `offsets` int64 [k]
+    from its first one `vectors` [k, hidden] instead of embeddings."""
+
+    positions: Ints
+    offsets: Ints
+    vectors: Tensor
 
 
 class BatchPlaces:
@@ -54,28 +65,50 @@ class BatchPlaces:
 
 
 def build_batch(
-    places: BatchPlaces, tokens: Sequence[Ints], keeps: Sequence[Keep], groups: Sequence[AttentionGroup]
+    places: BatchPlaces,
+    tokens: Sequence[Ints],
+    keeps: Sequence[Keep],
+    groups: Sequence[AttentionGroup],
+    contents: Sequence[RowContent | None],
 ) -> Batch:
-    """`tokens`: the input tokens of each plan row."""
+    """`tokens`: the input tokens of each plan row. `contents`: what stands for those below 0, and where all of them
+    stand; None for a row of text alone."""
     rows = places.rows
     flat = np.zeros(places.num_rows, dtype=np.int64)
     padding = np.ones((places.num_rows, 1), dtype=np.bool_)
-    for first, own in zip(places.first, tokens, strict=True):
-        flat[first : first + len(own)] = own
-        padding[first : first + len(own)] = False
+    positions = np.zeros((3, places.num_rows), dtype=np.int64)
+    for row, first, own, content in zip(rows, places.first, tokens, contents, strict=True):
+        part = slice(first, first + len(own))
+        flat[part] = np.maximum(own, 0)
+        padding[part] = False
+        positions[:, part] = np.arange(row.start, row.end) if content is None else content.positions
     decodes = [rows[index] for index in places.decodes]
     decode_row = {index: place for place, index in enumerate(places.decodes)}
     return Batch(
         tokens=torch.from_numpy(flat),
         padding=torch.from_numpy(padding),
         token_rows=torch.from_numpy(np.flatnonzero(~padding)),
+        positions=torch.from_numpy(positions),
         decode_slots=[row.slot for row in decodes],
         decode_lengths=[row.end for row in decodes],
         decode_marks=[(decode_row[keep.row], number) for number, keep in enumerate(keeps) if keep.row in decode_row],
         spans=_spans(places, keeps),
         groups=[_group(places, index, group) for index, group in enumerate(groups)],
         tiles=places.tiles,
+        vectors=_vectors(places, contents),
     )
+
+
+def _vectors(places: BatchPlaces, contents: Sequence[RowContent | None]) -> Vectors | None:
+    found = [
+        (content.offsets + first, content.vectors)
+        for first, content in zip(places.first, contents, strict=True)
+        if content is not None and len(content.offsets)
+    ]
+    if not found:
+        return None
+    rows = np.concatenate([offsets for offsets, _ in found])
+    return Vectors(torch.from_numpy(rows), torch.cat([vectors for _, vectors in found]))
 
 
 def _spans(places: BatchPlaces, keeps: Sequence[Keep]) -> list[Span]:

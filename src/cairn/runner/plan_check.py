@@ -87,8 +87,11 @@ class PlanLimits:
             return
         if row.tokens.shape != (row.end - row.start,):
             raise ValueError(f"{name}: tokens of shape {row.tokens.shape}, not ({row.end - row.start},)")
-        if row.tokens.min() < 0 or row.tokens.max() >= self.vocab_size:
-            raise ValueError(f"{name}: token ids must be in 0..{self.vocab_size - 1}")
+        pictured = np.zeros(row.end - row.start, np.bool_)
+        for image in row.images:
+            pictured[max(0, image.start - row.start) : max(0, image.end - row.start)] = True
+        if row.tokens.max() >= self.vocab_size or not np.array_equal(row.tokens < 0, pictured):
+            raise ValueError(f"{name}: token ids must be in 0..{self.vocab_size - 1}, and below 0 where images are")
 
     def _slots(self, record: object, slots: Iterable[int]) -> None:
         for slot in slots:

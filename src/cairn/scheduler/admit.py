@@ -99,10 +99,13 @@ def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     books.cache.admitted(lease, resumed=request.resumed)
     if request.resumed:
         books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
+        assert request.first is not None
+        lease.held = request.first.held
     else:
         request.first = lease
         request.times.scheduled = books.clock.now()
         books.counters.prompt_tokens += request.num_prompt_tokens
+    books.cache.hold_breakpoints(lease, request.spec.boundaries)
     request.num_computed = lease.hit
     request.facts = PromptFacts(
         num_tokens=request.prefill_until,

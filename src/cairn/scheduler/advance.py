@@ -85,6 +85,7 @@ def _add_row(
         kv_write_from=lease.kv_write_from,
         decode=decode,
         sample=sample,
+        images=request.spec.images,
     )
     draft.copies += copies
     draft.add_row(request, row)

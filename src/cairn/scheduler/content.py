@@ -9,6 +9,7 @@ import numpy as np
 from cairn.cache.lease import Namespace
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
+from cairn.scheduler.transfers import content_name
 from cairn.step import GRID
 from cairn.transfer.contract import ContentAsked, ContentName, HeldCheckpoint, Offer
 from cairn.types import Keys
@@ -18,10 +19,10 @@ __all__ = ["answer", "remember"]
 
 def remember(books: Books, request: Request) -> None:
     """The request, whose prompt came from another server, has ended well."""
-    sequences, lease, namespace = books.transfers.sequences, request.lease, request.spec.namespace
+    sequences, lease = books.transfers.sequences, request.lease
     if sequences is not None and lease is not None:
         keys = lease.keys[: request.num_computed].copy()
-        sequences.remember(ContentName(namespace.adapter, namespace.cache_salt), keys)
+        sequences.remember(content_name(request), keys)
 
 
 def answer(books: Books, asked: ContentAsked) -> None:

@@ -8,17 +8,22 @@ lease    0 ........ hit .. matched ............ prompt end
          here already              pulled (from the page that holds `matched`)
 """
 
+import logging
+
 import numpy as np
 
 from cairn.cache.lease import Lease
 from cairn.cache.reasons import Reason
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Phase, Request, Source
-from cairn.scheduler.transfers import Fetch
-from cairn.transfer.contract import ContentName, ContentWant, PagesFree, PullEnded, PullId, Want
+from cairn.scheduler.transfers import Fetch, content_name
+from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want
 from cairn.types import Pages
 
 __all__ = ["abandon", "give_way", "pages_free", "pull_ended", "start_pulls"]
+
+
+logger = logging.getLogger(__name__)
 
 
 def start_pulls(books: Books) -> bool:
@@ -75,7 +80,7 @@ def _want(request: Request, source: Source, lease: Lease, file: Pages) -> Want |
         engine_id=source.engine_id,
         host=source.host,
         port=source.port,
-        name=_name(request),
+        name=content_name(request),
         keys=request.spec.prompt,
         start=start,
         pages=pages,
@@ -109,18 +114,13 @@ def _promised(request: Request, source: Source, nonce: bytes, start: int, pages:
         engine_id=source.engine_id,
         host=source.host,
         port=source.port,
-        name=_name(request),
+        name=content_name(request),
         keys=request.spec.prompt,
         start=start,
         pages=pages,
         checkpoint=file,
         release_only=file is None,
     )
-
-
-def _name(request: Request) -> ContentName:
-    namespace = request.spec.namespace
-    return ContentName(namespace.adapter, namespace.cache_salt)
 
 
 def pull_ended(books: Books, ended: PullEnded) -> Request | None:
@@ -155,12 +155,14 @@ def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
         _back_to_queue(books, request)
         return None
     books.counters.failed_pulls += 1
+    where = f"{fetch.source.host}:{fetch.source.port}"
+    logger.warning("%s: its prompt could not be fetched from %s: %s", request.id, where, failure)
     books.counters.external_queries += request.num_prompt_tokens - (request.lease.hit if request.lease else 0)
     if books.config.on_load_failure == "recompute":
         request.remote_failed = True
         _back_to_queue(books, request)
         return None
-    request.failure = f"the prompt could not be fetched from {fetch.source.host}:{fetch.source.port}: {failure}"
+    request.failure = f"the prompt could not be fetched from {where}: {failure}"
     request.finish = "error"
     request.times.finished = books.clock.now()
     books.drop(request)

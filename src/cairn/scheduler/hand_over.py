@@ -9,7 +9,8 @@ import numpy as np
 from cairn.cache.lease import Lease
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Offered, Request
-from cairn.transfer.contract import ContentName, HeldCheckpoint, LeaseEnded, Offer
+from cairn.scheduler.transfers import content_name
+from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
 
 __all__ = ["has_room", "hold_state", "lease_ended", "offer", "set_aside"]
 
@@ -53,11 +54,11 @@ def offer(books: Books, request: Request) -> None:
     """The request has ended well: hold its prompt for whoever has the reference."""
     lease, side, state = request.lease, books.transfers.side, request.handed
     assert lease is not None and side is not None and state is not None
-    length, namespace = request.num_prompt_tokens, request.spec.namespace
+    length = request.num_prompt_tokens
     pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(length)])
     made = Offer(
         request_id=request.id,
-        name=ContentName(namespace.adapter, namespace.cache_salt),
+        name=content_name(request),
         keys=request.spec.prompt,
         pages=pages,
         checkpoints=(HeldCheckpoint(length, state.pages),),

@@ -10,9 +10,9 @@ import numpy as np
 
 from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import PromptFacts
-from cairn.step import GRID
+from cairn.step import GRID, Image
 from cairn.transfer.contract import Offer, PullEnded
-from cairn.types import Keys, RequestId, SamplingParams
+from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
 __all__ = ["TRANSITIONS", "Finish", "Offered", "Phase", "Request", "Source", "Spec", "Times"]
 
@@ -75,7 +75,8 @@ class Source:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
-    `source`: where to look for the prompt before computing it. `hand_over`: keep the prompt for another server."""
+    `images`: what stands behind negative key tokens. `source`: where to look for the prompt before computing it.
+    `hand_over`: keep the prompt for another server."""
 
     request_id: RequestId
     prompt: Keys
@@ -83,7 +84,8 @@ class Spec:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
-    boundaries: tuple[int, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    images: tuple[Image, ...] = ()
     source: Source | None = None
     hand_over: bool = False
 

@@ -6,10 +6,10 @@ from typing import Protocol
 from cairn.cache.lease import Hold
 from cairn.scheduler.request import Request, Source
 from cairn.step import PageCopy
-from cairn.transfer.contract import ContentName, PullId, SchedulerSide
+from cairn.transfer.contract import ContentName, NamedImage, PullId, SchedulerSide
 from cairn.types import Keys
 
-__all__ = ["Fetch", "Sequences", "Transfers"]
+__all__ = ["Fetch", "Sequences", "Transfers", "content_name"]
 
 
 class Sequences(Protocol):
@@ -20,6 +20,13 @@ class Sequences(Protocol):
     def deepest(self, marks: bytes, end: bytes | None = None) -> tuple[ContentName, Keys] | None:
         """The longest beginning that one of these digests names, or None. `end` is looked for first."""
         ...
+
+
+def content_name(request: Request) -> ContentName:
+    """What the request's key tokens are called by all servers."""
+    namespace = request.spec.namespace
+    images = tuple(NamedImage(image.start, image.length, image.digest) for image in request.spec.images)
+    return ContentName(namespace.adapter, namespace.cache_salt, images)
 
 
 @dataclass(slots=True, eq=False)

@@ -30,6 +30,7 @@ __all__ = [
     "LeaseEnded",
     "Link",
     "LinkError",
+    "NamedImage",
     "Offer",
     "PagesFree",
     "Peer",
@@ -59,11 +60,23 @@ class LinkError(CairnError):
 
 
 @dataclass(frozen=True, slots=True)
+class NamedImage:
+    """Tokens [start, start + length) stand for an image; `digest`, 32 bytes, says which. Their key tokens are numbers
+    of one process alone."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ContentName:
-    """Under which root the key tokens stand: prompts of different names never share anything."""
+    """Under which root the key tokens stand: prompts of different names never share anything. `images`: in order, what
+    stands behind key tokens below 0."""
 
     adapter: str = ""
     salt: str | None = None
+    images: tuple[NamedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

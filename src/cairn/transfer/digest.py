@@ -1,7 +1,8 @@
 """What two servers compare to know that they speak of the same content, without sending any of it.
 
     header   "cairn/kv/1" | layout hash | adapter | salt        each with its length before it; no salt != empty salt
-    digest   sha256(header | int64 key tokens, little endian | their number)
+    token    int64, little endian; of an image -1 - its place in it, and the image's whole digest
+    digest   sha256(header | tokens | their number)
 
 The digest of a prefix costs one pass over the whole prompt: sha256 can be finished at every mark and go on.
 """
@@ -37,9 +38,7 @@ def layout_hash(facts: Mapping[str, str | int]) -> bytes:
 
 def content_digest(layout: bytes, name: ContentName, keys: Keys) -> bytes:
     """Digest of all `keys`, 32 bytes."""
-    digest = ContentDigest(layout, name)
-    digest.append(keys)
-    return digest.value()
+    return ContentDigest(layout, name).of(keys)
 
 
 class ContentDigest:
@@ -48,6 +47,7 @@ class ContentDigest:
     def __init__(self, layout: bytes, name: ContentName) -> None:
         self._sha = hashlib.sha256(_framed(_CONTENT) + _framed(layout) + _framed(_bytes(name.adapter)))
         self._sha.update(b"\0" if name.salt is None else b"\1" + _framed(_bytes(name.salt)))
+        self._images = name.images
         self._num_tokens = 0
         self._marks = bytearray()
 
@@ -60,21 +60,46 @@ class ContentDigest:
         """The digests of the first 64, 128, ... tokens, 32 bytes each."""
         return bytes(self._marks)
 
+    def of(self, keys: Keys) -> bytes:
+        """Of the tokens so far and these, which are not remembered: 32 bytes, without the marks on the way."""
+        sha = self._sha.copy()
+        sha.update(self._spelled(keys))
+        sha.update((self._num_tokens + len(keys)).to_bytes(8, "little"))
+        return sha.digest()
+
     def append(self, keys: Keys) -> None:
         start = 0
         while start < len(keys):
             stop = min(len(keys), start + GRID - self._num_tokens % GRID)
-            self._sha.update(np.ascontiguousarray(keys[start:stop], dtype="<i8").tobytes())
+            self._sha.update(self._spelled(keys[start:stop]))
             self._num_tokens += stop - start
             start = stop
             if self._num_tokens % GRID == 0:
                 self._marks += self.value()
+
+    def _spelled(self, keys: Keys) -> bytes:
+        """What the next tokens are called on every server. Numbers below 0 that no image explains are this process's
+        own and equal nothing elsewhere, which is what they should be."""
+        first, last = self._num_tokens, self._num_tokens + len(keys)
+        parts, done = [], first
+        for image in self._images:
+            low, high = max(first, image.start), min(last, image.start + image.length)
+            if low < high:
+                parts.append(_raw(keys[done - first : low - first]))
+                places = range(low - image.start, high - image.start)
+                parts += [(-1 - place).to_bytes(8, "little", signed=True) + image.digest for place in places]
+                done = high
+        return b"".join([*parts, _raw(keys[done - first :])])
 
     def value(self) -> bytes:
         """Of all tokens so far, 32 bytes."""
         sha = self._sha.copy()
         sha.update(self._num_tokens.to_bytes(8, "little"))
         return sha.digest()
+
+
+def _raw(keys: Keys) -> bytes:
+    return np.ascontiguousarray(keys, dtype="<i8").tobytes()
 
 
 def _bytes(text: str) -> bytes:
