@@ -1,5 +1,7 @@
-"""What several rooms' tests need: one thread of torch, and a tiny checkpoint made once."""
+"""What several rooms' tests need: one thread of torch, and tiny checkpoints, each made once."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,25 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's name -> the folder of its tiny checkpoint."""
+
+    @cache
+    def made(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("models") / family
+        make_model(family, folder)
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_model(made_model: Callable[[str], Path]) -> Path:
     """A tiny Nemotron-H checkpoint folder with Mamba2, attention, MLP and MoE layers."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_model("nemotron_h", folder)
-    return folder
+    return made_model("nemotron_h")
+
+
+@pytest.fixture(scope="session")
+def tiny_vl_model(made_model: Callable[[str], Path]) -> Path:
+    """A tiny Qwen3.5 checkpoint folder with a vision tower."""
+    return made_model("qwen3_5_vl")

@@ -26,7 +26,7 @@ from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.step import Sample
-from cairn.types import ManualClock, RequestId, SamplingParams
+from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())
 OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 500).tolist())
@@ -40,6 +40,8 @@ class Loaded:
     def __init__(self, folder: Path) -> None:
         self.opened: OpenModel = open_model(folder)
         self.models: dict[bool, Model] = {exact: self.opened.build(exact=exact) for exact in (False, True)}
+        # without a recurrent state, any matched length can be resumed
+        self.grid = 64 if self.opened.layout(BLOCK).state_bytes else 1
         self._alone: dict[tuple, list[torch.Tensor]] = {}
 
     def alone(self, prompt, max_tokens=ANSWER, exact=True) -> list[torch.Tensor]:
@@ -76,7 +78,13 @@ class Engine:
         # greedy, and the seed only tells the requests apart
         sampling = SamplingParams(temperature=0.0, seed=number)
         keys = np.array(prompt, np.int64)
-        spec = Spec(request_id=name, prompt=keys, sampling=sampling, max_tokens=max_tokens, boundaries=boundaries)
+        spec = Spec(
+            request_id=name,
+            prompt=keys,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            boundaries=tuple(map(Boundary, boundaries)),
+        )
         self.scheduler.submit(spec)
         self.requests[number] = self.scheduler.books.requests[name]
         return number
@@ -101,9 +109,16 @@ class Engine:
         return self.logits[number]
 
 
-@pytest.fixture(scope="module")
-def loaded(tiny_model: Path) -> Loaded:
-    return Loaded(tiny_model)
+# The other families have a few cases in `test_exactness_families`, and all of these in the long run.
+FAMILIES = ("nemotron_h", "qwen3_5")
+LONG_FAMILIES = ("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
+
+
+@pytest.fixture(
+    scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_FAMILIES)]
+)
+def loaded(request: pytest.FixtureRequest, made_model) -> Loaded:
+    return Loaded(made_model(request.param))
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -122,7 +137,7 @@ def test_a_prompt_after_one_that_shares_its_beginning(loaded, shared, longer):
     engine.ask(TEXT[: shared + 60] if longer else TEXT[:shared])
     prompt = TEXT[:shared] + OTHER[:70]
     assert_same(engine.ask(prompt), loaded.alone(prompt))
-    assert engine.requests[2].first.hit == shared // 64 * 64
+    assert engine.requests[2].first.hit == shared // loaded.grid * loaded.grid
 
 
 @pytest.mark.parametrize("length", EDGES)
@@ -206,7 +221,8 @@ def test_a_preempted_request(loaded, room, steps):
 
 
 def test_after_eviction(loaded):
-    engine = Engine(loaded, num_pages=60)
+    # two of the prompts, and four checkpoints
+    engine = Engine(loaded, num_pages=36 + 4 * loaded.opened.layout(BLOCK).pages_per_checkpoint)
     for prompt in (TEXT[:300], OTHER[:300], TEXT[:300], OTHER[:250] + TEXT[:40], TEXT[:300]):
         assert_same(engine.ask(prompt), loaded.alone(prompt))
     assert engine.cache.residents.evicted.total() > 0
@@ -224,9 +240,15 @@ def test_after_an_abort_midway(loaded, steps):
     assert engine.requests[2].first.hit >= min(64 * steps, 256)
 
 
+# The two that take longest.
+NEMOTRON_FIRST = [
+    "nemotron_h",
+    *(pytest.param(name, marks=pytest.mark.long) for name in (*FAMILIES[1:], *LONG_FAMILIES)),
+]
 PIECES = (TEXT[:64], TEXT[:65], OTHER[:30], OTHER[:1], OTHER[64:180])
 
 
+@pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     num_pages=st.sampled_from([26, 40, 90]),
@@ -252,6 +274,7 @@ def test_random_mixes_in_a_tiny_pool(loaded, num_pages, ahead, mixes):
     assert engine.cache.clear(), "a page leaked"
 
 
+@pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
 def test_the_tiny_pool_really_preempts_and_evicts(loaded):
     engine = Engine(loaded, num_pages=26)
     # three prompts of 100 tokens fit 26 pages of 16, three answers of 90 do not

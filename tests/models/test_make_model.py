@@ -19,7 +19,7 @@ from cairn.models import make_model as make_model_module
 from cairn.models import make_tokenizer
 from cairn.models.check import check
 from cairn.models.loader import WeightReader
-from cairn.models.make_model import SIZES, make_model
+from cairn.models.make_model import RECIPES, make_model
 from cairn.models.nemotron_h_config import layers, parse, tensors
 from cairn.models.registry import open_model
 
@@ -82,7 +82,7 @@ def test_tiny_is_tiny_and_its_checkpoints_are_worth_several_pages(tiny: Path) ->
 
 
 def test_small_has_about_300_million_parameters() -> None:
-    raw = json.loads(json.dumps(dict(SIZES["small"])))
+    raw = json.loads(json.dumps(dict(RECIPES["nemotron_h"].sizes["small"])))
     config = parse(raw | {"vocab_size": 4096, "max_position_embeddings": 32768, "conv_kernel": 4})
     assert 2.8e8 < sum(torch.Size(shape).numel() for shape in tensors(config).values()) < 3.2e8
     assert set(layers(config)) == {"Mamba2", "attention", "MLP", "mixture of experts"}

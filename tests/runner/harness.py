@@ -1,4 +1,4 @@
-"""Tiny random Nemotron-H models and a driver that plans by hand."""
+"""Tiny random models and a driver that plans by hand. A config's family is asked for what depends on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,16 +9,27 @@ import torch
 from torch import Tensor
 
 from cairn.layers.communicator import Communicator
+from cairn.layers.model import Model
 from cairn.layers.thread_ranks import thread_ranks
+from cairn.models import nemotron_h, qwen3_5
 from cairn.models.cut import Cut
-from cairn.models.nemotron_h import NemotronH, build
-from cairn.models.nemotron_h_config import FLOAT32_TENSORS, NemotronHConfig, layout, parse, tensors
+from cairn.models.nemotron_h_config import NemotronHConfig, parse
+from cairn.models.qwen3_5_config import Qwen35Config
+from cairn.models.registry import FAMILIES, ServedFamily
+from cairn.runner.content import Vision
 from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import FromStep, Keep, Row, Sample, StepPlan, StepResult
 from cairn.types import Pages, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+
+# Families whose models can be built with more than the engine asks for, by the type of their configs.
+BUILDERS: dict[type, Any] = {NemotronHConfig: nemotron_h.build, Qwen35Config: qwen3_5.build}
+
+
+def family(config: Any) -> ServedFamily:
+    return FAMILIES[getattr(config, "model_type", "nemotron_h")]
 
 
 def raw_config(pattern: str, **changes: Any) -> dict[str, Any]:
@@ -56,7 +67,7 @@ def raw_config(pattern: str, **changes: Any) -> dict[str, Any]:
     return raw | changes
 
 
-def random_weights(config: NemotronHConfig, seed: int) -> dict[str, Tensor]:
+def random_weights(config: Any, seed: int) -> dict[str, Tensor]:
     """Weights by published name, of a size that keeps every layer's output near 1; decay and router are spread out."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +75,7 @@ def random_weights(config: NemotronHConfig, seed: int) -> dict[str, Tensor]:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
     weights = {}
-    for name, shape in tensors(config).items():
+    for name, shape in family(config).tensors(config).items():
         last = name.rsplit(".", 1)[1]
         if last == "A_log":
             weights[name] = uniform(shape, 0.0, 2.8)
@@ -88,13 +99,14 @@ def left_of(tensor: Tensor, cut: Cut | None) -> Tensor:
 
 
 def build_tiny(
-    config: NemotronHConfig, weights: dict[str, Tensor], exact: bool, dtype: torch.dtype = torch.float32, **options: Any
-) -> NemotronH:
+    config: Any, weights: dict[str, Tensor], exact: bool, dtype: torch.dtype = torch.float32, **options: Any
+) -> Model:
     def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         assert tuple(weights[name].shape) == shape, name
-        wanted = torch.float32 if name.endswith(FLOAT32_TENSORS) else dtype
+        wanted = torch.float32 if name.endswith(family(config).float32_tensors) else dtype
         return left_of(weights[name], cut).to(wanted, copy=True)
 
+    build = BUILDERS.get(type(config)) or family(config).build
     return build(config, load, exact=exact, dtype=dtype, **options)
 
 
@@ -112,20 +124,29 @@ class Track:
 class Driver:
     """A runner with page accounting as simple as it gets: pages are handed out and never come back."""
 
-    config: NemotronHConfig
-    model: NemotronH
+    config: Any
+    model: Model
     exact: bool
     num_pages: int = 512
     num_slots: int = 8
     block_size: int = 16
+    vision: Vision | None = None
     runner: Runner = field(init=False)
     logits: list[tuple[Sample, Tensor]] = field(init=False, default_factory=list)
     step: int = field(init=False, default=0)
     next_page: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.layout = layout(self.config, self.block_size, self.model.spec.dtype.itemsize)
-        self.runner = Runner(self.model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observe)
+        self.layout = family(self.config).layout(self.config, self.block_size, self.model.spec.dtype.itemsize)
+        self.runner = Runner(
+            self.model,
+            self.layout,
+            self.num_pages,
+            self.num_slots,
+            self.exact,
+            observe=self._observe,
+            vision=self.vision,
+        )
         self.runner.pool.fill_(0xFF)  # recycled pages may hold bytes that read as NaN
 
     def _observe(self, sample: Sample, logits: Tensor) -> None:
@@ -189,11 +210,13 @@ class RunnersSideBySide(RankThreads):
 class RanksDriver(Driver):
     """A driver of several ranks as threads; `model` is rank 0's. Their logits and tokens have to be the same."""
 
-    others: Sequence[NemotronH] = ()
+    others: Sequence[Model] = ()
 
     def __post_init__(self) -> None:
         models = [self.model, *self.others]
-        self.layout = layout(self.config, self.block_size, self.model.spec.dtype.itemsize, len(models))
+        self.layout = family(self.config).layout(
+            self.config, self.block_size, self.model.spec.dtype.itemsize, len(models)
+        )
         self.seen: list[list[Tensor]] = [[] for _ in models]
         runners = [
             Runner(model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observer(rank))
@@ -226,11 +249,11 @@ class RanksDriver(Driver):
         return torch.cat(files)
 
 
-def ranks(config: NemotronHConfig, weights: dict[str, Tensor], size: int, exact: bool, **options: Any) -> RanksDriver:
+def ranks(config: Any, weights: dict[str, Tensor], size: int, exact: bool, **options: Any) -> RanksDriver:
     """A driver of `size` ranks as threads."""
     driver = {name: options.pop(name) for name in ("num_pages", "num_slots", "block_size") if name in options}
 
-    def one(communicator: Communicator) -> NemotronH:
+    def one(communicator: Communicator) -> Model:
         return build_tiny(config, weights, exact, communicator=communicator, **options)
 
     first, *others = (one(communicator) for communicator in thread_ranks(size))

@@ -33,7 +33,7 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
         files.write_layer(pages, layer, conv[layer], state[layer])
 
     # The same bytes, put together as the layout's words say.
-    inner, groups = config.mamba_intermediate_size, config.n_groups
+    inner, groups = config.mamba2.inner, config.n_groups
     x, b, c = conv.split([inner, groups * config.ssm_state_size, groups * config.ssm_state_size], dim=-1)
     parts = [hidden]
     if groups == 1:

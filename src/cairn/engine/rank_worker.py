@@ -104,6 +104,7 @@ def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner"
     from cairn.layers.process_ranks import gloo_rank
     from cairn.models.registry import open_model
     from cairn.runner.runner import Runner
+    from cairn.runner.vision import open_vision
 
     communicator = gloo_rank(
         Path(config.rendezvous),
@@ -113,6 +114,9 @@ def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner"
         seconds=config.step_seconds,
     )
     opened = open_model(Path(config.model), config.dtype)
+    vision = None
+    if config.encoder_bytes is not None:
+        vision = open_vision(opened.folder, opened.dtype, config.encoder_bytes, config.rank)
     runner = Runner(
         opened.build(exact=config.exact, communicator=communicator),
         opened.layout(config.block_size, config.tp_size),
@@ -121,6 +125,7 @@ def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner"
         config.exact,
         observe=observe,
         extra_pages=config.extra_pages,
+        vision=vision,
     )
     runner.self_test()
     return runner

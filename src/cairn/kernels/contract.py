@@ -52,9 +52,17 @@ class Kernels(Protocol):
         ...
 
     def conv_prefill(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, front: int, marks: Sequence[int]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        front: int,
+        marks: Sequence[int],
+        silu: bool = True,
     ) -> list[Tensor]:
-        """Causal depthwise convolution and silu of one sequence, in place on x [T, C] (its first row is a token).
+        """Causal depthwise convolution of one sequence, then silu if wanted, in place on x [T, C] (its first row is a
+        token).
 
         weight [W, C], taps oldest first; state [W-1, C]: the raw inputs before x, which is not updated. `front`: rows
         missing in the first tile. Returns the states after the first `marks[i]` tokens, each [W-1, C]. `marks` does not
@@ -62,7 +70,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def conv_update(self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor) -> None:
+    def conv_update(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, silu: bool = True
+    ) -> None:
         """One token of each of several sequences: x [T, C] in place, states [S, W-1, C] at slots [T] in place."""
         ...
 
@@ -98,6 +108,27 @@ class Kernels(Protocol):
         slots in place."""
         ...
 
+    def gdn_prefill(
+        self, v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], state: Tensor, marks: Sequence[int]
+    ) -> list[Tensor]:
+        """The gated delta rule (arXiv 2412.06464) of one sequence: v [T, Hv, V] becomes y in place.
+
+            state = exp(g) state,    state = state + k (beta (v - k state))^T,    y = K^-0.5 q state        per head
+
+        T is a multiple of TILE; qk: q and k, [T, Hk, K], each divided by its length here (eps 1e-6 under the root);
+        a q/k head serves Hv / Hk consecutive value heads. gates: g (log of the decay, at most 0) and beta, [T, Hv],
+        both 0 at padding, where v, q and k are finite. state [Hv, K, V] in place. Returns the states after the first
+        `marks[i]` rows, each [Hv, K, V]. `marks` does not descend, 0 < mark <= T.
+        """
+        ...
+
+    def gdn_update(
+        self, v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], states: Tensor, slots: Sequence[int]
+    ) -> None:
+        """One token of each of several sequences, as `gdn_prefill`: v [T, Hv, V] in place, states [S, Hv, K, V] at
+        slots in place."""
+        ...
+
     def write_kv(self, keys: Tensor, values: Tensor, kv: tuple[Tensor, Tensor], pages: Tensor, offsets: Tensor) -> None:
         """k and v [T, Hk, D] into keys and values [page, Hk, token, D] at (pages[t], offsets[t])."""
         ...
@@ -130,4 +161,16 @@ class Kernels(Protocol):
         [E][in, inner]. Returns float32 or wider [T, in]. `tile`: each expert runs in GEMMs of exactly that many rows.
         A token's terms are added in ascending order of e.
         """
+        ...
+
+    def gated_experts(
+        self,
+        x: Tensor,
+        choice: Tensor,
+        share: Tensor,
+        weights: tuple[Sequence[Tensor], Sequence[Tensor]],
+        tile: int | None,
+    ) -> Tensor:
+        """SwiGLU experts (arXiv 2002.05202), else as `experts`: down[e] (silu(gate) * up) with gate and up the halves
+        of gate_up[e] x[t]; weights: gate_up [E][2 * inner, in], gate first, and down [E][in, inner]."""
         ...

@@ -1,13 +1,22 @@
 """A matrix product with its weight."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.contract import ROW_TILE, Kernels, Tiles
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "Projection", "ScaledLinear"]
+
+
+class Projection(Protocol):
+    """A matrix product, and what a family does to its result before anybody sees it."""
+
+    def __call__(self, x: Tensor, tiles: Tiles | None) -> Tensor:
+        """[rows, in] -> [rows, out], a new tensor. `tiles` None runs one product over all rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +28,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, tiles: Tiles | None) -> Tensor:
-        """[rows, in] -> [rows, out]. `tiles` None runs one product over all rows."""
+        """See `Projection`."""
         return self.kernels.linear(x, self.weight, self.bias, tiles)
 
     def row_tiled(self, x: Tensor) -> Tensor:
@@ -28,3 +37,15 @@ class Linear:
         padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
         tiles = [slice(begin, begin + ROW_TILE) for begin in range(0, padded.shape[0], ROW_TILE)]
         return self(padded, tiles)[:rows]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLinear:
+    """A product's result times `factor`: a number, or one per output [out]."""
+
+    linear: Projection
+    factor: Tensor | float
+
+    def __call__(self, x: Tensor, tiles: Tiles | None) -> Tensor:
+        """See `Projection`."""
+        return self.linear(x, tiles).mul_(self.factor)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.kernels.contract import Kernels
 from cairn.layers.batch import Batch, Span
-from cairn.layers.linear import Linear
+from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory, RecurrentLayer
 from cairn.layers.norms import GatedNorm
 
@@ -56,9 +56,9 @@ class Mamba2:
     kernels: Kernels
     shape: Mamba2Shape
     weights: Mamba2Weights
-    in_proj: Linear
+    in_proj: Projection
     norm: GatedNorm
-    out_proj: Linear
+    out_proj: Projection
     layer: int
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:

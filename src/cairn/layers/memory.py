@@ -34,7 +34,8 @@ class ConvPart:
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
     """Layers with a running state: per layer the convolution's last inputs [columns, channels], time-major in the
-    model's dtype, and a float32 state of shape `state`, whose first dimension counts heads.
+    model's dtype, and a float32 state of shape `state`, whose first dimension counts heads; another dimension is 0
+    where the convolution's inputs are all there is.
 
     `units`: the smallest shares that tensor parallelism may cut; it divides the heads and every unshared part.
     """

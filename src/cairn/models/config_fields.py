@@ -59,6 +59,24 @@ class Fields:
             raise ModelError(f"config.json: {name} must be a list of strings, not {_show(value)}")
         return tuple(value)
 
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """A list of integers in low..high; absent is empty."""
+        value = self._raw.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple):
+            raise ModelError(f"config.json: {name} must be a list of integers in {low}..{high}, not {_show(value)}")
+        return tuple(Fields({name: entry}).integer(name, low, high) for entry in value)
+
+    def numbers(self, name: str, count: int, low: float, high: float, default: float) -> tuple[float, ...]:
+        """A list of `count` finite numbers in low..high; absent is `default` throughout."""
+        value = self._raw.get(name)
+        if value is None:
+            return (default,) * count
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise ModelError(f"config.json: {name} must be a list of {count} numbers, not {_show(value)}")
+        return tuple(Fields({name: entry}).number(name, low, high, default) for entry in value)
+
     def token_id(self, name: str, vocab_size: int) -> int | None:
         return self.integer(name, 0, vocab_size - 1) if self.has(name) else None
 
@@ -79,11 +97,11 @@ class Fields:
             raise ModelError(f"config.json: {name} must be two numbers, 0 <= low < high, not {_show(value)}")
         return ends[0], ends[1]
 
-    def only(self, name: str, implemented: object) -> None:
-        """The field must be absent or have the one value that is implemented."""
+    def only(self, name: str, *implemented: object) -> None:
+        """The field must be absent or have a value that is implemented."""
         value = self._raw.get(name)
-        if value is not None and value != implemented:
-            wanted = "absent" if implemented is None else _show(implemented)
+        if value is not None and value not in implemented:
+            wanted = " or ".join("absent" if each is None else _show(each) for each in implemented)
             raise ModelError(f"config.json: {name} is {_show(value)}, but only {wanted} is implemented")
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cairn.errors import ModelError
-from cairn.models.loader import read_headers
+from cairn.models.quantization import Quantization
+from cairn.models.stored import consumed, stored
+from cairn.models.tensor_headers import read_headers
 
 __all__ = ["weights_identity"]
 
@@ -18,8 +20,9 @@ _MAX_HEADER_BYTES = 100 << 20
 """What safetensors itself allows."""
 
 
-def weights_identity(folder: Path, names: Iterable[str]) -> str:
-    """sha256, in hex, over name, dtype, shape and 8 samples of 64 bytes of every tensor in `names`, sorted by name.
+def weights_identity(folder: Path, names: Iterable[str], quantization: Quantization | None = None) -> str:
+    """sha256, in hex, over name, dtype, shape and 8 samples of 64 bytes of every stored tensor that `names` are made
+    of, sorted by name.
 
     The samples are spread evenly over the tensor's bytes, from the first to the last; a tensor of at most 512 bytes
     is read whole. So weights that were trained further differ, as training moves numbers everywhere in a tensor; a
@@ -30,18 +33,20 @@ def weights_identity(folder: Path, names: Iterable[str]) -> str:
     digest = hashlib.sha256(_IDENTITY)
     offsets: dict[str, tuple[int, int]] = {}
     samples: dict[str, bytes] = {}
-    wanted = sorted(names)
-    for file in sorted({headers[name].file for name in wanted if name in headers}):
+    asked = list(names)
+    for name in asked:
+        if stored(headers, name, quantization) is None:
+            raise ModelError(f"{folder}: {name} is missing")
+    wanted = sorted(consumed(headers, asked, quantization))
+    for file in sorted({headers[name].file for name in wanted}):
         try:
             with (folder / file).open("rb") as opened:
                 offsets |= _offsets(opened)
-                mine = [name for name in wanted if name in headers and headers[name].file == file]
+                mine = [name for name in wanted if headers[name].file == file]
                 samples |= {name: _sample(opened, *offsets[name]) for name in mine}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ModelError(f"{folder / file}: cannot be read: {error}") from error
     for name in wanted:
-        if name not in headers:
-            raise ModelError(f"{folder}: {name} is missing")
         header = headers[name]
         for part in (name.encode(), header.dtype.encode(), str(header.shape).encode(), samples[name]):
             digest.update(len(part).to_bytes(8, "little") + part)

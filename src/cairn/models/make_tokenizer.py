@@ -61,16 +61,21 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_tokenizer(folder: Path, vocab_size: int, max_length: int) -> dict[str, int]:
+def make_tokenizer(
+    folder: Path, vocab_size: int, max_length: int, more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE
+) -> dict[str, int]:
     """Train a tokenizer of exactly `vocab_size` ids; write tokenizer.json and tokenizer_config.json to `folder`.
+
+    `more`: control tokens beside those of any chat.
 
     Returns the ids of the control and mark tokens. Raises ModelError when the standard library's sources are missing
     or too few for the vocabulary.
     """
-    trained = json.loads(_train(vocab_size).to_str())["model"]
+    controls = (*CONTROL_TOKENS, *more)
+    trained = json.loads(_train(vocab_size, controls).to_str())["model"]
     tokenizer = Tokenizer(models.BPE(vocab=trained["vocab"], merges=[tuple(merge) for merge in trained["merges"]]))
     _split_into_bytes(tokenizer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CONTROL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in controls])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in MARK_TOKENS])
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if size != vocab_size:
@@ -92,18 +97,18 @@ def make_tokenizer(folder: Path, vocab_size: int, max_length: int) -> dict[str, 
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return {token.content: token_id for token_id, token in added}
 
 
-def _train(vocab_size: int) -> Tokenizer:
+def _train(vocab_size: int, controls: tuple[str, ...]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     _split_into_bytes(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*CONTROL_TOKENS, *MARK_TOKENS],
+        special_tokens=[*controls, *MARK_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -14,24 +14,23 @@ from cairn.errors import ConfigError
 from cairn.layers.attention import PagedAttention
 from cairn.layers.backend import Backend, kernels_of
 from cairn.layers.batch import Batch
+from cairn.layers.blend import Mixer
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.layers.embedding import Embedding, SpreadEmbedding, TokenVectors
 from cairn.layers.linear import Linear
-from cairn.layers.mamba2 import Mamba2, Mamba2Shape, Mamba2Weights
-from cairn.layers.memory import AttentionSpec, ConvPart, Memory, MemorySpec, RecurrentSpec
+from cairn.layers.mamba2 import Mamba2
+from cairn.layers.memory import Memory, MemorySpec
 from cairn.layers.mlp import SquaredReluMLP
 from cairn.layers.moe import MixtureOfExperts, Router
-from cairn.layers.norms import GatedNorm, GatedRMSNorm, RMSNorm, SpreadGatedRMSNorm
+from cairn.layers.norms import RMSNorm
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Run
-from cairn.models.nemotron_h_config import ATTENTION, MAMBA, MLP, MOE, NemotronHConfig
+from cairn.models.mamba2_build import build_mamba2
+from cairn.models.nemotron_h_config import ATTENTION, MAMBA, MLP, MOE, NemotronHConfig, remembered
 from cairn.models.nemotron_h_share import NemotronHShare, share_of
 from cairn.models.rank_weights import RankWeights
 
 __all__ = ["NemotronH", "build"]
-
-Mixer = Callable[[Tensor, Batch, Memory], Tensor]
-"""[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class NemotronH:
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
         """See `Model.forward`."""
-        hidden = self.embedding(batch.tokens)
+        hidden = batch.replace(self.embedding(batch.tokens))
         for norm, mixer in self.layers:
             hidden.add_(self.communicator.gather_add(mixer(norm(hidden), batch, memory)))
         return self.final_norm(hidden)
@@ -88,7 +87,7 @@ def build(
     final_norm = builder.norm("backbone.norm_f")
     lm_head = weights.collect(Linear(weights.kernels, builder.vocabulary("lm_head")))
     return NemotronH(
-        spec=_spec(config, share, dtype),
+        spec=remembered(config, share).spec(dtype),
         exact=exact,
         vocab_size=config.vocab_size,
         communicator=communicator,
@@ -98,23 +97,6 @@ def build(
         lm_head=lm_head,
         linears=tuple(weights.linears),
     )
-
-
-def _spec(config: NemotronHConfig, share: NemotronHShare, dtype: torch.dtype) -> MemorySpec:
-    recurrent = attention = None
-    if layers := config.pattern.count(MAMBA):
-        state = share.state
-        bc = ConvPart(state.held_bc, shared=state.shared_bc)
-        recurrent = RecurrentSpec(
-            num_layers=layers,
-            columns=config.conv_kernel - 1,
-            parts=(ConvPart(state.channels), bc, bc),
-            state=(state.num_heads, config.mamba_head_dim, config.ssm_state_size),
-            units=state.units.count,
-        )
-    if layers := config.pattern.count(ATTENTION):
-        attention = AttentionSpec(layers, share.kv_heads.count, config.head_dim)
-    return MemorySpec(dtype, config.hidden_size, recurrent, attention)
 
 
 class _Builder:
@@ -154,54 +136,7 @@ class _Builder:
         return self.norm(f"{name}.norm"), makers[kind](f"{name}.mixer", self._config.pattern[:index].count(kind))
 
     def _mamba(self, name: str, layer: int) -> Mamba2:
-        config, state, weights = self._config, self._share.state, self._weights
-        hidden, inner = config.hidden_size, config.mamba_intermediate_size
-        return Mamba2(
-            kernels=weights.kernels,
-            shape=Mamba2Shape(
-                num_heads=state.num_heads,
-                head_dim=config.mamba_head_dim,
-                num_groups=1 if state.shared_bc else state.units.count,
-                state_size=config.ssm_state_size,
-                dt_limit=config.time_step_limit,
-                prefill_dt_min=self._dt_min,
-            ),
-            weights=self._mamba_vectors(name),
-            in_proj=weights.column_parallel(
-                f"{name}.in_proj",
-                (inner + config.conv_dim + config.mamba_num_heads, hidden),
-                *state.projection_runs(),
-                bias=config.use_bias,
-            ),
-            norm=self._gated_norm(f"{name}.norm.weight"),
-            out_proj=weights.row_parallel(
-                f"{name}.out_proj", (hidden, inner), state.units.own(state.unit_channels), config.use_bias
-            ),
-            layer=layer,
-        )
-
-    def _mamba_vectors(self, name: str) -> Mamba2Weights:
-        config, state, weights = self._config, self._share.state, self._weights
-        conv, runs = f"{name}.conv1d", state.conv_runs()
-        taps = weights.tensor(f"{conv}.weight", (config.conv_dim, 1, config.conv_kernel), *runs)
-        bias = weights.tensor(f"{conv}.bias", (config.conv_dim,), *runs).float() if config.use_conv_bias else None
-        heads = state.units.held(state.unit_heads)
-        a_log, d, dt_bias = (
-            weights.tensor(f"{name}.{vector}", (config.mamba_num_heads,), heads).float()
-            for vector in ("A_log", "D", "dt_bias")
-        )
-        return Mamba2Weights(taps[:, 0].t().float().contiguous(), bias, -a_log.exp(), d, dt_bias)
-
-    def _gated_norm(self, name: str) -> GatedNorm:
-        """Groups are whole on the ranks that hold them; a single one is spread over all ranks."""
-        config, state, weights = self._config, self._share.state, self._weights
-        inner, eps = config.mamba_intermediate_size, config.layer_norm_epsilon
-        if state.shared_bc and weights.communicator.size > 1:
-            weight = weights.tensor(name, (inner,), state.units.own(state.unit_channels))
-            return SpreadGatedRMSNorm(weights.kernels, weight, inner, eps, weights.communicator, state.own)
-        weight = weights.tensor(name, (inner,), state.units.held(state.unit_channels))
-        groups = 1 if state.shared_bc else state.units.count
-        return GatedRMSNorm(weights.kernels, weight, groups, eps, state.own)
+        return build_mamba2(self._weights, name, self._config.mamba2, self._share.state, layer, self._dt_min)
 
     def _attention(self, name: str, layer: int) -> PagedAttention:
         config, weights, dim = self._config, self._weights, self._config.head_dim

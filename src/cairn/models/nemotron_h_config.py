@@ -9,12 +9,15 @@ config.json.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.layout import CacheLayout
+from cairn.layers.memory import AttentionSpec
 from cairn.models.config_fields import Fields
 from cairn.models.contract import ModelFacts
 from cairn.models.cut import Units
+from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.nemotron_h_fields import ATTENTION, MAMBA, MLP, MOE, read
-from cairn.models.nemotron_h_share import share_of
+from cairn.models.nemotron_h_share import NemotronHShare, share_of
+from cairn.models.remembered import Remembered
 
 __all__ = [
     "ATTENTION",
@@ -28,6 +31,7 @@ __all__ = [
     "layers",
     "layout",
     "parse",
+    "remembered",
     "tensors",
     "transfer_facts",
     "units",
@@ -38,11 +42,6 @@ MODEL_TYPE = "nemotron_h"
 FLOAT32_TENSORS = ("A_log", "D", "dt_bias", "e_score_correction_bias")
 """Last name parts of the tensors that stay float32 whatever the serving dtype: a few numbers per head or expert that
 act through an exponential or a comparison."""
-
-SSM_STATE_BYTES = 4
-"""Bytes of one number of the recurrent state, float32 whatever the serving dtype."""
-
-PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +93,23 @@ class NemotronHConfig:
         return len(self.pattern)
 
     @property
-    def mamba_intermediate_size(self) -> int:
-        """Channels of x and of the gate: heads times head dim."""
-        return self.mamba_num_heads * self.mamba_head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels of the convolution, in the checkpoint's order x | B | C."""
-        return self.mamba_intermediate_size + 2 * self.n_groups * self.ssm_state_size
+    def mamba2(self) -> Mamba2Sizes:
+        """Of one Mamba2 layer."""
+        return Mamba2Sizes(
+            hidden_size=self.hidden_size,
+            num_heads=self.mamba_num_heads,
+            head_dim=self.mamba_head_dim,
+            state_size=self.ssm_state_size,
+            groups=self.n_groups,
+            conv_kernel=self.conv_kernel,
+            conv_bias=self.use_conv_bias,
+            proj_bias=self.use_bias,
+            out_bias=self.use_bias,
+            eps=self.layer_norm_epsilon,
+            dt_limit=self.time_step_limit,
+            heads_field="mamba_num_heads",
+            groups_field="n_groups",
+        )
 
     @property
     def expert_hidden_size(self) -> int:
@@ -133,11 +141,14 @@ def layers(config: NemotronHConfig) -> dict[str, int]:
 def tensors(config: NemotronHConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint by its published name, in the order of the model, with its shape."""
     found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (config.vocab_size, config.hidden_size)}
-    mixers = {MAMBA: _mamba_tensors, ATTENTION: _attention_tensors, MLP: _mlp_tensors, MOE: _moe_tensors}
+    mixers = {ATTENTION: _attention_tensors, MLP: _mlp_tensors, MOE: _moe_tensors}
     for index, kind in enumerate(config.pattern):
-        found[f"backbone.layers.{index}.norm.weight"] = (config.hidden_size,)
-        for name, shape in mixers[kind](config):
-            found[f"backbone.layers.{index}.mixer.{name}"] = shape
+        name = f"backbone.layers.{index}"
+        found[f"{name}.norm.weight"] = (config.hidden_size,)
+        if kind == MAMBA:
+            found |= config.mamba2.tensors(f"{name}.mixer")
+        else:
+            found |= {f"{name}.mixer.{part}": shape for part, shape in mixers[kind](config)}
     found["backbone.norm_f.weight"] = (config.hidden_size,)
     found["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return found
@@ -155,29 +166,22 @@ def layout(config: NemotronHConfig, block_size: int, dtype_bytes: int, tp_size: 
     The recurrent state is float32 whatever the dtype. All ranks have the same layout. Raises ConfigError naming
     --tensor-parallel-size and the field that does not divide.
     """
-    share = share_of(config, 0, tp_size)
-    kv_heads, state = share.kv_heads.count, share.state
-    attention_layers, mamba_layers = config.pattern.count(ATTENTION), config.pattern.count(MAMBA)
-    token_bytes = kv_heads * attention_layers * 2 * config.head_dim * dtype_bytes
-    conv_column_bytes = mamba_layers * (config.conv_kernel - 1) * dtype_bytes
-    shared_channels = 2 * state.bc if state.shared_bc else 0
-    own_channels = state.channels + 2 * state.held_bc - shared_channels
-    ssm_bytes = mamba_layers * state.channels * config.ssm_state_size * SSM_STATE_BYTES
-    return CacheLayout(
-        block_size=block_size,
-        page_bytes=token_bytes * block_size or PAGE_BYTES_WITHOUT_ATTENTION,
-        page_units=kv_heads or 1,
-        groups=(AttentionGroup("full", block_size),) if attention_layers else (),
-        header_bytes=config.hidden_size * dtype_bytes + conv_column_bytes * shared_channels,
-        state_bytes=conv_column_bytes * own_channels + ssm_bytes,
-        state_units=state.units.count,
-    )
+    return remembered(config, share_of(config, 0, tp_size)).layout(block_size, dtype_bytes)
+
+
+def remembered(config: NemotronHConfig, share: NemotronHShare) -> Remembered:
+    """What the rank with this share remembers."""
+    recurrent = attention = None
+    if count := config.pattern.count(MAMBA):
+        recurrent = config.mamba2.remembered(count, share.state)
+    if count := config.pattern.count(ATTENTION):
+        attention = AttentionSpec(count, share.kv_heads.count, config.head_dim)
+    return Remembered(config.hidden_size, recurrent, attention)
 
 
 def units(config: NemotronHConfig) -> Units:
     """What tensor parallelism shares out, counted over the whole model."""
-    share = share_of(config, 0, 1)
-    return Units(share.kv_heads.count, config.pattern.count(ATTENTION), share.state.units.count)
+    return remembered(config, share_of(config, 0, 1)).units()
 
 
 def transfer_facts(config: NemotronHConfig) -> dict[str, str | int]:
@@ -197,17 +201,6 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> _Tensors:
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)
-
-
-def _mamba_tensors(config: NemotronHConfig) -> _Tensors:
-    inner, heads = config.mamba_intermediate_size, config.mamba_num_heads
-    yield from _linear("in_proj", inner + config.conv_dim + heads, config.hidden_size, config.use_bias)
-    yield "conv1d.weight", (config.conv_dim, 1, config.conv_kernel)
-    if config.use_conv_bias:
-        yield "conv1d.bias", (config.conv_dim,)
-    yield from ((name, (heads,)) for name in ("dt_bias", "A_log", "D"))
-    yield "norm.weight", (inner,)
-    yield from _linear("out_proj", config.hidden_size, inner, config.use_bias)
 
 
 def _attention_tensors(config: NemotronHConfig) -> _Tensors:

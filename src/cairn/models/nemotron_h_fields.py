@@ -37,7 +37,6 @@ _ONLY: Mapping[str, object] = MappingProxyType(
         "residual_in_fp32": False,
         "tie_word_embeddings": False,
         "sliding_window": None,
-        "quantization_config": None,
     }
 )
 

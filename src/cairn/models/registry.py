@@ -11,12 +11,20 @@ import torch
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.layers.communicator import ALONE, Communicator
-from cairn.models import nemotron_h_config
+from cairn.models import (
+    falcon_h1_config,
+    granitemoehybrid_config,
+    lfm2_config,
+    nemotron_h_config,
+    qwen3_config,
+)
 from cairn.models.contract import Family, ModelFacts, TensorLoader
 from cairn.models.cut import Units
 from cairn.models.identity import weights_identity
 from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.nemotron_h_config import NemotronHConfig
+from cairn.models.quantization import Quantization, read_quantization
+from cairn.models.qwen3_5_family import Qwen35Family
 
 if TYPE_CHECKING:
     from cairn.layers.model import Model
@@ -90,7 +98,22 @@ class NemotronHFamily:
         return nemotron_h.build(config, load, exact=exact, dtype=dtype, communicator=communicator)
 
 
-FAMILIES: Mapping[str, ServedFamily] = MappingProxyType({NemotronHFamily.model_type: NemotronHFamily()})
+def _by_type(*families: ServedFamily) -> Mapping[str, ServedFamily]:
+    return MappingProxyType({family.model_type: family for family in families})
+
+
+FAMILIES: Mapping[str, ServedFamily] = _by_type(
+    NemotronHFamily(),
+    granitemoehybrid_config.family(),
+    falcon_h1_config.family(),
+    lfm2_config.family(),
+    qwen3_config.family(),
+    Qwen35Family("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    Qwen35Family("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    Qwen35Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    Qwen35Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    Qwen35Family("qwen3_next", "Qwen3NextForCausalLM"),
+)
 
 
 def family_of(raw: Mapping[str, object]) -> ServedFamily:
@@ -110,13 +133,15 @@ def family_of(raw: Mapping[str, object]) -> ServedFamily:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet."""
+    """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet. `quantization`:
+    how its weights are stored, if not in the dtype they are served in."""
 
     folder: Path
     family: ServedFamily
     config: Any
     facts: ModelFacts
     dtype: torch.dtype
+    quantization: Quantization | None = None
 
     def layout(self, block_size: int, tp_size: int = 1) -> CacheLayout:
         """What one of `tp_size` ranks remembers; the same on every rank. Raises ConfigError naming
@@ -131,7 +156,7 @@ class OpenModel:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, every field
         of config.json that decides what keys, values and states are, and `weights`, the identity of the stored
         weights (see `weights_identity`). Block size and number of ranks are not in it. Raises ModelError."""
-        identity = weights_identity(self.folder, self.family.tensors(self.config))
+        identity = weights_identity(self.folder, self.family.tensors(self.config), self.quantization)
         own = {"model_type": self.facts.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         return {**self.family.transfer_facts(self.config), **own, "weights": identity}
 
@@ -140,7 +165,7 @@ class OpenModel:
 
         Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
         """
-        with WeightReader(self.folder, self.dtype, self.family.float32_tensors) as reader:
+        with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
             reader.verify(self.family.tensors(self.config), self.family.ignored_tensors)
             return self.family.build(self.config, reader.load, exact=exact, dtype=self.dtype, communicator=communicator)
 
@@ -150,4 +175,5 @@ def open_model(folder: Path, dtype: DType = "auto") -> OpenModel:
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
-    return OpenModel(folder, family, config, family.facts(config), serving_dtype(raw, dtype))
+    quantization = read_quantization(folder, raw)
+    return OpenModel(folder, family, config, family.facts(config), serving_dtype(raw, dtype), quantization)

@@ -136,7 +136,8 @@ class _LayerCodec:
         column = dtype.itemsize * spec.columns
         self.shared_bytes = column * sum(part.channels for part in spec.parts if part.shared)
         self._conv_bytes = column * sum(part.channels for part in spec.parts if not part.shared) // spec.units
-        self.unit_bytes = self._conv_bytes + torch.Size(spec.state).numel() // spec.units * torch.float32.itemsize
+        self._state_numbers = torch.Size(spec.state).numel() // spec.units
+        self.unit_bytes = self._conv_bytes + self._state_numbers * torch.float32.itemsize
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         shared = torch.empty(self.shared_bytes, dtype=torch.uint8)
@@ -153,7 +154,7 @@ class _LayerCodec:
         self._state_view(state).copy_(units[:, self._conv_bytes :])
 
     def _state_view(self, state: Tensor) -> Tensor:
-        return state.view(self.spec.units, -1).view(torch.uint8)
+        return state.view(self.spec.units, self._state_numbers).view(torch.uint8)
 
     def _conv_views(self, conv: Tensor, shared: Tensor, units: Tensor) -> list[tuple[Tensor, Tensor]]:
         """For each part of the convolution its bytes in `conv` and in the file, as views of the same shape."""

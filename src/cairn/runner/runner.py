@@ -14,6 +14,7 @@ from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import BatchPlaces, Ints, build_batch
 from cairn.runner.checkpoint import CheckpointFiles
+from cairn.runner.content import ImageCounts, Vision, row_content
 from cairn.runner.memory import LiveStates, paged_layers
 from cairn.runner.plan_check import PlanLimits
 from cairn.runner.sampler import draw
@@ -67,8 +68,12 @@ class Runner:
         exact: bool,
         observe: Observe | None = None,
         extra_pages: int = 0,
+        vision: Vision | None = None,
     ) -> None:
-        """Raises ValueError where layout, model and `exact` do not fit together."""
+        """`vision`: None for a model, or a server, without images.
+
+        Raises ValueError where layout, model and `exact` do not fit together.
+        """
         if num_pages < 1 or num_slots < 1:
             raise ValueError(f"num_pages and num_slots must be positive: {num_pages}, {num_slots}")
         if extra_pages < 0:
@@ -79,6 +84,7 @@ class Runner:
         self.steps = 0
         self.pool = torch.zeros(num_pages + extra_pages, layout.page_bytes, dtype=torch.uint8)
         self._model = model
+        self.vision = vision
         self.layout = layout
         self._exact = exact
         self._observe = observe
@@ -114,6 +120,11 @@ class Runner:
         self.steps += 1
         return StepResult(plan.step, sampled)
 
+    @property
+    def image_counts(self) -> ImageCounts | None:
+        """What the vision model has done; None without one."""
+        return None if self.vision is None else self.vision.counters
+
     def close(self) -> None:
         """Nothing runs beside it."""
 
@@ -145,7 +156,9 @@ class Runner:
             if row.start == 0:
                 self._live.clear(row.slot)
         places = BatchPlaces(rows, self._exact)
-        batch = build_batch(places, [self._tokens(row) for row in rows], keeps, self.layout.groups)
+        communicator = self._model.communicator
+        contents = [row_content(row, self.vision, communicator, self._live.hidden) for row in rows]
+        batch = build_batch(places, [self._tokens(row) for row in rows], keeps, self.layout.groups, contents)
         memory = _StepMemory(self._paged, self._live.recurrent, self._files, keeps)
         hidden = self._model.forward(batch, memory)
         self.forward_passes += 1

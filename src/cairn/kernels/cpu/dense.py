@@ -4,15 +4,16 @@ BLAS picks its code path by the number of rows, so a row's bits depend on how ma
 fixed shape they depend neither on the row's place nor on its neighbours (the runner's self test checks it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.contract import Tiles
+from cairn.kernels.cpu.elementwise import silu_
 
-__all__ = ["experts", "linear"]
+__all__ = ["experts", "gated_experts", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
@@ -37,26 +38,54 @@ def experts(
     tile: int | None,
 ) -> Tensor:
     """See `Kernels.experts`."""
-    up, down = weights
+    return _mixed(x, choice, share, lambda expert, rows: _squared_relu(rows, weights, expert, tile))
+
+
+def gated_experts(
+    x: Tensor,
+    choice: Tensor,
+    share: Tensor,
+    weights: tuple[Sequence[Tensor], Sequence[Tensor]],
+    tile: int | None,
+) -> Tensor:
+    """See `Kernels.gated_experts`."""
+    return _mixed(x, choice, share, lambda expert, rows: _swiglu(rows, weights, expert, tile))
+
+
+_Weights = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def _squared_relu(x: Tensor, weights: _Weights, expert: int, tile: int | None) -> Tensor:
+    inner = _tiled(x, weights[0][expert], tile)
+    return _tiled(inner.relu_().square_(), weights[1][expert], tile)
+
+
+def _swiglu(x: Tensor, weights: _Weights, expert: int, tile: int | None) -> Tensor:
+    gate, up = _tiled(x, weights[0][expert], tile).chunk(2, dim=-1)
+    return _tiled(silu_(gate.contiguous()).mul_(up), weights[1][expert], tile)
+
+
+def _mixed(x: Tensor, choice: Tensor, share: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The experts' results, added by the tokens' shares; `run` gets an expert and its tokens' rows, and may give more
+    rows than it got."""
     out = torch.zeros(x.shape, dtype=share.dtype, device=x.device)
     order = choice.flatten().argsort(stable=True)
     tokens = order // choice.shape[1]
     shares = share.flatten()[order, None]
-    counts = torch.bincount(choice.flatten(), minlength=len(up)).tolist()
+    counts = torch.bincount(choice.flatten()).tolist()
     begin = 0
     for expert, count in enumerate(counts):
         if not count:
             continue
         mine = slice(begin, begin + count)
         begin += count
-        inner = _tiled(x[tokens[mine]], up[expert], tile)
-        result = _tiled(inner.relu_().square_(), down[expert], tile)
+        result = run(expert, x[tokens[mine]])
         out.index_add_(0, tokens[mine], result[:count] * shares[mine])
     return out
 
 
 def _tiled(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
-    """x [n, in] -> [n rounded up to whole tiles, out]."""
+    """x [n, in] -> [n, or n rounded up to whole tiles, out]."""
     if tile is None:
         return F.linear(x, weight)
     missing = -x.shape[0] % tile

@@ -9,7 +9,13 @@ __all__ = ["conv_prefill", "conv_update"]
 
 
 def conv_prefill(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, front: int, marks: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    front: int,
+    marks: Sequence[int],
+    silu: bool = True,
 ) -> list[Tensor]:
     """See `Kernels.conv_prefill`."""
     width = weight.shape[0]
@@ -19,11 +25,13 @@ def conv_prefill(
         mixed = (inputs[token : token + width] * weight).sum(0)
         if bias is not None:
             mixed += bias
-        x[token] = mixed / (1 + torch.exp(-mixed))
+        x[token] = mixed / (1 + torch.exp(-mixed)) if silu else mixed
     return kept
 
 
-def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor) -> None:
+def conv_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, silu: bool = True
+) -> None:
     """See `Kernels.conv_update`."""
     for row, slot in enumerate(slots.tolist()):
-        states[slot] = conv_prefill(x[row : row + 1], weight, bias, states[slot].clone(), 0, [1])[0]
+        states[slot] = conv_prefill(x[row : row + 1], weight, bias, states[slot].clone(), 0, [1], silu)[0]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.kernels.contract import Tiles
 
-__all__ = ["experts", "linear"]
+__all__ = ["experts", "gated_experts", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
@@ -35,4 +35,21 @@ def experts(
         for expert, part in sorted(zip(choice[token].tolist(), share[token].tolist(), strict=True)):
             inner = torch.relu(up[expert] @ x[token]) ** 2
             out[token] += part * (down[expert] @ inner)
+    return out
+
+
+def gated_experts(
+    x: Tensor,
+    choice: Tensor,
+    share: Tensor,
+    weights: tuple[Sequence[Tensor], Sequence[Tensor]],
+    tile: int | None,
+) -> Tensor:
+    """See `Kernels.gated_experts`."""
+    gate_up, down = weights
+    out = torch.zeros(x.shape, dtype=share.dtype, device=x.device)
+    for token in range(x.shape[0]):
+        for expert, part in sorted(zip(choice[token].tolist(), share[token].tolist(), strict=True)):
+            gate, up = torch.tensor_split(gate_up[expert] @ x[token], 2)
+            out[token] += part * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
     return out

@@ -1,0 +1,73 @@
+"""Rotary position embeddings (arXiv 2104.09864), whole or partial, by one position or by three (mRoPE, interleaved).
+
+Angles are computed in float64 and rounded once: at position 100,000 a float32 product is already wrong by 0.004 rad.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cairn.kernels.contract import TILE
+
+__all__ = ["Rotary", "Rotation", "make_rotary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of every row: cos and sin, float32 [rows, 1, pairs]. Element i is paired with element i + pairs."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, heads, dim] with its first 2 * pairs elements rotated, in float32 or wider and rounded once; a new
+        tensor in x's dtype."""
+        pairs = self.cos.shape[-1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        first, second, rest = torch.split(wide, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+        # Products and sums as operations of their own: their bits cannot depend on what a compiler fuses.
+        turned = (first * self.cos).sub_(second * self.sin), (second * self.cos).add_(first * self.sin)
+        return torch.cat([*turned, rest], dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """`frequencies` float32 [pairs]: radians a position; `axes` int64 [pairs]: which of the three positions (time,
+    height, width) turns a pair, or None for always the first; `scaling` multiplies cos and sin."""
+
+    frequencies: Tensor
+    axes: Tensor | None = None
+    scaling: float = 1.0
+
+    def at(self, positions: Tensor) -> Rotation:
+        """positions int64 [3, rows] -> the rotation of each row, which does not depend on the other rows."""
+        rows = positions.shape[1]
+        # Whole vectors: torch's vector body and scalar tail round cos and sin differently.
+        padded = F.pad(positions, (0, -rows % TILE))
+        place = padded[0, :, None] if self.axes is None else padded[self.axes].t()
+        angles = place.double() * self.frequencies.double()
+        cos, sin = (part.mul_(self.scaling).float()[:rows, None] for part in (angles.cos(), angles.sin()))
+        return Rotation(cos, sin)
+
+
+def make_rotary(dim: int, theta: float, sections: tuple[int, int, int] | None = None, scaling: float = 1.0) -> Rotary:
+    """The published frequencies theta^(-2i / dim) of the first `dim` (even) elements of a head.
+
+    `sections`: how many pairs time, height and width turn. They are interleaved as in Qwen3-VL and Qwen3.5: of the
+    pairs 3i + 1 the first sections[1] turn by height, of 3i + 2 the first sections[2] by width, all others by time.
+    Raises ValueError where the sections do not add up to dim / 2.
+    """
+    if dim < 2 or dim % 2:
+        raise ValueError(f"a rotated part has an even number of elements, not {dim}")
+    # In float32 like the published code, which rounds them before they meet a position.
+    frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if sections is None:
+        return Rotary(frequencies, None, scaling)
+    if sum(sections) != dim // 2:
+        raise ValueError(f"mrope_section {list(sections)} must add up to {dim // 2}, half of the rotated elements")
+    axes = torch.zeros(dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return Rotary(frequencies, axes, scaling)

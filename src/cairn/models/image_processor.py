@@ -1,0 +1,151 @@
+"""The image processor of Qwen2-VL and the families after it: its settings, and its arithmetic without its pixels.
+
+An image is resized so that both sides are multiples of patch x merge and its area lies between two bounds, then cut
+into patches; merge x merge patches make one token. The front end only needs to know how many tokens that gives; the
+pixels themselves go through transformers' processor, which is built from the same settings.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cairn.errors import InvalidRequest, ModelError
+from cairn.models.tensor_headers import read_json
+
+__all__ = ["FILE", "Grid", "ImageProcessor"]
+
+Grid = tuple[int, int, int]
+"""Patches in time, height and width."""
+
+FILE = "preprocessor_config.json"
+
+_MAX_EDGE_PIXELS = 1 << 30
+_MAX_ASPECT = 200
+_KINDS = frozenset(f"Qwen{version}VLImageProcessor{backend}" for version in (2, 3) for backend in ("", "Fast", "Pil"))
+_VERSION = 1
+"""Part of every digest: counts up when the way from pixels to features changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """What of preprocessor_config.json decides how pixels become patches.
+
+    `min_pixels`, `max_pixels`: bounds of the area after resizing. `patch`, `merge`, `temporal`: pixels a side of a
+    patch, patches a side of a token, frames of a patch. `resample`: Pillow's number of the filter. `mean` and `std`
+    are of pixels times `scale`.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    patch: int
+    merge: int
+    temporal: int
+    resample: int
+    scale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @classmethod
+    def read(cls, folder: Path) -> "ImageProcessor":
+        """The settings in a checkpoint folder. Raises ModelError that names the file and the field."""
+        return cls.parse(read_json(folder / FILE))
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, object]) -> "ImageProcessor":
+        """Raises ModelError that names the field."""
+        kind = raw.get("image_processor_type")
+        if kind not in _KINDS:
+            raise ModelError(f"{FILE}: image_processor_type {kind!r} is not served; known: {', '.join(sorted(_KINDS))}")
+        for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if raw.get(name, True) is not True:
+                raise ModelError(f"{FILE}: {name} is {raw[name]!r}, but only true is implemented")
+        least, most = _bounds(raw)
+        return cls(
+            min_pixels=least,
+            max_pixels=most,
+            patch=_integer(raw, "patch_size", 14, 256),
+            merge=_integer(raw, "merge_size", 2, 16),
+            temporal=_integer(raw, "temporal_patch_size", 2, 16),
+            resample=_integer(raw, "resample", 3, 5, low=0),
+            scale=_number(raw.get("rescale_factor", 1 / 255), "rescale_factor"),
+            mean=_triple(raw, "image_mean", (0.48145466, 0.4578275, 0.40821073)),
+            std=_triple(raw, "image_std", (0.26862954, 0.26130258, 0.27577711)),
+        )
+
+    def grid(self, width: int, height: int) -> Grid:
+        """The patches of an image of this many pixels: `smart_resize` of transformers' qwen2_vl, in patches.
+
+        Raises InvalidRequest for an image that is more than 200 times as long as it is wide.
+        """
+        if max(width, height) > _MAX_ASPECT * min(width, height):
+            raise InvalidRequest(f"one side is more than {_MAX_ASPECT} times the other: {width} x {height}", "messages")
+        side = self.patch * self.merge
+        tall, wide = round(height / side) * side, round(width / side) * side
+        if tall * wide > self.max_pixels:
+            ratio = math.sqrt(height * width / self.max_pixels)
+            tall = max(side, math.floor(height / ratio / side) * side)
+            wide = max(side, math.floor(width / ratio / side) * side)
+        elif tall * wide < self.min_pixels:
+            ratio = math.sqrt(self.min_pixels / (height * width))
+            tall = math.ceil(height * ratio / side) * side
+            wide = math.ceil(width * ratio / side) * side
+        return 1, tall // self.patch, wide // self.patch
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Tokens that the patches of an image make."""
+        return math.prod(grid) // self.merge**2
+
+    def digest(self, width: int, height: int, rgb: bytes) -> bytes:
+        """An image's identity, 32 bytes: sha256 over these settings, its size and its pixels, uint8 [height, width, 3].
+
+        What comes first has a length of its own, so no pixels can pass for settings.
+        """
+        facts = json.dumps(
+            {"version": _VERSION, "width": width, "height": height, **asdict(self)},
+            sort_keys=True,
+            separators=(",", ":"),
+        ).encode()
+        found = hashlib.sha256(len(facts).to_bytes(8, "little"))
+        found.update(facts)
+        found.update(rgb)
+        return found.digest()
+
+
+def _bounds(raw: Mapping[str, object]) -> tuple[int, int]:
+    """Least and most pixels; older files give them by their own names."""
+    size = raw.get("size", {})
+    if not isinstance(size, dict):
+        raise ModelError(f"{FILE}: size must be an object with shortest_edge and longest_edge, not {size!r}")
+    given = {
+        "shortest_edge": raw.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        "longest_edge": raw.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+    }
+    least = _integer(given, "shortest_edge", 1, _MAX_EDGE_PIXELS)
+    most = _integer(given, "longest_edge", 1, _MAX_EDGE_PIXELS)
+    if least > most:
+        raise ModelError(f"{FILE}: size.shortest_edge {least} is more than size.longest_edge {most} (both are areas)")
+    return least, most
+
+
+def _integer(raw: Mapping[str, object], name: str, default: int, high: int, low: int = 1) -> int:
+    value = raw.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ModelError(f"{FILE}: {name} must be an integer in {low}..{high}, not {value!r}")
+    return value
+
+
+def _number(value: object, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
+        raise ModelError(f"{FILE}: {name} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def _triple(raw: Mapping[str, object], name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+    value = raw.get(name, default)
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ModelError(f"{FILE}: {name} must be three numbers, not {value!r}")
+    first, second, third = (_number(entry, name) for entry in value)
+    return first, second, third

@@ -1,0 +1,207 @@
+"""Qwen3.5's vision tower: transformers' own module, its weights read by our loader.
+
+An image goes in as pixels and comes out as one vector for each merge x merge patches, of the language model's width.
+Every image is encoded by itself, so its bits do not depend on what else is in a request.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cairn.errors import ModelError
+from cairn.models.config_fields import Fields
+from cairn.models.contract import TensorLoader
+from cairn.models.image_processor import Grid, ImageProcessor
+from cairn.models.loader import WeightReader, account, read_config
+
+__all__ = ["PREFIX", "VisionConfig", "VisionTower", "load_tower", "parse", "read_vision", "tensors"]
+
+PREFIX = "model.visual."
+"""How the names of the tower's tensors begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """`vision_config` of config.json. `positions`: entries of the learned square grid of positions."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch: int
+    merge: int
+    temporal: int
+    out_hidden_size: int
+    positions: int
+    hidden_act: str
+    rope_theta: float
+
+
+def parse(raw: Mapping[str, object]) -> VisionConfig:
+    """`vision_config` -> config. Raises ModelError that names the field."""
+    fields = Fields(raw)
+    rope = raw.get("rope_parameters")
+    config = VisionConfig(
+        depth=fields.integer("depth", 1, 1024),
+        hidden_size=fields.integer("hidden_size", 1, 1 << 16),
+        intermediate_size=fields.integer("intermediate_size", 1, 1 << 18),
+        num_heads=fields.integer("num_heads", 1, 1024),
+        in_channels=fields.integer("in_channels", 1, 3, default=3),
+        patch=fields.integer("patch_size", 1, 256),
+        merge=fields.integer("spatial_merge_size", 1, 16),
+        temporal=fields.integer("temporal_patch_size", 1, 16),
+        out_hidden_size=fields.integer("out_hidden_size", 1, 1 << 18),
+        positions=fields.integer("num_position_embeddings", 1, 1 << 24),
+        hidden_act=fields.text("hidden_act") or "gelu_pytorch_tanh",
+        rope_theta=Fields(rope if isinstance(rope, dict) else {}).number("rope_theta", 1, 1e12, default=10_000.0),
+    )
+    fields.only("in_channels", 3)
+    if config.hidden_act not in ("gelu_pytorch_tanh", "gelu", "silu"):
+        raise ModelError(f"config.json: vision_config.hidden_act {config.hidden_act!r} is not implemented")
+    if config.hidden_size % (4 * config.num_heads):
+        raise ModelError("config.json: vision_config.hidden_size must be a multiple of 4 x num_heads")
+    if math.isqrt(config.positions) ** 2 != config.positions:
+        raise ModelError("config.json: vision_config.num_position_embeddings must be a square number")
+    deepstack = raw.get("deepstack_visual_indexes")
+    if deepstack:
+        raise ModelError(f"config.json: vision_config.deepstack_visual_indexes {deepstack!r} is not implemented")
+    return config
+
+
+def tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the tower, by its published name, with its shape."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    merged = hidden * config.merge**2
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (hidden, config.in_channels, config.temporal, config.patch, config.patch),
+        "patch_embed.proj.bias": (hidden,),
+        "pos_embed.weight": (config.positions, hidden),
+    }
+    for number in range(config.depth):
+        block = f"blocks.{number}"
+        for name, rows, columns in (
+            ("attn.qkv", 3 * hidden, hidden),
+            ("attn.proj", hidden, hidden),
+            ("mlp.linear_fc1", wide, hidden),
+            ("mlp.linear_fc2", hidden, wide),
+        ):
+            shapes[f"{block}.{name}.weight"] = (rows, columns)
+            shapes[f"{block}.{name}.bias"] = (rows,)
+        for name in ("norm1", "norm2"):
+            shapes[f"{block}.{name}.weight"] = shapes[f"{block}.{name}.bias"] = (hidden,)
+    shapes["merger.norm.weight"] = shapes["merger.norm.bias"] = (hidden,)
+    shapes["merger.linear_fc1.weight"], shapes["merger.linear_fc1.bias"] = (merged, merged), (merged,)
+    shapes["merger.linear_fc2.weight"] = (config.out_hidden_size, merged)
+    shapes["merger.linear_fc2.bias"] = (config.out_hidden_size,)
+    return {PREFIX + name: shape for name, shape in shapes.items()}
+
+
+def read_vision(folder: Path) -> VisionConfig | None:
+    """What a checkpoint folder's config.json says of a tower; None where it has none. Raises ModelError."""
+    raw = read_config(folder).get("vision_config")
+    if raw is not None and not isinstance(raw, dict):
+        raise ModelError(f"config.json: vision_config must be an object, not a {type(raw).__name__}")
+    return None if raw is None else parse(raw)
+
+
+def load_tower(folder: Path, dtype: torch.dtype) -> "VisionTower | None":
+    """The tower of a checkpoint folder in `dtype`, or None where config.json has no vision_config.
+
+    Accounts for every tensor whose name begins as the tower's do. Raises ModelError that names the file, the field or
+    the tensor.
+    """
+    config = read_vision(folder)
+    if config is None:
+        return None
+    processor = ImageProcessor.read(folder)
+    expected = tensors(config)
+    with WeightReader(folder, dtype) as reader:
+        own = {name: header for name, header in reader.headers.items() if name.startswith(PREFIX)}
+        problems = account(own, expected).problems
+        if problems:
+            raise ModelError(f"{folder}: {'; '.join(problems[:5])}; --language-model-only does without them")
+        return VisionTower(config, processor, reader.load, dtype)
+
+
+class VisionTower:
+    """The tower of one checkpoint. One thread only."""
+
+    def __init__(self, config: VisionConfig, processor: ImageProcessor, load: TensorLoader, dtype: torch.dtype) -> None:
+        """Raises ModelError where processor and config disagree, or for a tensor that cannot be read."""
+        # Here and not above: accounting for a checkpoint needs none of transformers' model code.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        for name in ("patch", "merge", "temporal"):
+            if getattr(config, name) != getattr(processor, name):
+                raise ModelError(
+                    f"preprocessor_config.json and config.json's vision_config disagree on {name}: "
+                    f"{getattr(processor, name)} and {getattr(config, name)}"
+                )
+        self._config = config
+        self._dtype = dtype
+        self._processor = Qwen2VLImageProcessorPil(
+            size={"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels},
+            patch_size=processor.patch,
+            merge_size=processor.merge,
+            temporal_patch_size=processor.temporal,
+            resample=processor.resample,
+            rescale_factor=processor.scale,
+            image_mean=list(processor.mean),
+            image_std=list(processor.std),
+        )
+        self._module = _module(config, load, dtype)
+
+    @property
+    def merge(self) -> int:
+        return self._config.merge
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.out_hidden_size
+
+    def encode(self, width: int, height: int, rgb: bytes) -> tuple[Grid, Tensor]:
+        """An image, uint8 [height, width, 3] -> its patches in time, height and width, and its vectors
+        [patches / merge^2, hidden]. The same bits every time."""
+        image = Image.frombytes("RGB", (width, height), rgb)
+        made = self._processor(images=[image], return_tensors="pt")
+        with torch.inference_mode():
+            vectors: Tensor = self._module(made["pixel_values"].to(self._dtype), made["image_grid_thw"]).pooler_output
+        frames, rows, columns = made["image_grid_thw"][0].tolist()
+        return (frames, rows, columns), vectors
+
+
+def _module(config: VisionConfig, load: TensorLoader, dtype: torch.dtype) -> Any:
+    """transformers' module with the checkpoint's weights. It is made without memory, so that each weight is in memory
+    once."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    theirs = Qwen3_5VisionConfig(
+        depth=config.depth,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        in_channels=config.in_channels,
+        patch_size=config.patch,
+        spatial_merge_size=config.merge,
+        temporal_patch_size=config.temporal,
+        out_hidden_size=config.out_hidden_size,
+        num_position_embeddings=config.positions,
+        hidden_act=config.hidden_act,
+        rope_parameters={"rope_type": "axial", "rope_theta": config.rope_theta},
+    )
+    with torch.device("meta"):
+        module = Qwen3_5VisionModel(theirs)
+    # Its angles are computed and not stored: made again, in memory, and in float32 whatever the dtype.
+    module.rotary_pos_emb = type(module.rotary_pos_emb)(theirs)
+    weights = {name.removeprefix(PREFIX): load(name, shape).to(dtype) for name, shape in tensors(config).items()}
+    module.load_state_dict(weights, strict=True, assign=True)
+    module.train(False)
+    return module.requires_grad_(False)

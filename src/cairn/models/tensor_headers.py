@@ -1,0 +1,108 @@
+"""Which tensors a checkpoint folder's safetensors files announce, without reading one of them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from cairn.errors import ModelError
+
+__all__ = ["READ_ERRORS", "TensorHeader", "read_headers", "read_json"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 << 20
+MAX_SHARDS = 10_000
+
+# RuntimeError is what torch raises when a file cannot be mapped.
+READ_ERRORS = (SafetensorError, OSError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor as its file announces it; `dtype` in safetensors' spelling."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Name -> header of every tensor in the folder's safetensors files, without reading a tensor.
+
+    Raises ModelError: no safetensors, a shard missing, damaged or cut short, an index that names files elsewhere or
+    disagrees with its shards.
+    """
+    # The single file goes first where a folder has both forms, as in transformers.
+    if (folder / SINGLE).exists():
+        return _read_file_headers(folder, SINGLE)
+    if not (folder / INDEX).exists():
+        raise _no_weights(folder)
+    shard_of = _read_index(folder / INDEX)
+    headers: dict[str, TensorHeader] = {}
+    for file in sorted(set(shard_of.values())):
+        for name, header in _read_file_headers(folder, file).items():
+            if name in headers:
+                raise ModelError(f"{folder}: {name} is both in {headers[name].file} and in {file}")
+            headers[name] = header
+    for name, file in shard_of.items():
+        if name not in headers or headers[name].file != file:
+            raise ModelError(f"{folder / INDEX}: {name} should be in {file}, but is not there")
+    return headers
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of bounded size. Raises ModelError naming the file."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, this is no such file")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent}: {path.name} is missing; this is not a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _no_weights(folder: Path) -> ModelError:
+    pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
+    if pickles:
+        return ModelError(f"{folder}: {pickles[0]} is a pickle, which could run code; convert it to safetensors first")
+    return ModelError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    shard_of = read_json(path).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ModelError(f"{path}: weight_map must be an object of tensor names and file names")
+    for name, file in shard_of.items():
+        # A plain name: no parent folders, no absolute paths. Links are followed, as hub caches are made of them.
+        if (
+            not isinstance(file, str)
+            or PurePath(file).name != file
+            or "\\" in file
+            or not file.endswith(".safetensors")
+        ):
+            raise ModelError(f"{path}: {name} is said to be in {file!r}; it must be a .safetensors file of this folder")
+    if len(set(shard_of.values())) > MAX_SHARDS:
+        raise ModelError(f"{path}: more than {MAX_SHARDS} shards")
+    return shard_of
+
+
+def _read_file_headers(folder: Path, name: str) -> dict[str, TensorHeader]:
+    path = folder / name
+    if not path.is_file():
+        raise ModelError(f"{path}: the shard is missing; the download is incomplete")
+    try:
+        # numpy's view is mapped read-only; torch's is charged to memory, which a whole checkpoint may exceed.
+        with safe_open(path, framework="np") as file:
+            found = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
+    except READ_ERRORS as error:
+        raise ModelError(f"{path}: damaged or cut short: {error}") from error
+    return {tensor: TensorHeader(tuple(entry.get_shape()), entry.get_dtype(), name) for tensor, entry in found.items()}

@@ -1,0 +1,106 @@
+"""The promise of `--exact` for the families made of parts, a few cases each; `test_exactness` has all of them.
+
+The reference is a core that caches nothing and serves one request at a time.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cairn.models.registry import open_model
+from cairn.scheduler.preempt import preempt
+from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same
+from engine.test_ranks_exactness import LoadedRanks
+
+FAMILIES = ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request, made_model) -> Loaded:
+    return Loaded(made_model(request.param))
+
+
+@pytest.mark.parametrize("shared", [64, 129])
+def test_a_prompt_after_one_that_shares_its_beginning(loaded, shared):
+    engine = Engine(loaded)
+    engine.ask(TEXT[: shared + 60])
+    prompt = TEXT[:shared] + OTHER[:70]
+    assert_same(engine.ask(prompt), loaded.alone(prompt))
+    assert engine.requests[2].first.hit == shared // loaded.grid * loaded.grid
+
+
+def test_a_prompt_that_is_wholly_cached(loaded):
+    engine = Engine(loaded)
+    assert_same(engine.ask(TEXT[:65]), loaded.alone(TEXT[:65]))
+    passes = engine.runner.forward_passes
+    assert_same(engine.ask(TEXT[:65]), loaded.alone(TEXT[:65]))
+    assert engine.requests[2].first.hit == 65
+    # the first token comes from what was kept, the three others take a pass each
+    assert engine.runner.forward_passes == passes + 3
+
+
+def test_requests_side_by_side_in_chunks(loaded):
+    engine = Engine(loaded, budget=100, ahead=2, block_size=48)
+    prompts = [TEXT[:70], OTHER[:200], TEXT[:130] + OTHER[:33], TEXT[100:101], OTHER[:200]]
+    numbers = []
+    for prompt in prompts:
+        numbers.append(engine.submit(prompt, 6))
+        engine.step()
+    engine.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert_same(engine.logits[number][:6], loaded.alone(prompt, 6))
+
+
+def test_a_preempted_request(loaded):
+    engine = Engine(loaded)
+    number = engine.submit(TEXT[:150], 12)
+    for _ in range(5):
+        engine.step()
+    preempt(engine.scheduler.books, engine.requests[number], engine.requests[number], 0)
+    engine.run()
+    assert_same(engine.logits[number], loaded.alone(TEXT[:150], 12))
+
+
+def test_default_numerics_stay_within_the_tolerance(loaded):
+    engine = Engine(loaded, exact=False)
+    engine.ask(TEXT[:97], boundaries=(37,))
+    prompt = TEXT[:37] + OTHER[:70]
+    (found, *_), (expected, *_) = engine.ask(prompt), loaded.alone(prompt, exact=False)
+    assert engine.requests[2].first.hit == 37
+    assert (found - expected).abs().max() <= TOLERANCE * expected.std()
+
+
+def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
+    engine = Engine(loaded, num_pages=4000, exact=False)
+    engine.ask(TEXT[:300], 20)
+    path = TEXT[:300] + tuple(engine.requests[1].output)
+    for shared in (1, 100, 299, 301, 319):
+        fresh = tuple(np.random.default_rng(shared).integers(20, 4000, 50).tolist())
+        number = engine.submit(path[:shared] + fresh, 2)
+        engine.run()
+        hit = engine.requests[number].first.hit
+        assert shared - loaded.grid < hit <= shared
+    assert hit == 319
+
+
+@pytest.fixture(scope="module", params=[("lfm2", 4), *(long((name, 2)) for name in FAMILIES)])
+def several(request, made_model) -> Iterator[LoadedRanks]:
+    family, size = request.param
+    loaded = LoadedRanks(open_model(made_model(family)), size)
+    yield loaded
+    for engine in loaded.engines:
+        engine.runner.close()
+
+
+@pytest.mark.parametrize("shared", [129, long(64)])
+def test_several_ranks(several, shared):
+    engine = several.engine()
+    engine.ask(TEXT[: shared + 60])
+    for prompt in (TEXT[:shared] + OTHER[:70], TEXT[: shared + 60]):
+        assert_same(engine.ask(prompt), several.alone(prompt))
+    assert engine.requests[3].first.hit == shared + 60

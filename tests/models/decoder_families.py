@@ -1,0 +1,311 @@
+"""Tiny models of the families that are made of parts: configs, weights, drivers, and transformers as their truth."""
+
+import importlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from cairn.layers.communicator import ALONE, Communicator
+from cairn.layers.model import Model
+from cairn.layers.thread_ranks import thread_ranks
+from cairn.models.cut import Cut
+from cairn.models.decoder_builder import Execution
+from cairn.models.registry import FAMILIES
+from cairn.runner.runner import Runner
+from cairn.step import Sample
+from runner.harness import Driver, RunnersSideBySide, left_of
+
+VOCAB = 97
+
+
+def granite(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 20,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "intermediate_size": 24,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "position_embedding_type": "nope",
+        "tie_word_embeddings": True,
+        **changes,
+    }
+
+
+def falcon(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e5,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 12,
+        "mamba_d_state": 20,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 4,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "intermediate_size": 56,
+        "embedding_multiplier": 2.5,
+        "lm_head_multiplier": 0.6,
+        "key_multiplier": 0.55,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.7,
+        "mlp_multipliers": [0.85, 0.65],
+        "ssm_multipliers": [0.9, 0.75, 1.2, 1.1, 0.8],
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+def lfm2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_hidden_layers": 4,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_ff_dim": 80,
+        **changes,
+    }
+
+
+def qwen3(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        "intermediate_size": 56,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A config, parsed, with random weights by published name."""
+
+    raw: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+
+    @property
+    def family(self) -> Any:
+        return FAMILIES[self.raw["model_type"]]
+
+    @property
+    def config(self) -> Any:
+        return self.family.parse(self.raw)
+
+    def load(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        assert tuple(self.weights[name].shape) == shape, name
+        return left_of(self.weights[name], cut).clone()
+
+    def model(self, exact: bool, communicator: Communicator = ALONE, **options: Any) -> Model:
+        dtype = options.pop("dtype", torch.float32)
+
+        def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+            narrow = not name.endswith(self.family.float32_tensors)
+            return self.load(name, shape, cut).to(dtype if narrow else torch.float32)
+
+        return self.family.execute(self.config, load, Execution(exact, dtype, communicator, **options))
+
+    def driver(self, exact: bool, **options: Any) -> "TinyDriver":
+        return TinyDriver(self, [self.model(exact)], exact, **options)
+
+    def ranks(self, size: int, exact: bool, **options: Any) -> "TinyDriver":
+        return TinyDriver(self, [self.model(exact, each) for each in thread_ranks(size)], exact, **options)
+
+
+def tiny(raw: Mapping[str, Any], seed: int = 0) -> Tiny:
+    """Weights of a size that keeps every layer's output near 1; decay and time steps are spread out."""
+    family = FAMILIES[raw["model_type"]]
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(shape: tuple[int, ...], low: float, high: float) -> Tensor:
+        return torch.rand(shape, generator=generator) * (high - low) + low
+
+    weights = {}
+    for name, shape in family.tensors(family.parse(raw)).items():
+        last = name.rsplit(".", 1)[1]
+        if last == "A_log":
+            weights[name] = uniform(shape, 0.0, 2.8)
+        elif last == "dt_bias":
+            weights[name] = uniform(shape, -10.0, 2.0)
+        elif last == "bias":
+            weights[name] = uniform(shape, -0.2, 0.2)
+        elif len(shape) == 1:
+            weights[name] = uniform(shape, 0.5, 1.5)
+        else:
+            weights[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            if "embed" in name:
+                weights[name] *= shape[-1] ** 0.5 if not raw.get("tie_word_embeddings", True) else 1.5
+    return Tiny(raw, weights)
+
+
+@dataclass
+class TinyDriver(Driver):
+    """A driver of one model or of the ranks of one, as threads; `model` is the list of them. All ranks have to have the
+    same logits."""
+
+    config: Tiny
+    model: list[Model]
+    exact: bool
+    seen: list[list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        dtype = self.model[0].spec.dtype
+        self.layout = self.config.family.layout(self.config.config, self.block_size, dtype.itemsize, len(self.model))
+        self.seen = [[] for _ in self.model]
+        runners = [
+            Runner(model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observer(rank))
+            for rank, model in enumerate(self.model)
+        ]
+        for runner in runners:
+            runner.pool.fill_(0xFF)  # recycled pages may hold bytes that read as NaN
+        self.runner = RunnersSideBySide(runners) if len(runners) > 1 else runners[0]
+
+    def _observer(self, rank: int) -> Any:
+        def observe(sample: Sample, logits: Tensor) -> None:
+            self.seen[rank].append(logits.clone())
+            if rank == 0:
+                self._observe(sample, logits)
+
+        return observe
+
+    def submit(self, *rows: Any, **records: Any) -> Any:
+        for seen in self.seen:
+            seen.clear()
+        result = super().submit(*rows, **records)
+        for seen in self.seen[1:]:
+            assert len(seen) == len(self.seen[0])
+            assert all(torch.equal(one, other) for one, other in zip(seen, self.seen[0], strict=True))
+        return result
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+class _TorchWithWideFloat:
+    """The torch module, in which float32 means float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def _wide(model: PreTrainedModel) -> Iterator[None]:
+    """transformers casts to float32 inside norms, positions, router and scan; in here those are float64."""
+    module, narrow = importlib.import_module(type(model).__module__), torch.Tensor.float
+    module.torch = _TorchWithWideFloat()
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        module.torch = torch
+        torch.Tensor.float = narrow
+
+
+def write(tiny: Tiny, folder: Path) -> None:
+    """The checkpoint as it is published."""
+    save_file(dict(tiny.weights), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(dict(tiny.raw)))
+
+
+def published(tiny: Tiny) -> PreTrainedModel:
+    """transformers' model, which has read the checkpoint under its published names and missed or left nothing."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        write(tiny, Path(folder))
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+        )
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+def logits_of(model: PreTrainedModel, tokens: list[int], wide: bool) -> Tensor:
+    """Logits at every position by full recompute, [n, vocab]; `wide`: computed in float64 throughout."""
+    with torch.inference_mode():
+        if not wide:
+            return model(torch.tensor([tokens]), use_cache=False).logits[0]
+        model = model.double()
+        with _wide(model):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert logits.dtype == torch.float64
+    return logits

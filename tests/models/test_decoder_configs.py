@@ -1,0 +1,366 @@
+"""config.json of the families made of parts: the published models, what is refused, and the sizes that follow."""
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cairn.errors import ConfigError, ModelError
+from cairn.layers.thread_ranks import thread_ranks
+from cairn.models.check import check
+from cairn.models.registry import FAMILIES, open_model
+from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
+from models.decoder_families import falcon, granite, lfm2, prompt, published, qwen3, tiny, write
+
+# As published, without the fields that only steer training.
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    "vocab_size": 100352,
+    "hidden_size": 1536,
+    "max_position_embeddings": 131072,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "intermediate_size": 512,
+    "logits_scaling": 6,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "shared_intermediate_size": 1024,
+    "tie_word_embeddings": True,
+}
+FALCON = {
+    "model_type": "falcon_h1",
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "eos_token_id": 11,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "key_multiplier": 0.39062499999999994,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_rms_norm": False,
+    "max_position_embeddings": 16384,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "vocab_size": 32784,
+}
+LFM2 = {
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
+}
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
+    # config, parameters, bytes a token, header, state; in bfloat16
+    "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
+    "Falcon-H1-0.5B": (FALCON, 521_411_104, 36 * 2 * 2 * 64 * 2, 2048 + 36 * 3 * 256 * 2, 28_643_328),
+    "LFM2-1.2B": (LFM2, 1_170_340_608, 6 * 8 * 2 * 64 * 2, 4096, 10 * 2 * 2048 * 2),
+    "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
+}
+
+
+def parsed(raw: dict[str, Any]) -> tuple[Any, Any]:
+    family = FAMILIES[raw["model_type"]]
+    return family, family.parse(raw)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    raw, parameters, token_bytes, header, state = PUBLISHED[name]
+    family, config = parsed(raw)
+    assert sum(map(math.prod, family.tensors(config).values())) == parameters
+    found = family.layout(config, 16, 2)
+    assert (found.bytes_per_token, found.header_bytes, found.state_bytes) == (token_bytes, header, state)
+    facts = family.facts(config)
+    assert facts.model_type == raw["model_type"]
+    assert facts.eos_token_ids == (raw["eos_token_id"],)
+    assert facts.max_position_embeddings == raw["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
+    family, config = parsed(PUBLISHED[name][0])
+    units = family.units(config)
+    for remote, local in product((1, 2, 4), repeat=2):
+        sides = [
+            geometry_of(family.layout(config, 16 if i else block_size, 2, size), size)
+            for i, size in enumerate((remote, local))
+        ]
+        whole = ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
+        pairings = [pair(whole, *sides, rank) for rank in range(local)]
+        assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
+
+
+def test_the_layers_in_words() -> None:
+    words = {name: (lambda each: each[0].layers(each[1]))(parsed(raw)) for name, (raw, *_) in PUBLISHED.items()}
+    assert words == {
+        "Granite-4.0-H-Tiny": {"Mamba2 with mixture of experts": 36, "attention with mixture of experts": 4},
+        "Falcon-H1-0.5B": {"Mamba2 beside attention with MLP": 36},
+        "LFM2-1.2B": {"short convolution with MLP": 10, "attention with MLP": 6},
+        "Qwen3-0.6B": {"attention with MLP": 28},
+    }
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (qwen3(num_key_value_heads=3), "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
+        (qwen3(head_dim=15), "head_dim 15 must be even"),
+        (qwen3(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling is .*only absent is implemented"),
+        (qwen3(rope_parameters={"rope_type": "linear", "rope_theta": 1e6}), "rope_type is 'linear'"),
+        (qwen3(rope_parameters={"rope_theta": -1}), "rope_theta must be a number in 1..1e.15"),
+        (qwen3(rope_parameters=[1]), "rope_parameters must be an object"),
+        (qwen3(use_sliding_window=True), "use_sliding_window is true"),
+        (qwen3(layer_types=["sliding_attention"] * 3), "layer_types has 'sliding_attention'"),
+        (qwen3(layer_types=["full_attention"] * 2), "num_hidden_layers is 3, but layer_types names 2 layers"),
+        (qwen3(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (qwen3(num_hidden_layers=0), "num_hidden_layers must be an integer in 1..512"),
+        (qwen3(intermediate_size=None), "intermediate_size is missing"),
+        (lfm2(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
+        (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
+        (
+            lfm2(layer_types=["conv", "mamba"]),
+            "layer_types has 'mamba'; each layer must be one of conv, full_attention",
+        ),
+        (lfm2(layer_types=[]), "layer_types names 0 layers"),
+        (lfm2(layer_types=None, full_attn_idxs=[4]), "full_attn_idxs must be an integer in 0..3, not 4"),
+        (lfm2(conv_L_cache=1), "conv_L_cache must be an integer in 2..64"),
+        (falcon(mamba_d_head=13), "mamba_d_head is 13, but only 12 or 'auto' is implemented"),
+        (falcon(mamba_d_ssm=50, mamba_d_head="auto"), "mamba_n_heads 4 must divide the 50 channels"),
+        (falcon(mamba_n_groups=3), "mamba_n_heads 4 must be a multiple of mamba_n_groups 3"),
+        (falcon(mamba_rms_norm=True, mamba_norm_before_gate=True), "mamba_norm_before_gate is true"),
+        (falcon(ssm_multipliers=[1.0, 1.0]), "ssm_multipliers must be a list of 5 numbers"),
+        (falcon(mlp_multipliers=[1.0, "x"]), "mlp_multipliers must be a number"),
+        (granite(position_embedding_type="alibi"), "position_embedding_type is 'alibi', but only 'nope' or 'rope'"),
+        (granite(layers_block_type=["mamba"] * 3), "layer_types and layers_block_type name different layers"),
+        (granite(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
+        (granite(logits_scaling=0), "logits_scaling must be a number"),
+        (granite(normalization_function="layernorm"), "normalization_function is 'layernorm'"),
+    ],
+)
+def test_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parsed(raw)
+
+
+def test_what_may_be_left_out() -> None:
+    assert parsed(granite(layer_types=None))[1].pattern == ("mamba",) * 3
+    assert parsed(granite(layer_types=None, layers_block_type=["attention"] * 3))[1].pattern == ("attention",) * 3
+    assert parsed(granite(position_embedding_type=None))[1].rope_theta is None
+    assert parsed(granite(num_local_experts=0, num_experts_per_tok=0, intermediate_size=None))[1].experts == 0
+    assert parsed(falcon(mamba_d_ssm=None, mamba_d_head="auto"))[1].mamba2.inner == 64
+    assert parsed(falcon(rope_theta=None, rope_parameters={"rope_theta": 1e11}))[1].rope_theta == 1e11
+    assert parsed(lfm2(layer_types=None, full_attn_idxs=[1]))[1].pattern == ("conv", "full_attention", "conv", "conv")
+    assert parsed(lfm2(layer_types=None))[1].pattern == ("full_attention",) * 4
+    assert parsed(lfm2())[1].intermediate_size == 56  # 53, and a multiple of 8
+    assert (
+        parsed(lfm2(block_ff_dim=None, intermediate_size=80, block_auto_adjust_ff_dim=False))[1].intermediate_size == 80
+    )
+    assert parsed(lfm2())[1].text.tied
+    assert not parsed(lfm2(tie_embedding=False))[1].text.tied
+    assert not parsed(lfm2(tie_embedding=True, tie_word_embeddings=False))[1].text.tied
+
+
+@pytest.mark.parametrize(
+    ("raw", "size", "field"),
+    [
+        (qwen3(intermediate_size=57), 3, "num_key_value_heads 2"),
+        (qwen3(), 8, "4 ranks share one of num_key_value_heads 2.* 2 query heads"),
+        (qwen3(intermediate_size=57), 2, "intermediate_size 57"),
+        (lfm2(), 8, "num_attention_heads 4"),
+        (lfm2(layer_types=["conv"] * 4), 8, "num_attention_heads 4"),
+        (falcon(mamba_n_groups=1, mamba_n_heads=6, mamba_d_head=8), 4, "mamba_n_heads 6"),
+        (falcon(intermediate_size=58), 4, "intermediate_size 58"),
+        (granite(intermediate_size=25), 2, "intermediate_size 25"),
+        (granite(shared_intermediate_size=41), 2, "shared_intermediate_size 41"),
+        (granite(mamba_n_groups=4, mamba_d_head="auto", mamba_n_heads=16), 8, "4 ranks share one of num_key_value"),
+        (qwen3(), 0, "at least 1"),
+        (qwen3(), -1, "at least 1"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(raw: dict[str, Any], size: int, field: str) -> None:
+    family, config = parsed(raw)
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}.*({field})"):
+        family.layout(config, 16, 4, size)
+
+
+def test_a_model_is_not_built_for_a_size_that_does_not_divide() -> None:
+    for raw in (qwen3(), lfm2(), falcon(), granite()):
+        with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
+            tiny(raw).model(False, thread_ranks(3)[0])
+
+
+def test_layers_that_are_absent_do_not_limit_the_size() -> None:
+    family, config = parsed(granite(layer_types=["attention"] * 3, mamba_n_groups=4))
+    assert family.layout(config, 16, 4, 2).state_units == 0
+
+
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
+    family, config = parsed(make())
+    facts = family.transfer_facts(config)
+    for changes in ({"max_position_embeddings": 99}, {"eos_token_id": 5}):
+        assert family.transfer_facts(family.parse(make(**changes))) == facts
+    changes = {
+        granite: [
+            {"embedding_multiplier": 2},
+            {"residual_multiplier": 0.5},
+            {"mamba_d_state": 16},
+            {"rms_norm_eps": 1e-4},
+        ],
+        falcon: [
+            {"key_multiplier": 1.0},
+            {"ssm_multipliers": [1.0] * 5},
+            {"mamba_rms_norm": True},
+            {"rope_theta": 1e4},
+        ],
+        lfm2: [{"conv_bias": True}, {"conv_L_cache": 4}, {"layer_types": ["conv"] * 4}, {"rope_theta": 1e4}],
+        qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
+    }
+    for change in changes[make]:
+        assert family.transfer_facts(family.parse(make(**change))) != facts, change
+    assert all(isinstance(value, str | int) for value in facts.values())
+
+
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
+    model = tiny(make())
+    asked: list[str] = []
+
+    class Noted(type(model)):  # type: ignore[misc]
+        def load(self, name: str, shape: tuple[int, ...], cut: Any = None) -> torch.Tensor:
+            asked.append(name)
+            return super().load(name, shape, cut)
+
+    Noted(model.raw, model.weights).model(exact=True)
+    assert set(asked) == set(model.weights)
+    assert {name for name in asked if asked.count(name) > 1} == set()
+
+
+def test_a_tied_checkpoint_may_have_the_output_all_the_same(tmp_path: Any) -> None:
+    model = tiny(qwen3(tie_word_embeddings=True))
+    write(model, tmp_path)
+    twice = dict(model.weights) | {"lm_head.weight": model.weights["model.embed_tokens.weight"].clone()}
+    save_file(twice, tmp_path / "model.safetensors")
+    report = check(tmp_path)
+    assert report.ok
+    assert report.accounting.ignored == 1
+    assert open_model(tmp_path).build(exact=True).vocab_size == 97
+
+
+def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
+    model = tiny(qwen3())
+    write(model, tmp_path)
+    save_file(
+        {name: each for name, each in model.weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ModelError, match=r"lm_head.weight \[97, 32\] is missing"):
+        open_model(tmp_path).build(exact=True)
+
+
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
+    model, tokens = tiny(make(), 3), prompt(80, 3)
+    logits = {}
+    for name, options in {
+        "fast": {},
+        "slow": {"backend": "reference"},
+        "narrow": {"dtype": torch.bfloat16},
+    }.items():
+        driver = model.driver(False)
+        driver = type(driver)(model, [model.model(False, **options)], False)
+        (logits[name],) = driver.run(driver.row(driver.sequence(0, 90), tokens))
+        first = driver.sequence(1, 90)
+        driver.run(driver.row(first, tokens[:79]))
+        (stepped,) = driver.run(driver.row(first, tokens[79:], decode=True))
+        bar = 0.2 if name == "narrow" else 1e-4
+        assert (stepped - logits[name]).abs().max() <= bar * logits[name].std()
+    torch.testing.assert_close(logits["slow"], logits["fast"], rtol=0, atol=3e-5)
+    assert (logits["narrow"] - logits["fast"]).abs().max() < 0.25 * logits["fast"].std()
+
+
+def test_exact_needs_float32() -> None:
+    with pytest.raises(ConfigError, match="--exact needs --dtype float32"):
+        tiny(qwen3()).model(True, dtype=torch.bfloat16)
+
+
+def test_transformers_reads_what_cairn_was_given() -> None:
+    """`published` fails on any name that is missing or left over; the untied output is the one that is easily lost."""
+    theirs = published(tiny(falcon(tie_word_embeddings=False)))
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)

@@ -1,0 +1,151 @@
+"""FP8 checkpoints are served as the numbers they hold: bit for bit as a float32 checkpoint of the same numbers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cairn.errors import ModelError
+from cairn.layers.thread_ranks import thread_ranks
+from cairn.models.check import check
+from cairn.models.cut import Cut
+from cairn.models.loader import WeightReader
+from cairn.models.quantization import Quantization
+from cairn.models.registry import open_model
+from engine.test_exactness import TEXT, Loaded
+from engine.test_ranks_exactness import LoadedRanks
+from models.fp8_checkpoints import by_blocks, by_tensor, write_modelopt_fp8, write_qwen_fp8
+from runner.harness import left_of
+
+WRITERS = {"qwen3_5": write_qwen_fp8, "qwen3_5_moe": write_qwen_fp8, "nemotron_h": write_modelopt_fp8}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def pair(request, made_model, tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint in FP8, and the same numbers in float32."""
+    folder = tmp_path_factory.mktemp(request.param)
+    WRITERS[request.param](made_model(request.param), folder / "fp8", folder / "float32")
+    return folder / "fp8", folder / "float32"
+
+
+def test_every_tensor_is_accounted_for(pair: tuple[Path, Path]) -> None:
+    report = check(pair[0])
+    assert report.ok, report.accounting.problems[:3]
+    assert report.stored_dtypes["F8_E4M3"] > 10
+    assert report.parameters == check(pair[1]).parameters
+
+
+def test_logits_are_those_of_the_same_numbers(pair: tuple[Path, Path]) -> None:
+    found, wanted = (Loaded(folder).alone(TEXT[:100]) for folder in pair)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_share_is_that_of_the_same_numbers(pair: tuple[Path, Path], size: int) -> None:
+    """Cuts fall inside blocks: a rank has 32 or 64 channels of many matrices."""
+    ranks = [
+        [open_model(folder).build(exact=True, communicator=each) for each in thread_ranks(size)] for folder in pair
+    ]
+    for found, wanted in zip(*ranks, strict=True):
+        assert len(found.linears) == len(wanted.linears)
+        assert all(torch.equal(a.weight, b.weight) for a, b in zip(found.linears, wanted.linears, strict=True))
+
+
+def test_two_ranks_serve_it(pair: tuple[Path, Path]) -> None:
+    loaded = [LoadedRanks(open_model(folder), 2) for folder in pair]
+    found, wanted = (each.alone(TEXT[:100]) for each in loaded)
+    for each in loaded:
+        for engine in each.engines:
+            engine.runner.close()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_it_can_be_served_in_bfloat16(pair: tuple[Path, Path]) -> None:
+    found, wanted = (open_model(folder, "bfloat16").build(exact=False) for folder in pair)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(found.linears, wanted.linears, strict=True))
+
+
+def test_other_factors_are_other_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(pair[0], folder)
+    before = open_model(folder).transfer_facts()
+    assert before == open_model(pair[0]).transfer_facts()
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith(("weight_scale", "weight_scale_inv")))
+    weights[name] = weights[name] * 2
+    save_file(weights, folder / "model.safetensors")
+    after = open_model(folder).transfer_facts()
+    assert {key for key in before if before[key] != after[key]} == {"weights"}
+
+
+# -- tensors by themselves ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuts_inside_blocks(tmp_path: Path, block: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 200, generator=torch.manual_seed(1)) * torch.linspace(0.1, 9, 200)
+    stored, factors, wide = by_tensor(weight) if block is None else by_blocks(weight)
+    quantization = Quantization(block)
+    save_file({"a.weight": stored, f"a.{quantization.scale}": factors}, tmp_path / "model.safetensors")
+    runs = [((0, 300),), ((5, 40), (120, 140), (299, 300)), ((127, 129),), ((256, 300), (0, 1)), ((7, 7),)]
+    cuts = [None, *(Cut(0, run) for run in runs), Cut(1, ((0, 64),)), Cut(1, ((100, 150), (3, 9)))]
+    with WeightReader(tmp_path, dtype, (), quantization) as reader:
+        for cut in cuts:
+            found = reader.load("a.weight", (300, 200), cut)
+            assert found.dtype == dtype and found.is_contiguous()
+            assert torch.equal(found, left_of(wide, cut).to(dtype)), cut
+
+
+def test_a_pack_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:
+    generator = torch.manual_seed(2)
+    gate_up, down = torch.randn(5, 12, 8, generator=generator), torch.randn(5, 8, 6, generator=generator)
+    save_file({"x.experts.gate_up_proj": gate_up, "x.experts.down_proj": down}, tmp_path / "model.safetensors")
+    shapes = {"gate": (6, 8), "up": (6, 8), "down": (8, 6)}
+    expected = {f"x.experts.{expert}.{part}_proj.weight": shapes[part] for expert in range(5) for part in shapes}
+    with WeightReader(tmp_path, torch.float32) as reader:
+        reader.verify(expected)
+        for expert in range(5):
+            whole = {"gate": gate_up[expert, :6], "up": gate_up[expert, 6:], "down": down[expert]}
+            for part, wanted in whole.items():
+                name = f"x.experts.{expert}.{part}_proj.weight"
+                for cut in (None, Cut(0, ((1, 3), (5, 6))), Cut(1, ((2, 5),))):
+                    found = reader.load(name, shapes[part], cut)
+                    assert torch.equal(found, left_of(wanted, cut))
+                    assert found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
+        with pytest.raises(ModelError, match=r"experts\.5\.up_proj\.weight \[6, 8\] is missing"):
+            reader.load("x.experts.5.up_proj.weight", (6, 8))
+        with pytest.raises(ModelError, match=r"has shape \[6, 8\], config.json makes it \[8, 6\]"):
+            reader.load("x.experts.4.up_proj.weight", (8, 6))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq' is not read; known: fp8, modelopt"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two numbers"),
+        ({"quant_method": "fp8"}, r"weight_block_size must be two numbers, as \[128, 128\], not \[\]"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size must be an integer in 1"),
+        ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not read; known: FP8"),
+        ("fp8", "quantization_config must be an object, not str"),
+    ],
+)
+def test_what_is_not_read_is_refused(made_model, tmp_path: Path, given: Any, message: str) -> None:
+    raw = json.loads((made_model("qwen3_5") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": given}))
+    with pytest.raises(ModelError, match=message):
+        open_model(tmp_path)
+
+
+def test_modelopts_own_file_is_held_to_the_same(made_model, tmp_path: Path) -> None:
+    shutil.copy(made_model("qwen3_5") / "config.json", tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quant_algo 'NVFP4' is not read"):
+        open_model(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert open_model(tmp_path).quantization == Quantization(None)
