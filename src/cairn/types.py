@@ -2,12 +2,22 @@
 
 import time
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Literal, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Clock", "Keys", "ManualClock", "Pages", "RequestId", "SamplingParams", "SystemClock"]
+__all__ = [
+    "Boundary",
+    "BoundaryKind",
+    "Clock",
+    "Keys",
+    "ManualClock",
+    "Pages",
+    "RequestId",
+    "SamplingParams",
+    "SystemClock",
+]
 
 RequestId = NewType("RequestId", str)
 
@@ -16,6 +26,22 @@ Keys = NDArray[np.int64]
 
 Pages = NDArray[np.int32]
 """Page numbers of the pool, shape [k], in the order of the bytes they hold."""
+
+
+BoundaryKind = Literal["system_end", "message_end", "image_end", "breakpoint"]
+"""What ends at a place in a prompt; `breakpoint`: nothing but what a client has marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A place in a prompt that another prompt may share it up to: after `position` tokens something ends there.
+
+    `hold_seconds`: the client asks for the state there to be held so long, 0 when it does not.
+    """
+
+    position: int
+    kind: BoundaryKind = "message_end"
+    hold_seconds: int = 0
 
 
 @dataclass(frozen=True, slots=True)

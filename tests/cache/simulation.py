@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint import Kind
+from cairn.cache.checkpoint import Checkpoint, Kind
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.lease import Hold, Lease, Namespace
@@ -17,6 +17,7 @@ from cairn.cache.placement import Placement, PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.step import PageCopy
+from cairn.types import Boundary, ManualClock
 
 PLAIN = Namespace()
 Prefix = tuple[int, ...]
@@ -58,6 +59,7 @@ class Simulation:
     """The cache under test beside the naive model: every prefix ever committed, and every state ever kept."""
 
     cache: PrefixCache
+    clock: ManualClock
     slots: dict[tuple[int, int], Tag] = field(default_factory=dict)
     files: dict[int, Tag] = field(default_factory=dict)
     committed: set[tuple[Namespace, Prefix]] = field(default_factory=set)
@@ -69,17 +71,21 @@ class Simulation:
 
     @classmethod
     def build(cls, num_pages: int, placement: Placement | None, eviction: Eviction, exact: bool = False, **layout: int):
-        return cls(PrefixCache(small_layout(**layout), num_pages, CachePolicy(placement, eviction, exact)))
+        clock = ManualClock()
+        policy = CachePolicy(placement, eviction, exact)
+        return cls(PrefixCache(small_layout(**layout), num_pages, policy, clock=clock), clock)
 
     # -- what a request does -------------------------------------------------------------------------------------
 
     def start(self, name: str, prompt: Prefix, namespace: Namespace = PLAIN, boundaries=()) -> Request:
+        boundaries = tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries)
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
         facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, boundaries, self.cache.policy.exact)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.requests.append(request)
         self.check_hit(request)
         self.cache.admitted(lease)
+        self.cache.hold_breakpoints(lease, boundaries)
         self._hold(request)
         return request
 
@@ -184,6 +190,11 @@ class Simulation:
         """All steps so far have been applied."""
         for step in list(self.cache.held):
             self.cache.step_applied(step)
+
+    def held_now(self) -> set[Checkpoint]:
+        """The checkpoints whose time is not over."""
+        now = self.clock.now()
+        return {held for held in self.cache.residents.held if held.held_until is not None and held.held_until > now}
 
     # -- what is checked -----------------------------------------------------------------------------------------
 

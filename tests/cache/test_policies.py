@@ -8,8 +8,13 @@ from cairn.cache.checkpoint import Checkpoint, Kind, Origin
 from cairn.cache.eviction import CheckpointFacts, EvictionQueue, LeastRecentlyUsed, ValuePerByte, eviction_for
 from cairn.cache.placement import PromptFacts, Wanted, placement_for
 from cairn.cache.tree import Node
+from cairn.types import Boundary
 
 MODES = ["align", "all", "junction", "auto"]
+
+
+def ends(*positions):
+    return tuple(map(Boundary, positions))
 
 
 def in_chunks(mode, facts, chunk, block_size=16):
@@ -26,7 +31,7 @@ def in_chunks(mode, facts, chunk, block_size=16):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 1000, 4096, 5000, 131072])
 def test_every_placement_keeps_the_contract(mode, exact, length):
-    facts = PromptFacts(length, 0, length // 2, length * 3 // 4, (1, length // 3 + 1, length), exact)
+    facts = PromptFacts(length, 0, length // 2, length * 3 // 4, ends(1, length // 3 + 1, length), exact)
     for chunk in (1, 3, 1 << 20):
         positions = [w.position for w in in_chunks(mode, facts, chunk)]
         assert positions == sorted(set(positions))
@@ -38,12 +43,12 @@ def test_every_placement_keeps_the_contract(mode, exact, length):
 
 @pytest.mark.parametrize("mode", ["junction", "auto"])
 def test_chunking_does_not_change_what_is_kept(mode):
-    facts = PromptFacts(3000, 0, 100, 1500, (70, 2900))
+    facts = PromptFacts(3000, 0, 100, 1500, ends(70, 2900))
     assert in_chunks(mode, facts, 1) == in_chunks(mode, facts, 32)
 
 
 def test_auto_names_every_position_that_earns_it():
-    facts = PromptFacts(2200, 0, 1500, 1500, (300, 2190))
+    facts = PromptFacts(2200, 0, 1500, 1500, (Boundary(300, "system_end"), Boundary(2190)))
     kinds = {w.position: w.kind for w in in_chunks("auto", facts, 100)}
     assert kinds[2200] is Kind.PROMPT_END and kinds[2190] is Kind.MESSAGE_END
     assert kinds[300] is Kind.SYSTEM_END and kinds[1500] is Kind.JUNCTION
@@ -51,7 +56,7 @@ def test_auto_names_every_position_that_earns_it():
 
 
 def test_auto_in_exact_mode_keeps_the_grid_point_below():
-    facts = PromptFacts(100_000, 0, 0, 0, (333,), exact=True)
+    facts = PromptFacts(100_000, 0, 0, 0, ends(333), exact=True)
     kinds = {w.position: w.kind for w in in_chunks("auto", facts, 2000)}
     assert kinds[320] is Kind.MESSAGE_END and kinds[333] is Kind.MESSAGE_END
 

@@ -1,6 +1,7 @@
 """Random requests against the naive model, with the audit after every step."""
 
 import os
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,11 +14,28 @@ from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
+from cairn.types import Boundary
 
 SEGMENTS = tuple(tuple(range(10 * i, 10 * i + length)) for i, length in enumerate((1, 3, 4, 17, 60, 64, 70)))
 SPACES = (Namespace(), Namespace(cache_salt="a"))
 LENGTHS = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
 PICK = st.integers(0, 1 << 16)
+Ends = Sequence[tuple[int, str, int]]
+ENDS = st.lists(
+    st.tuples(
+        PICK,
+        st.sampled_from(["system_end", "message_end", "message_end", "image_end", "breakpoint"]),
+        st.sampled_from([0, 0, 300, 3600]),
+    ),
+    max_size=5,
+)
+
+
+def boundaries(length: int, ends: Ends) -> tuple[Boundary, ...]:
+    """Ascending and distinct, at most four of them to be held."""
+    found = {place % length + 1: (kind, seconds) for place, kind, seconds in ends}
+    held = [place for place in sorted(found) if found[place][1]][:4]
+    return tuple(Boundary(p, found[p][0], found[p][1] if p in held else 0) for p in sorted(found))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -50,20 +68,20 @@ class CacheMachine(RuleBasedStateMachine):
     running = precondition(lambda self: bool(self.sim.requests))
 
     @precondition(lambda self: len(self.sim.requests) < 4)
-    @rule(parts=LENGTHS, cut=st.integers(0, 3), space=st.sampled_from(SPACES), boundary=PICK)
-    def start(self, parts: list[int], cut: int, space: Namespace, boundary: int) -> None:
+    @rule(parts=LENGTHS, cut=st.integers(0, 3), space=st.sampled_from(SPACES), ends=ENDS)
+    def start(self, parts: list[int], cut: int, space: Namespace, ends: Ends) -> None:
         prompt = tuple(token for part in parts for token in SEGMENTS[part])
         prompt = prompt[: max(1, len(prompt) - cut)]
         self.count += 1
-        self.sim.start(f"r{self.count}", prompt, space, (boundary % len(prompt) + 1,))
+        self.sim.start(f"r{self.count}", prompt, space, boundaries(len(prompt), ends))
 
     @precondition(lambda self: len(self.sim.requests) < 4 and bool(self.history))
-    @rule(index=PICK, part=st.integers(0, len(SEGMENTS) - 1), cut=st.sampled_from([0, 0, 1, 2, 30]))
-    def follow_up(self, index: int, part: int, cut: int) -> None:
+    @rule(index=PICK, part=st.integers(0, len(SEGMENTS) - 1), cut=st.sampled_from([0, 0, 1, 2, 30]), ends=ENDS)
+    def follow_up(self, index: int, part: int, cut: int, ends: Ends = ()) -> None:
         space, keys = self.history[index % len(self.history)]
         prompt = (keys[: max(1, len(keys) - cut)] + SEGMENTS[part])[:260]
         self.count += 1
-        self.sim.start(f"r{self.count}", prompt, space)
+        self.sim.start(f"r{self.count}", prompt, space, boundaries(len(prompt), ends))
 
     @precondition(lambda self: len(self.sim.requests) < 4 and len(self.sim.quarantine) < 3)
     @rule(parts=LENGTHS, index=PICK, space=st.sampled_from(SPACES), come=PICK, state=PICK, whole=st.booleans())
@@ -148,6 +166,23 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, 400))
     def evict(self, num_pages: int) -> None:
         self.sim.cache.residents.make_room(min(num_pages, self.sim.cache.pool.num_pages))
+
+    @precondition(lambda self: len(self.sim.cache.residents.held) > 0)
+    @rule(seconds=st.sampled_from([1, 100, 299, 300, 3600]))
+    def wait(self, seconds: int) -> None:
+        self.sim.clock.advance(seconds)
+
+    @precondition(lambda self: len(self.sim.cache.residents.held) > 0)
+    @rule(num_pages=st.integers(1, 400))
+    def evict_beside_what_is_held(self, num_pages: int) -> None:
+        """What is held goes only when all others have gone, and never while they have not."""
+        held = self.sim.held_now()
+        residents = self.sim.cache.residents
+        residents.make_room(min(num_pages, self.sim.cache.pool.num_pages))
+        if not held <= set(residents.held):
+            counts = self.sim.cache.pool.counts
+            others = [c for c in residents.queue if c not in residents.held and counts[c.pages[0]] == 1]
+            assert not others, "a held checkpoint went before one that is not"
 
     @rule()
     def apply(self) -> None:

@@ -14,7 +14,7 @@ from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
-from cairn.types import ManualClock, RequestId, SamplingParams
+from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 
 PLAIN = Namespace()
 
@@ -42,8 +42,10 @@ class Driver:
         placement: Placement | None = None
         if mode is not None:
             placement = placement_for(mode, block_size, self.config.exact)
-        self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact))
         self.clock = ManualClock()
+        self.cache = PrefixCache(
+            self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact), clock=self.clock
+        )
         self.scheduler = Scheduler(self.config, self.cache, self.clock)
         self.runner = SimulatedRunner(self.layout, 50, numerics=self.config.exact)
         self.flying: deque = deque()
@@ -61,7 +63,7 @@ class Driver:
             max_tokens=max_tokens,
             stop_token_ids=frozenset(stop),
             namespace=namespace,
-            boundaries=tuple(boundaries),
+            boundaries=tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries),
         )
         self.scheduler.submit(spec)
         self.requests[name] = self.scheduler.books.requests[RequestId(name)]

@@ -18,6 +18,7 @@ def audit(cache: PrefixCache) -> None:
     _audit_pages(cache)
     _audit_tree(cache)
     _audit_locks(cache)
+    _audit_held(cache)
 
 
 def _check(holds: bool, message: str) -> None:
@@ -89,6 +90,24 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
         _check(node.checkpoint in cache.residents.queue, f"the checkpoint of {where} is not in the eviction queue")
         size = cache.layout.pages_per_checkpoint
         _check(len(node.checkpoint.pages) == size, f"the checkpoint of {where} has not {size} pages")
+
+
+def _audit_held(cache: PrefixCache) -> None:
+    residents = cache.residents
+    held = {
+        node.checkpoint
+        for node in residents.nodes()
+        if node.checkpoint is not None and node.checkpoint.held_until is not None
+    }
+    _check(held == set(residents.held), "the list of held checkpoints is not that of the tree")
+    runs = set()
+    for checkpoint in held:
+        node: Node | None = checkpoint.node
+        while node is not None and node.parent is not None:
+            runs.add(node)
+            node = node.parent
+    pages = len(held) * cache.layout.pages_per_checkpoint + cache.layout.pages_for(sum(run.num_tokens for run in runs))
+    _check(pages <= residents.held.quota, f"held checkpoints keep {pages} pages, the quota is {residents.held.quota}")
 
 
 def _audit_locks(cache: PrefixCache) -> None:

@@ -12,16 +12,28 @@ __all__ = ["Checkpoint", "Kind", "Origin"]
 
 
 class Kind(StrEnum):
-    """What a checkpoint was kept for. Those of kind GRID are on probation until they are hit."""
+    """What a checkpoint was kept for."""
 
     SYSTEM_END = "system_end"
     MESSAGE_END = "message_end"
+    """The end of the last message before the generation suffix."""
+    IMAGE_END = "image_end"
+    """The end of the last image."""
+    INNER_END = "inner_end"
+    """The end of a message or an image that is not the last."""
+    BREAKPOINT = "breakpoint"
+    """Where a client has asked for it."""
     PROMPT_END = "prompt_end"
     ANSWER_END = "answer_end"
     JUNCTION = "junction"
     BLOCK = "block"
     PREEMPTION = "preemption"
     GRID = "grid"
+
+    @property
+    def on_probation(self) -> bool:
+        """Made from plentifully free pages or not at all, and the first to go until it is hit."""
+        return self in (Kind.GRID, Kind.INNER_END)
 
 
 class Origin(Enum):
@@ -39,9 +51,22 @@ class Checkpoint:
     """Hangs at the end of `node`; `pages` is its file. `maker` is the request that computed it.
 
     `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
+    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
+    from then on.
     """
 
-    __slots__ = ("hits", "kind", "last_used", "maker", "node", "origin", "pages", "version")
+    __slots__ = (
+        "held_until",
+        "hits",
+        "hold_seconds",
+        "kind",
+        "last_used",
+        "maker",
+        "node",
+        "origin",
+        "pages",
+        "version",
+    )
 
     def __init__(self, node: "Node", pages: Pages, kind: Kind, origin: Origin, maker: str) -> None:
         self.node = node
@@ -52,6 +77,8 @@ class Checkpoint:
         self.hits = 0
         self.last_used = 0
         self.version = 0
+        self.held_until: float | None = None
+        self.hold_seconds = 0
 
     @property
     def position(self) -> int:

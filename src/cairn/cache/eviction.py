@@ -20,6 +20,7 @@ class CheckpointFacts:
     freed_bytes: int
     hits: int
     last_used: int
+    held: bool = False
 
 
 class Eviction(Protocol):
@@ -60,11 +61,11 @@ class ValuePerByte:
         self._age = max(self._age, priority)
 
 
-Entry = tuple[bool, float, int, Checkpoint]
+Entry = tuple[int, float, int, Checkpoint]
 
 
 class EvictionQueue:
-    """Checkpoints by priority, never-hit grid checkpoints before all others. O(log n) a push or pop.
+    """Checkpoints by priority: those on probation first, those that a client holds last. O(log n) a push or pop.
 
     A heap whose outdated entries are passed over when they come up, and swept when they outnumber the live ones.
     """
@@ -90,8 +91,9 @@ class EvictionQueue:
         self._version += 1
         checkpoint.version = self._version
         self._live[self._version] = checkpoint
-        earned = facts.kind is not Kind.GRID or facts.hits > 0
-        heapq.heappush(self._heap, (earned, self._policy.priority(facts), self._version, checkpoint))
+        earned = not facts.kind.on_probation or facts.hits > 0
+        rank = 2 if facts.held else int(earned)
+        heapq.heappush(self._heap, (rank, self._policy.priority(facts), self._version, checkpoint))
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)

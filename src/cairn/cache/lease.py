@@ -64,6 +64,7 @@ class PendingFile:
 
     pages: Pages
     kind: Kind
+    hold_seconds: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,8 @@ class Lease:
     `hit` <= `matched` are c and m above, `seen` the longest prefix that was ever known, `reason` why `hit` is not
     more. `checkpoint` is that of the hit, `restore` the file to go on from, `received` how much of `hit` came from
     another server. `kv_write_from` is m. `committed`: tokens that are in the tree. `decode_from`: tokens from here on
-    were, or will be, computed by decode steps.
+    were, or will be, computed by decode steps. `held`: positions of checkpoints that are held because this request
+    asked for it.
     """
 
     purpose: str
@@ -107,6 +109,7 @@ class Lease:
     transient: list[Pages] = field(default_factory=list)
     copied: bool = False
     closed: bool = False
+    held: set[int] = field(default_factory=set)
 
     @property
     def keys(self) -> Keys:

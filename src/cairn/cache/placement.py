@@ -4,14 +4,16 @@ A policy sees facts of one prompt and answers with positions inside the chunk at
 scheduling step or a smaller chunk.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
 from cairn.cache.checkpoint import Kind
 from cairn.step import GRID
+from cairn.types import Boundary
 
-__all__ = ["Align", "All", "Auto", "Junction", "Placement", "PromptFacts", "Wanted", "placement_for"]
+__all__ = ["Align", "All", "Auto", "Junction", "Placement", "PromptFacts", "Wanted", "hold_positions", "placement_for"]
 
 MAX_UNALIGNED = 6
 """Positions off the 64-token grid that one request may name: each costs a state product per layer."""
@@ -26,24 +28,25 @@ DENSE_TOKENS = 32_768
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
     """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
-    seen, dropped ones included), where its messages end, whether only grid states can be continued from, and how many
-    checkpoint files idle memory has room for."""
+    seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
+    continued from, and how many checkpoint files idle memory has room for."""
 
     num_tokens: int
     hit: int
     matched: int
     seen: int
-    boundaries: tuple[int, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     idle_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A position worth a checkpoint. Kind GRID is probationary: made from plentifully free pages or not at all."""
+    """A position worth a checkpoint, which a client may want held for `hold_seconds`."""
 
     position: int
     kind: Kind
+    hold_seconds: int = 0
 
 
 class Placement(Protocol):
@@ -114,6 +117,10 @@ class Junction:
 class Auto:
     """Every position that earns a checkpoint by what it is, and a probationary grid for sharing nobody announced.
 
+    Positions off the grid are named in the order of their worth until there are `MAX_UNALIGNED`: the prompt's end, the
+    end of the last message, what clients have marked, the ends of the system segment and of the last image, the
+    junction, and then the other messages and images from the last to the first.
+
     In exact mode a state off the grid serves only a prompt that ends there, so the grid point below each such
     position is kept with it.
     """
@@ -123,30 +130,58 @@ class Auto:
     keeps_answer_end = True
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
-        wanted = self._earned(facts)
+        wanted, holds = self._earned(facts), hold_positions(facts.boundaries, facts.exact)
         stride = _grid_stride(facts.num_tokens, facts.idle_files)
         for position in range((start // stride + 1) * stride, end + 1, stride):
             wanted.setdefault(position, Kind.GRID)
-        return [Wanted(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
+        return [Wanted(p, wanted[p], holds.get(p, 0)) for p in sorted(wanted) if start < p <= end]
 
     def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
         return Wanted(position, Kind.GRID) if position % _grid_stride(position, facts.idle_files) == 0 else None
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
-        n = facts.num_tokens
-        kinds = {n: Kind.PROMPT_END}
-        ends = [p for p in facts.boundaries if p < n]
-        for position in reversed(ends):
-            kinds.setdefault(position, Kind.SYSTEM_END if position == ends[0] and len(ends) > 1 else Kind.MESSAGE_END)
-        if facts.hit < facts.seen < n:
-            kinds.setdefault(facts.seen, Kind.JUNCTION)
-        # dicts keep the order of insertion, which is that of worth: prompt end, messages from the last, junction
+        kinds = _by_worth(facts)
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
         if facts.exact:
-            for position in [p for p in earned if p % GRID and p > GRID]:
-                earned.setdefault(position // GRID * GRID, earned[position])
+            for position in [p for p in unaligned if p > GRID]:
+                below = position // GRID * GRID
+                if earned.get(below, Kind.GRID).on_probation:
+                    earned[below] = earned[position]
         return earned
+
+
+def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
+    """Every position that is worth something to `Auto`, the most valuable first."""
+    n = facts.num_tokens
+    # what lies within the hit is computed by nobody, so it must not use up the positions off the grid
+    ends = [boundary for boundary in reversed(facts.boundaries) if facts.hit < boundary.position < n]
+    kinds = {n: Kind.PROMPT_END}
+    for position in [end.position for end in ends if end.kind == "message_end"][:1]:
+        kinds[position] = Kind.MESSAGE_END
+    for end in ends:
+        if end.hold_seconds:
+            kinds[end.position] = Kind.BREAKPOINT
+    for position in [end.position for end in ends if end.kind == "system_end"]:
+        kinds.setdefault(position, Kind.SYSTEM_END)
+    for position in [end.position for end in ends if end.kind == "image_end"][:1]:
+        kinds.setdefault(position, Kind.IMAGE_END)
+    if facts.hit < facts.seen < n:
+        kinds.setdefault(facts.seen, Kind.JUNCTION)
+    for end in ends:
+        kinds.setdefault(end.position, Kind.INNER_END)
+    return kinds
+
+
+def hold_positions(boundaries: Iterable[Boundary], exact: bool) -> dict[int, int]:
+    """Position to seconds of the checkpoints that a client wants held. In exact mode no prompt goes on from a state off
+    the grid, so the one at the grid point below is held for it."""
+    holds: dict[int, int] = {}
+    for boundary in boundaries:
+        position = boundary.position // GRID * GRID if exact else boundary.position
+        if boundary.hold_seconds and position:
+            holds[position] = max(holds.get(position, 0), boundary.hold_seconds)
+    return holds
 
 
 def _grid_stride(num_tokens: int, idle_files: int) -> int:

@@ -7,6 +7,7 @@
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
     hold      pages that outlive their lease, because somebody outside reads or writes them
+    hold_breakpoints   checkpoints that go after all others, because a client asked for it
 
 Pages that an unapplied step still names are kept by `hold_until(step)` until `step_applied(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
@@ -25,13 +26,13 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Hold, Lease, Namespace, PageTable, PendingFile
 from cairn.cache.lookup import Acceptance, miss_reason
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import Placement, Wanted
+from cairn.cache.placement import Placement, Wanted, hold_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.residents import Residents
 from cairn.cache.tree import KEY_BYTES, Node, Walk, common_prefix, path_pages, walk
 from cairn.errors import ConfigError
 from cairn.step import GRID, PageCopy
-from cairn.types import Keys, Pages
+from cairn.types import Boundary, Clock, Keys, Pages
 
 __all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
 
@@ -63,9 +64,17 @@ class PrefixCache:
     """Pages, tree and leases of one model on one rank. Not thread-safe: it belongs to the scheduler's thread."""
 
     def __init__(
-        self, layout: CacheLayout, num_pages: int, policy: CachePolicy, observer: TreeObserver | None = None
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        policy: CachePolicy,
+        observer: TreeObserver | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`observer` is told of what enters and leaves the tree. Raises ConfigError for a layout of limited reach."""
+        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients hold checkpoints.
+
+        Raises ConfigError for a layout of limited reach.
+        """
         if any(group.reach is not None for group in layout.groups):
             raise ConfigError("attention layers with a limited reach (sliding window, chunked) are not supported yet")
         self.layout = layout
@@ -73,7 +82,7 @@ class PrefixCache:
         self.pool = PagePool(num_pages)
         tokens_per_page = max((group.tokens_per_page for group in layout.groups), default=layout.block_size)
         ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
-        self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer)
+        self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer, clock)
         self.leases: dict[int, Lease] = {}
         self.holds: dict[int, Hold] = {}
         self.held: dict[int, list[Pages]] = {}
@@ -136,11 +145,23 @@ class PrefixCache:
             self.counters.used[lease.checkpoint.kind] += 1
             if lease.checkpoint in self.residents.queue:
                 self.residents.use(lease.checkpoint, hit=True)
+        self.residents.renew(lease.node, lease.hit)
         if not resumed:
             self.counters.queries += lease.num_prompt_tokens
             self.counters.hits += lease.hit - lease.received
             self.counters.reasons[lease.reason] += 1
             self.counters.lost[lease.reason] += lease.num_prompt_tokens - lease.hit
+
+    def hold_breakpoints(self, lease: Lease, boundaries: Iterable[Boundary]) -> None:
+        """Hold what is there already of the checkpoints that the client of `lease` asks to be held: those within its
+        hit. Later ones are held as they are made."""
+        wanted = {p: seconds for p, seconds in hold_positions(boundaries, self.policy.exact).items() if p <= lease.hit}
+        node = lease.node if wanted else None
+        while node is not None:
+            seconds, checkpoint = wanted.get(node.end, 0), node.checkpoint
+            if seconds and checkpoint is not None and self.residents.hold(checkpoint, seconds):
+                lease.held.add(node.end)
+            node = node.parent
 
     def _open(self, lease: Lease) -> None:
         self.leases[id(lease)] = lease
@@ -193,19 +214,24 @@ class PrefixCache:
 
     def want(self, lease: Lease, wanted: Wanted) -> Pages | None:
         """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no
-        room for it. Grid checkpoints take free pages only, and only while a quarter of the pool is free."""
+        room for it, or it has one. Those on probation take free pages only, and only while a quarter of the pool is
+        free."""
         size = self.layout.pages_per_checkpoint
-        if not self.enabled or wanted.position in lease.files:
+        if wanted.position in lease.files:
+            pending = lease.files[wanted.position]
+            pending.hold_seconds = max(pending.hold_seconds, wanted.hold_seconds)
             return None
-        if self.layout.state_bytes == 0 and wanted.position != lease.num_prompt_tokens:
+        if not self.enabled:
             return None
-        if wanted.kind is Kind.GRID:
+        if self.layout.state_bytes == 0 and wanted.position != lease.num_prompt_tokens and not wanted.hold_seconds:
+            return None
+        if wanted.kind.on_probation:
             if 4 * self.pool.num_free < self.pool.num_pages or self.pool.num_free < size:
                 return None
         elif not self.residents.make_room(size):
             return None
         pages = self.pool.allocate(size)
-        lease.files[wanted.position] = PendingFile(pages, wanted.kind)
+        lease.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
         return pages
 
     def want_always(self, lease: Lease, position: int) -> Pages | None:
@@ -297,6 +323,9 @@ class PrefixCache:
             origin = Origin.TAIL if position % GRID else Origin.GRID
         if not self.residents.attach(node, file.pages, file.kind, origin, lease.request_id):
             self.pool.release(file.pages)
+        assert node.checkpoint is not None
+        if file.hold_seconds and self.residents.hold(node.checkpoint, file.hold_seconds):
+            lease.held.add(position)
 
     def release(self, lease: Lease, loss: Reason | None = None) -> None:
         """End a lease. No unapplied step may name its pages. `loss`: why no checkpoint was kept at its end."""

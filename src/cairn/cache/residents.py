@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from cairn.cache.checkpoint import Checkpoint, Kind, Origin
 from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import CheckpointFacts, Eviction, EvictionQueue
+from cairn.cache.held import HeldCheckpoints
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Namespace
 from cairn.cache.pages import PagePool
 from cairn.cache.reasons import Reason
 from cairn.cache.tree import Node, split
-from cairn.types import Pages
+from cairn.types import Clock, Pages, SystemClock
 
 __all__ = ["Residents"]
 
@@ -25,7 +26,7 @@ class Residents:
     """Nodes, checkpoints and ghosts, and the references they hold on pages.
 
     `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 8 bytes. `observer` is told of what
-    comes and goes.
+    comes and goes. `clock` says when what a client holds is let go.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Residents:
         eviction: Eviction,
         ghost_tokens: int,
         observer: TreeObserver | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.layout = layout
         self.pool = pool
@@ -44,6 +46,7 @@ class Residents:
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         self.num_ghost_tokens = 0
         self.queue = EvictionQueue(eviction)
+        self.held = HeldCheckpoints(layout, pool.num_pages, clock or SystemClock())
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
         self._ghost_limit = ghost_tokens
@@ -125,7 +128,7 @@ class Residents:
         """
         old = node.checkpoint
         if old is not None and not (old.origin is Origin.DECODE and origin is not Origin.DECODE):
-            if old.kind is Kind.GRID and kind is not Kind.GRID:
+            if old.kind.on_probation and not kind.on_probation:
                 old.kind = kind
                 self.use(old, hit=False)
             return False
@@ -134,6 +137,8 @@ class Residents:
             self.pool.release(old.pages)
         node.checkpoint = checkpoint = Checkpoint(node, pages, kind, origin, maker)
         node.loss = None
+        if old is not None:
+            self.held.replace(old, checkpoint)
         self.barren.pop(node, None)
         self.taken[kind] += 1
         self.use(checkpoint, hit=False)
@@ -147,6 +152,25 @@ class Residents:
         checkpoint.last_used = self._tick
         checkpoint.hits += hit
         self.queue.push(checkpoint, self._facts(checkpoint))
+
+    def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
+        """Have a checkpoint go after all others for so long. False, and nothing changes, where the quota is used up."""
+        self._let_expired_go()
+        if not self.held.take(checkpoint, seconds):
+            return False
+        self.queue.push(checkpoint, self._facts(checkpoint))
+        return True
+
+    def renew(self, node: Node | None, upto: int) -> None:
+        """The path to `node` has been hit up to token `upto`: what is held there is held anew."""
+        while node is not None and self.held:
+            if node.checkpoint is not None and node.end <= upto:
+                self.held.renew(node.checkpoint)
+            node = node.parent
+
+    def _let_expired_go(self) -> None:
+        for checkpoint in self.held.expired():
+            self.queue.push(checkpoint, self._facts(checkpoint))
 
     def _facts(self, checkpoint: Checkpoint) -> CheckpointFacts:
         node = checkpoint.node
@@ -162,6 +186,7 @@ class Residents:
             freed_bytes=pages * self.layout.page_bytes,
             hits=checkpoint.hits,
             last_used=checkpoint.last_used,
+            held=checkpoint.held_until is not None,
         )
 
     # -- room ----------------------------------------------------------------------------------------------------
@@ -169,6 +194,7 @@ class Residents:
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
         passed: list[Checkpoint] = []
+        self._let_expired_go()
         while self.pool.num_free < num_pages:
             if self.barren:
                 self._drop_run(next(iter(self.barren)))
@@ -214,6 +240,7 @@ class Residents:
     def _drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         node = checkpoint.node
         node.checkpoint, node.loss = None, Reason.EVICTED
+        self.held.forget(checkpoint)
         self.evicted[checkpoint.kind] += 1
         self.pool.release(checkpoint.pages)
         self._note_if_barren(node)

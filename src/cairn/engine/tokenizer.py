@@ -1,26 +1,24 @@
 """Text to token ids and back: tokenizer.json through `tokenizers`, chat templates through `transformers`. No torch."""
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cairn.engine.contract import RenderedPrompt
+from cairn.engine.boundaries import list_boundaries, place_boundaries
+from cairn.engine.chat import Chat, first_turn, pictures, plain
+from cairn.engine.chat_template import ChatTemplate
+from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
+from cairn.engine.images import ImagePrompts
 from cairn.errors import InvalidRequest, ModelError
 
 __all__ = ["IncrementalText", "ModelTokenizer"]
 
 Messages = Sequence[dict[str, Any]]
-
-SYSTEM_ROLES = ("system", "developer")
-
-# What a template can run into when messages have the wrong form; TemplateError includes its own raise_exception.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 _REPLACEMENT = "\ufffd"
 _OPEN_TOKENS = 4
@@ -46,17 +44,29 @@ class ModelTokenizer:
             self._chat = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exception for a damaged tokenizer.json
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        self._template = ChatTemplate(self._chat.apply_chat_template if self._chat.chat_template else None)
         self._text: Tokenizer = self._chat.backend_tokenizer
         self._text.no_truncation()
         self._text.no_padding()
         self._special = frozenset(
             token_id for token_id, token in self._text.get_added_tokens_decoder().items() if token.special
         )
+        self._images = ImagePrompts.read(folder, self._text.id_to_token)
 
     @property
     def vocab_size(self) -> int:
         """Ids that the tokenizer knows, added tokens included."""
         return self._text.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def image_markers(self) -> tuple[str, ...]:
+        """See `TextTokenizer`."""
+        return () if self._images is None else self._images.markers
+
+    @property
+    def image_token(self) -> int | None:
+        """The id that stands for images; None where the model reads text alone."""
+        return None if self._images is None else self._images.token
 
     @property
     def eos_token_id(self) -> int | None:
@@ -81,23 +91,27 @@ class ModelTokenizer:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        breakpoints: Sequence[Breakpoint] = (),
     ) -> RenderedPrompt:
-        """The chat template applied; `boundaries` are the ends of the leading system segment (tools included) and of
-        the last message, each only where its own rendering is an exact token prefix of the whole.
+        """The chat template applied; `boundaries` are the ends of the leading system segment (tools included), of each
+        message and of each image, and `breakpoints`, as far as they can be found and what comes before them has the
+        same tokens without what comes behind.
 
-        Raises InvalidRequest when the template refuses the messages or a content part is not text.
+        Raises InvalidRequest when the template refuses the messages, a content part is neither text nor an image that
+        the model reads, or something other than an image takes an image's place.
         """
-        plain = [_plain(index, message) for index, message in enumerate(messages)]
-        if not plain:
-            raise InvalidRequest("messages must not be empty", "messages")
-        token_ids = self._encode(self._render(plain, tools, add_generation_prompt), False, "messages")
-        # Some templates write a system segment of their own; an empty system message brings it out.
-        leading = plain[: _first_turn(plain)] or [{"role": "system", "content": ""}]
-        ends = {
-            self._prefix_end(leading, tools, token_ids),
-            self._prefix_end(plain, tools, token_ids) if add_generation_prompt else len(token_ids),
-        }
-        return RenderedPrompt(token_ids=token_ids, boundaries=sorted(ends - {0}))
+        images = pictures(messages)
+        if images and self._images is None:
+            raise InvalidRequest("this model reads text alone, no images", "messages")
+        chat = Chat(plain(messages), tuple(tools or ()), add_generation_prompt, template_kwargs)
+        text = self._template.render(chat)
+        token_ids = self._encode(text, False, "messages")
+        ends = self._template.ends(chat, text, messages, breakpoints)
+        boundaries = list_boundaries(ends, first_turn(chat.messages), breakpoints)
+        placed = place_boundaries(boundaries, text, token_ids, lambda part: self._encode(part, False, "messages"))
+        rendered = RenderedPrompt(token_ids=token_ids, boundaries=placed)
+        return rendered if self._images is None else self._images.expand(rendered, images)
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
@@ -105,30 +119,6 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text has a lone surrogate, so it is no Unicode text", param) from error
         return token_ids
-
-    def _prefix_end(self, messages: Messages, tools: Sequence[dict[str, Any]] | None, token_ids: list[int]) -> int:
-        """How many tokens the first messages take, or 0 where they are no exact prefix of the whole."""
-        try:
-            part = self._render(messages, tools, add_generation_prompt=False)
-        except InvalidRequest:
-            return 0
-        prefix = self._encode(part, False, "messages")
-        return len(prefix) if token_ids[: len(prefix)] == prefix else 0
-
-    def _render(self, messages: Messages, tools: Sequence[dict[str, Any]] | None, add_generation_prompt: bool) -> str:
-        if not self._chat.chat_template:
-            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions", "messages")
-        try:
-            return str(
-                self._chat.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) if tools else None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                )
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
 
 
 class IncrementalText:
@@ -174,54 +164,3 @@ class IncrementalText:
         # The start of the shorter window may decode differently, so the place is counted from the end.
         del self._window[:-_CONTEXT]
         self._seen = len(self._tokenizer.decode(self._window, skip_special_tokens=False)) - pending
-
-
-def _first_turn(messages: Messages) -> int:
-    """The index of the first message that is not a system message."""
-    return next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
-
-
-def _plain(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it: content as one string, tool call arguments as objects."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages[{index}].role must be a string", "messages")
-    plain = {**message, "content": _plain_content(index, message.get("content"))}
-    if message.get("tool_calls"):
-        if not isinstance(message["tool_calls"], list):
-            raise InvalidRequest(f"messages[{index}].tool_calls must be a list", "messages")
-        plain["tool_calls"] = [_plain_call(index, call) for call in message["tool_calls"]]
-    return plain
-
-
-def _plain_content(index: int, content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts", "messages")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise InvalidRequest(
-                f"messages[{index}].content: part {kind!r} is not text; only text is served", "messages"
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _plain_call(index: int, call: object) -> dict[str, Any]:
-    """OpenAI sends arguments as a string of JSON; templates write them out themselves, from an object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise InvalidRequest(f"messages[{index}].tool_calls: each must be an object with a function", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(
-                f"messages[{index}].tool_calls: arguments are not JSON: {error}", "messages"
-            ) from error
-    return {**call, "function": {**function, "arguments": arguments}}

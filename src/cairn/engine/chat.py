@@ -1,0 +1,212 @@
+"""A chat on its way to the template: messages as templates expect them, and how they are marked.
+
+A marked copy has a character of its own at the start and at the end of each message's text, so that one rendering shows
+where all of them have come to stand.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cairn.engine.contract import Breakpoint, Pixels, TemplateValue
+from cairn.errors import InvalidRequest
+
+__all__ = ["Chat", "Mark", "Message", "behind_last_mark", "first_turn", "marked", "pictures", "plain", "unmarked"]
+
+Message = dict[str, Any]
+
+SYSTEM_ROLES = ("system", "developer")
+
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
+"""The private use plane A of Unicode: no text has a reason to hold any of it, and no template reads it."""
+_ANY_MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """All that a template is given. `messages` are in the form that `plain` makes."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
+
+    def beginning(self, count: int) -> "Chat":
+        """The first messages alone, with nothing behind them."""
+        return replace(self, messages=self.messages[:count], add_generation_prompt=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a mark stands for: `message` begins, or ends, or its part `part` ends there. `space`: the white space
+    between an end and the true end of the text, which some templates cut off."""
+
+    message: int
+    place: str
+    part: int | None = None
+    space: str = ""
+
+
+def first_turn(messages: Sequence[Message]) -> int:
+    """The index of the first message that is not a system message."""
+    return next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
+
+
+# -- the form that templates expect ------------------------------------------------------------------------------------
+
+
+def plain(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages as templates expect them: content as one string where it is text alone, tool call arguments as objects.
+
+    Raises InvalidRequest that names the message.
+    """
+    if not messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    return tuple(_plain(index, message) for index, message in enumerate(messages))
+
+
+def _plain(index: int, message: Message) -> Message:
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"messages[{index}].role must be a string", "messages")
+    plain = {**message, "content": _joined(_parts(index, message.get("content")))}
+    if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise InvalidRequest(f"messages[{index}].tool_calls must be a list", "messages")
+        plain["tool_calls"] = [_plain_call(index, call) for call in message["tool_calls"]]
+    return plain
+
+
+def _parts(index: int, content: object) -> str | list[Message]:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts", "messages")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "image" and isinstance(part.get("image"), Pixels):
+            parts.append({"type": "image"})
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise InvalidRequest(
+                f"messages[{index}].content: part {kind!r} is not text; only text is served", "messages"
+            )
+    return parts
+
+
+def _joined(parts: str | list[Message]) -> str | list[Message]:
+    """Text alone becomes one string: not every template takes parts."""
+    if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _plain_call(index: int, call: object) -> Message:
+    """OpenAI sends arguments as a string of JSON; templates write them out themselves, from an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise InvalidRequest(f"messages[{index}].tool_calls: each must be an object with a function", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"messages[{index}].tool_calls: arguments are not JSON: {error}", "messages"
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def pictures(messages: Sequence[Message]) -> list[Pixels]:
+    """The images of all messages, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    images = [part["image"] for part in parts if part.get("type") == "image" and "image" in part]
+    return [image for image in images if isinstance(image, Pixels)]
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+def marked(messages: Sequence[Message], breakpoints: Sequence[Breakpoint]) -> tuple[list[Message], dict[str, Mark]]:
+    """`messages`, as the client sent them, with marks in their texts (in the form that `plain` takes), and what each
+    mark stands for.
+
+    An assistant's text gets none at its start: templates look for the reasoning there.
+    """
+    marking = _Marking()
+    named = {(place.message, place.part) for place in breakpoints}
+    copies = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            parts = [{"type": "text", "text": content}]
+        else:
+            parts = list(content or ())
+        for number, part in enumerate(parts):
+            if not _has_text(part):
+                continue
+            start = Mark(index, "start") if number == 0 and message["role"] != "assistant" else None
+            end = Mark(index, "end") if number + 1 == len(parts) else None
+            if end is None and (index, number) in named and not _has_text(parts[number + 1]):
+                end = Mark(index, "part", number)
+            text = marking.mark(part["text"], start, end)
+            if number and (index, number - 1) in named:
+                # behind what joins them, which may be one token with the end of the part before
+                text = marking.next(Mark(index, "part", number - 1)) + text
+            parts[number] = {**part, "text": text}
+        copies.append({**message, "content": parts[0]["text"] if isinstance(content, str) else parts})
+    return copies, marking.marks
+
+
+class _Marking:
+    """Hands out marks, each of them once."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, Mark] = {}
+
+    def mark(self, text: str, start: Mark | None, end: Mark | None) -> str:
+        """The text with marks within the white space around it, which a template may cut off."""
+        lead = len(text) - len(text.lstrip())
+        bare = text.strip()
+        space = text[lead + len(bare) :]
+        before = "" if start is None else self.next(start)
+        after = "" if end is None else self.next(replace(end, space=space))
+        return text[:lead] + before + bare + after + space
+
+    def next(self, what: Mark) -> str:
+        """A character that stands for `what`; none when there are no more."""
+        if _FIRST_MARK + len(self.marks) > _LAST_MARK:
+            return ""
+        character = chr(_FIRST_MARK + len(self.marks))
+        self.marks[character] = what
+        return character
+
+
+def _has_text(part: Message) -> bool:
+    return part["type"] == "text" and bool(part["text"].strip())
+
+
+def unmarked(text: str) -> tuple[str, dict[str, list[int]]]:
+    """The text without marks, and where in it each of them has stood."""
+    pieces: list[str] = []
+    found: dict[str, list[int]] = {}
+    at = 0
+    for number, match in enumerate(_ANY_MARK.finditer(text)):
+        pieces.append(text[at : match.start()])
+        found.setdefault(match[0], []).append(match.start() - number)
+        at = match.end()
+    return "".join([*pieces, text[at:]]), found
+
+
+def behind_last_mark(text: str) -> str | None:
+    """What follows the last mark in `text`; None when there is none."""
+    for place in range(len(text) - 1, -1, -1):
+        if _FIRST_MARK <= ord(text[place]) <= _LAST_MARK:
+            return text[place + 1 :]
+    return None

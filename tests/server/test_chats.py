@@ -1,0 +1,165 @@
+"""Chats with tools, tool results, template settings and breakpoints, as clients and gateways send them."""
+
+import json
+
+import numpy as np
+import pytest
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+def refused(response):
+    """The error of a 400; the server must not have taken anything for it."""
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def text(part, **mark):
+    return {"type": "text", "text": part, **mark}
+
+
+@pytest.fixture
+def server(serve):
+    return serve()
+
+
+def ask(server, messages, **fields):
+    """The prompt that reached the engine as text, and its boundaries by the text that they end."""
+    response = server.post(PATH, {"messages": messages, "max_tokens": 1, **fields})
+    assert response.status_code == 200, response.text
+    request = server.requests[-1]
+    tokens = np.frombuffer(request.prompt, np.int64)
+    prompt = "".join(chr(token) if token < 256 else "|" for token in tokens)
+    return prompt, {prompt[: end.position]: (end.kind, end.hold_seconds) for end in request.boundaries}
+
+
+def test_tools_calls_and_results_are_part_of_the_prompt(server):
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "tool_call_id": "c1", "content": [text("4"), text("2")]},
+    ]
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tool_choice": None}):
+        prompt, ends = ask(server, messages, tools=[TOOL], **choice)
+        assert prompt.startswith(f"|tools\n{json.dumps([TOOL], sort_keys=True)}|")
+        assert '"arguments": "{\\"x\\": 1}"' in prompt and "|tool\n4\n2|" in prompt
+        assert [kind for kind, _ in ends.values()] == ["system_end"] + ["message_end"] * 3
+
+
+def test_tokenize_renders_the_same_chat(server):
+    fields = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}
+    prompt, _ = ask(server, [USER], **fields)
+    tokens = server.post("/tokenize", {"messages": [USER], **fields}).json()["tokens"]
+    assert len(tokens) == len(prompt) and prompt.endswith("<think>")
+
+
+def test_template_settings(server):
+    assert ask(server, [USER], chat_template_kwargs={"enable_thinking": True})[0].endswith("assistant\n<think>")
+    assert ask(server, [USER], chat_template_kwargs={"enable_thinking": False})[0].endswith("assistant\n")
+    assert ask(server, [USER], chat_template_kwargs={"enable_thinking": None, "reasoning_effort": "low"})
+    assert ask(server, [USER], chat_template_kwargs={}) == ask(server, [USER], chat_template_kwargs=None)
+
+
+def test_breakpoints_on_tools_system_messages_and_parts(server):
+    messages = [
+        {"role": "system", "content": [text("fixed", cache_control=HOUR), text("today")]},
+        {"role": "user", "content": [text("manual", cache_control={"type": "ephemeral"}), text("why?")]},
+        {"role": "assistant", "content": "because", "cache_control": {"type": "ephemeral", "ttl": "5m"}},
+        USER,
+    ]
+    marked = TOOL | {"cache_control": HOUR}
+    prompt, ends = ask(server, messages, tools=[marked])
+    assert {text.rpartition("|")[2] or text.split("|")[-2]: end for text, end in ends.items() if end[1]} == {
+        f"tools\n{json.dumps([TOOL], sort_keys=True)}": ("system_end", 3600),
+        "system\nfixed": ("breakpoint", 3600),
+        "user\nmanual": ("breakpoint", 300),
+        "assistant\nbecause": ("message_end", 300),
+    }
+    assert "cache_control" not in prompt and "ephemeral" not in prompt
+    without = [{"role": message["role"], "content": message["content"]} for message in messages]
+    for message in without[:2]:
+        message["content"] = [text(part["text"]) for part in message["content"]]
+    assert ask(server, without, tools=[TOOL])[0] == prompt
+
+
+def test_a_mark_within_a_function_counts_too(server):
+    marked = {"type": "function", "function": TOOL["function"] | {"cache_control": HOUR}}
+    prompt, ends = ask(server, [USER], tools=[marked])
+    assert ("system_end", 3600) in ends.values() and "cache_control" not in prompt
+
+
+def test_a_mark_on_the_last_part_is_on_the_message(server):
+    _, ends = ask(server, [{"role": "user", "content": [text("a"), text("b", cache_control=HOUR)]}])
+    assert list(ends.values()) == [("message_end", 3600)]
+
+
+def test_prompt_cache_key_changes_nothing(server):
+    assert ask(server, [USER], prompt_cache_key="agent 7") == ask(server, [USER], prompt_cache_key=None)
+    assert refused(server.post(PATH, {"messages": [USER], "prompt_cache_key": 5}))["param"] == "prompt_cache_key"
+    long = {"messages": [USER], "prompt_cache_key": "x" * 257}
+    assert refused(server.post(PATH, long))["param"] == "prompt_cache_key"
+    assert server.post("/v1/completions", {"prompt": "x", "prompt_cache_key": "k"}).status_code == 200
+
+
+def marked(mark):
+    return {"messages": [USER, {"role": "user", "content": [text("a"), text("b", cache_control=mark)]}]}
+
+
+EPHEMERAL = {"type": "ephemeral"}
+WRONG = [
+    ({"tools": [5]}, "tools", "tools[0]"),
+    ({"tools": [TOOL, {"type": "function"}]}, "tools", "tools[1]"),
+    ({"tools": [TOOL, TOOL | {"type": "retrieval"}]}, "tools", "tools[1]"),
+    ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "tools[0].function.name"),
+    ({"tools": [TOOL] * 1025}, "tools", "at most 1024"),
+    ({"tools": TOOL}, "tools", "tools"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "messages[0].tool_calls[0]"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL, "f"]}]}, "messages", "messages[1].tool_calls[1]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        "messages",
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 1025}]}, "messages.0.tool_calls", "at most 1024"),
+    ({"messages": [{"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages.0.tool_call_id", "tool_call_id"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "chat_template_kwargs.tokenize"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs", "enable_thinking must be true or"),
+    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs", "enable_thinking must be true or"),
+    ({"chat_template_kwargs": {"reasoning_effort": "x" * 65}}, "chat_template_kwargs", "at most 64 characters"),
+    ({"chat_template_kwargs": {"reasoning_effort": ["x"]}}, "chat_template_kwargs", "at most 64 characters"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "chat_template_kwargs"),
+    (marked("ephemeral"), "messages", "messages[1].content[1].cache_control must be"),
+    (marked({}), "messages", "messages[1].content[1].cache_control must be"),
+    (marked({"type": "persistent"}), "messages", "messages[1].content[1].cache_control must be"),
+    (marked(EPHEMERAL | {"ttl": "2h"}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
+    (marked(EPHEMERAL | {"ttl": 300}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
+    (marked(EPHEMERAL | {"ttl": ["5m"]}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
+    ({"messages": [USER | {"cache_control": 5}]}, "messages", "messages[0].cache_control must be"),
+    ({"tools": [TOOL | {"cache_control": 5}]}, "tools", "tools[0].cache_control must be"),
+    (
+        {"messages": [{"role": "user", "content": [text("", cache_control=EPHEMERAL), text("b")]}]},
+        "messages",
+        "messages[0].content[0].cache_control: an empty text",
+    ),
+    ({"messages": [USER | {"cache_control": EPHEMERAL}] * 5}, "messages", "messages[4].cache_control is one too many"),
+    (
+        {"messages": [USER | {"cache_control": EPHEMERAL}] * 2, "tools": [TOOL | {"cache_control": HOUR}] * 3},
+        "messages",
+        "messages[1].cache_control is one too many: at most 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"), WRONG, ids=[f"{i} {words}" for i, (_, _, words) in enumerate(WRONG)]
+)
+def test_what_is_wrong_is_named(server, fields, param, words):
+    error = refused(server.post(PATH, {"messages": [USER]} | fields))
+    assert error["param"] == param and words in error["message"]
+    assert server.requests == []
