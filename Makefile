@@ -7,9 +7,11 @@
 # TORCH_INSTALL_ARGS   what pip gets besides torch's version, e.g. an index with CPU builds: see README.md
 # SERVE_ARGS           more flags for `make serve`
 # TEST_ARGS            more arguments for pytest
+# TEST_WORKERS         processes that run tests at a time, 2 unless given; 0 runs all in one
 
 PYTHON ?= python3
 PORT ?= 8000
+TEST_WORKERS ?= 2
 TORCH_INSTALL_ARGS ?= -c constraints.txt
 
 VENV := .venv
@@ -27,7 +29,7 @@ RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 .PHONY: test test-long soak lint demo demo-pd serve benchmarks clean
 
 test: lint $(NIXL)
-	@$(RUN) -m pytest $(TEST_ARGS)
+	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
@@ -58,6 +60,9 @@ benchmarks: $(NIXL)
 	@$(RUN) -m benchmarks.pd_reproducer --json build/benchmarks/pd_reproducer.json --plot build/benchmarks/pd_reproducer.svg
 	@$(RUN) -m benchmarks.pd_handover --json build/benchmarks/pd_handover.json --plot build/benchmarks/pd_handover.svg
 	@$(RUN) -m benchmarks.pd_bandwidth --json build/benchmarks/pd_bandwidth.json --plot build/benchmarks/pd_bandwidth.svg
+	@$(RUN) -m benchmarks.incremental_images --json build/benchmarks/incremental_images.json \
+		--plot build/benchmarks/incremental_images.svg
+	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -44,13 +44,14 @@ ARROWS = MappingProxyType(
         "bench": (),
         "settings": (),
         "kv_settings": (),
+        "image_settings": (),
         "proxy_settings": ("cairn.settings",),
         "cli": ("cairn",),
         "__main__": ("cairn.cli",),
     }
 )
 
-SETTINGS = ("settings", "kv_settings", "proxy_settings")
+SETTINGS = ("settings", "kv_settings", "image_settings", "proxy_settings")
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")

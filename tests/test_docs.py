@@ -4,6 +4,7 @@ import argparse
 import re
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ByteSize
 
 from cairn import __version__
@@ -63,7 +64,8 @@ def in_words(default) -> tuple[str, ...]:
 def test_every_metric_is_described():
     stats = EngineStats(**{name: {"x": 1} for name, hint in EngineStats.__annotations__.items() if "dict" in str(hint)})
     config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
-    text = Metrics(build_fake_core(config).info, "m").exposition(stats).decode()
+    info = replace(build_fake_core(config).info, reads_images=True)
+    text = Metrics(info, "m").exposition(stats).decode()
     names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
     described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))
     assert described == names

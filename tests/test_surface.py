@@ -5,6 +5,7 @@ import importlib
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
 from cairn.engine.fake import build_fake_core
@@ -15,13 +16,14 @@ from cairn.server.metrics import Metrics
 from cairn.settings import add_flags
 
 FLAGS = """
---api-key --block-size --config --cpu-threads --disable-hybrid-kv-cache-manager --dtype --enable-prefix-caching
---enforce-eager --eviction --exact --gpu-memory-utilization --help --host --kv-cache-memory-bytes --kv-events-config
---kv-peer-allowlist --kv-secret-file --kv-transfer-config
---log-level --mamba-cache-mode --max-body-bytes --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
---no-disable-hybrid-kv-cache-manager --no-enable-prefix-caching --no-enforce-eager --no-exact --no-trust-remote-code
---port --request-timeout --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
---trust-remote-code
+--allowed-local-media-path --allowed-media-domains --api-key --block-size --config --cpu-threads
+--disable-hybrid-kv-cache-manager --dtype --enable-prefix-caching --enforce-eager --eviction --exact
+--gpu-memory-utilization --help --host --image-fetch-timeout --kv-cache-memory-bytes --kv-events-config
+--kv-peer-allowlist --kv-secret-file --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level
+--mamba-cache-mode --max-body-bytes --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens
+--max-num-seqs --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-prefix-caching
+--no-enforce-eager --no-exact --no-language-model-only --no-trust-remote-code --port --request-timeout --seed
+--served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size --trust-remote-code
 """
 
 PROXY_FLAGS = """
@@ -33,7 +35,8 @@ PROXY_FLAGS = """
 METRICS = """
 cairn:audits_total cairn:cached_pages cairn:checkpoints_evicted_total cairn:checkpoints_hit_total
 cairn:checkpoints_taken_total cairn:computed_prompt_tokens_total cairn:forward_passes_total cairn:free_pages
-cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_leases cairn:recomputed_tokens_total
+cairn:held_checkpoints cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_leases
+cairn:recomputed_tokens_total
 cairn:steps_total
 vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total vllm:inter_token_latency_seconds
 vllm:kv_cache_usage_perc vllm:num_preemptions_total vllm:num_requests_running vllm:num_requests_waiting
@@ -51,6 +54,10 @@ vllm:nixl_num_descriptors vllm:nixl_num_failed_transfers_total vllm:nixl_num_kv_
 vllm:nixl_xfer_time_seconds
 """
 
+IMAGE_METRICS = """
+cairn:image_bytes cairn:image_hits_total cairn:images_encoded_total
+"""
+
 PROXY_METRICS = """
 cairn_proxy:decode_only_total cairn_proxy:first_byte_seconds cairn_proxy:hints cairn_proxy:hints_sent_total
 cairn_proxy:hints_stored_total cairn_proxy:prefill_seconds cairn_proxy:request_seconds cairn_proxy:requests_total
@@ -61,15 +68,15 @@ EXPORTED = {
     "cairn": "__version__",
     "cairn.errors": "AuditError CairnError ConfigError EngineDead InvalidRequest ModelError NotFound "
     "Overloaded RequestError",
-    "cairn.types": "Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
-    "cairn.step": "Fork FromStep GRID Keep PageCopy Restore Row Sample SampleOnly SampledToken Save "
+    "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
+    "cairn.step": "Fork FromStep GRID Image Keep PageCopy Restore Row Sample SampleOnly SampledToken Save "
     "StepPlan StepResult",
     "cairn.cache.audit": "audit",
     "cairn.cache.checkpoint": "Checkpoint Kind Origin",
     "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
     "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile",
-    "cairn.cache.placement": "Align All Auto Junction Placement PromptFacts Wanted placement_for",
+    "cairn.cache.placement": "Align All Auto Junction Placement PromptFacts Wanted hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "Reason",
     "cairn.scheduler.books": "Books Counters SchedulerConfig",
@@ -80,9 +87,10 @@ EXPORTED = {
     "cairn.models.contract": "Family ModelFacts TensorLoader",
     "cairn.models.registry": "FAMILIES OpenModel ServedFamily family_of open_model",
     "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats FinishReason "
-    "GenerateOutput GenerateRequest KvEventsConfig KvTransferConfig RenderedPrompt TextStream TextTokenizer Timings "
-    "TransferReport",
+    "cairn.engine.contract": "Breakpoint CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats "
+    "FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
+    "MAX_BREAKPOINTS MAX_HOLD_SECONDS Pixels RenderedPrompt TemplateValue TextStream "
+    "TextTokenizer Timings TransferReport",
     "cairn.engine.core": "Core StepRunner",
     "cairn.engine.tokenizer": "IncrementalText ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
@@ -95,9 +103,11 @@ EXPORTED = {
     "cairn.proxy.run": "ProxyServer",
     "cairn.proxy_settings": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
     "cairn.server.app": "create_app",
-    "cairn.server.options": "ServerOptions",
+    "cairn.server.options": "ImageOptions ServerOptions",
     "cairn.server.run": "HttpServer",
     "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings parse_size size_in_bytes",
+    "cairn.image_settings": "MAX_IMAGES image_limit media_domains",
+    "cairn.server.images": "ImageParts pixels_of",
     "cairn.kv_settings": "KvEventsSettings KvTransferExtra KvTransferSettings SideChannel check_secret_file "
     "kv_events_settings kv_transfer_settings peer_names side_channel",
 }
@@ -134,6 +144,8 @@ def test_metrics():
     config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
     metrics = Metrics(build_fake_core(config).info, "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *TRANSFER_METRICS.split()}
+    metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, reads_images=True), "m")
+    assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *IMAGE_METRICS.split()}
 
 
 @pytest.mark.parametrize("module", EXPORTED)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cairn.proxy.options import ProxyOptions
     from cairn.proxy.run import ProxyServer
     from cairn.proxy_settings import ProxySettings
-    from cairn.server.options import ServerOptions
+    from cairn.server.options import ImageOptions, ServerOptions
     from cairn.server.run import HttpServer
     from cairn.settings import ServeSettings
 
@@ -182,6 +182,8 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         kv_events=_kv_events(settings),
         kv_transfer=_kv_transfer(settings),
         tensor_parallel_size=settings.tensor_parallel_size,
+        language_model_only=_image_options(settings).limit == 0,
+        mm_encoder_cache_bytes=int(settings.mm_encoder_cache_bytes),
     )
 
 
@@ -225,6 +227,20 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
     )
 
 
+def _image_options(settings: "ServeSettings") -> "ImageOptions":
+    from cairn.image_settings import image_limit, media_domains
+    from cairn.server.options import ImageOptions
+
+    limit = image_limit(settings.limit_mm_per_prompt)
+    return ImageOptions(
+        limit=0 if settings.language_model_only else limit,
+        domains=media_domains(settings.allowed_media_domains),
+        max_bytes=int(settings.max_image_bytes),
+        max_pixels=settings.max_image_pixels,
+        fetch_seconds=settings.image_fetch_timeout,
+    )
+
+
 def server_options(settings: "ServeSettings") -> "ServerOptions":
     from cairn.server.options import ServerOptions
 
@@ -238,6 +254,7 @@ def server_options(settings: "ServeSettings") -> "ServerOptions":
         max_body_bytes=int(settings.max_body_bytes),
         request_seconds=settings.request_timeout,
         shutdown_seconds=settings.shutdown_timeout,
+        images=_image_options(settings),
     )
 
 

@@ -64,6 +64,10 @@ def _list_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list) else value
 
 
+def _object_as_text(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
 Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
 
 
@@ -136,6 +140,24 @@ class ServeSettings(BaseSettings):
     kv_events_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", ...}'
     )
+    limit_mm_per_prompt: Annotated[str, BeforeValidator(_object_as_text)] | None = Field(
+        None, description='most images in one prompt, as vLLM\'s: {"image": 16}; 0 switches them off', max_length=4096
+    )
+    language_model_only: bool = Field(
+        False, description="leave the checkpoint's vision model unloaded: images are refused"
+    )
+    allowed_media_domains: Annotated[str, BeforeValidator(_list_as_text)] | None = Field(
+        None,
+        description="hosts that images may be fetched from: a,b or a JSON list; all that are public unless given",
+        max_length=_MAX_PEERS_TEXT,
+    )
+    allowed_local_media_path: str | None = Field(None, description="refused: images are never read from files")
+    image_fetch_timeout: float = Field(5.0, description="seconds that fetching one image may take", gt=0, le=3600)
+    max_image_bytes: Bytes = Field(ByteSize(16 << 20), description="largest image as it comes", validate_default=False)
+    max_image_pixels: int = Field(16 << 20, description="most pixels of one image", ge=1, le=20 << 20)
+    mm_encoder_cache_bytes: Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=0, le=_MAX_BYTES)] = Field(
+        ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False
+    )
     trust_remote_code: bool = Field(False, description="accepted and ignored: code of a checkpoint is never run")
     gpu_memory_utilization: float = Field(
         0.9, description="accepted and ignored: the pool is sized by --kv-cache-memory-bytes", gt=0, le=1
@@ -196,6 +218,8 @@ def _refuse_what_is_missing(settings: ServeSettings) -> None:
         raise ConfigError("MODEL is missing: name the checkpoint's folder, as in `cairn serve ./my-model`")
     if settings.disable_hybrid_kv_cache_manager:
         raise ConfigError("--disable-hybrid-kv-cache-manager: the cache is always a hybrid one; leave it out")
+    if settings.allowed_local_media_path is not None:
+        raise ConfigError("--allowed-local-media-path: images are never read from files; leave it out, send data URIs")
 
 
 def _read_file(path: Path) -> dict[str, Any]:

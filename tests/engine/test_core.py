@@ -15,7 +15,7 @@ from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
-from cairn.types import ManualClock
+from cairn.types import Boundary, ManualClock
 
 VOCAB = 128
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
@@ -163,7 +163,9 @@ def test_an_aborted_request_is_heard_of_no_more():
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": [5, VOCAB]}, "prompt", r"prompt\[1\] is 128"),
         ({"prompt": [-1]}, "prompt", r"prompt\[0\] is -1"),
-        ({"prompt": range(100), "boundaries": [101]}, "boundaries", "between 1 and 100"),
+        ({"prompt": range(100), "boundaries": [Boundary(101)]}, "boundaries", "between 1 and 100"),
+        ({"boundaries": [Boundary(p, hold_seconds=9) for p in range(1, 6)]}, "boundaries", "at most 4"),
+        ({"boundaries": [Boundary(5, hold_seconds=3601)]}, "boundaries", "at most 3600 seconds"),
         ({"prompt": [1] * 2000}, "prompt", "--max-model-len"),
         ({"prompt": [1] * 1999, "max_tokens": 2}, "max_tokens", "--max-model-len"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from cairn.engine.contract import TextTokenizer
+from cairn.engine.contract import RenderedPrompt, TextTokenizer
 from cairn.engine.tokenizer import IncrementalText, ModelTokenizer
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.make_tokenizer import make_tokenizer
@@ -33,6 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> ModelTokenizer:
     return ModelTokenizer(folder)
+
+
+def ends_of(rendered: RenderedPrompt) -> list[int]:
+    return [boundary.position for boundary in rendered.boundaries]
 
 
 def with_template(folder: Path, target: Path, template: str | None) -> ModelTokenizer:
@@ -145,29 +149,29 @@ def test_chat(tokenizer: ModelTokenizer) -> None:
     system = "<|im_start|>system\nYou answer briefly.<|im_end|>\n"
     user = "<|im_start|>user\nWhat is a cairn?<|im_end|>\n"
     assert tokenizer.decode(found.token_ids) == system + user + "<|im_start|>assistant\n"
-    assert [tokenizer.decode(found.token_ids[:end]) for end in found.boundaries] == [system, system + user]
+    assert [tokenizer.decode(found.token_ids[:end]) for end in ends_of(found)] == [system, system + user]
 
 
 def test_chat_without_generation_prompt(tokenizer: ModelTokenizer) -> None:
     found = tokenizer.render_chat([SYSTEM, USER, ASSISTANT], add_generation_prompt=False)
     assert tokenizer.decode(found.token_ids).endswith("assistant\nA heap of stones.<|im_end|>\n")
-    assert found.boundaries[-1] == len(found.token_ids)
-    assert len(found.boundaries) == 2
+    assert ends_of(found)[-1] == len(found.token_ids)
+    assert [end.kind for end in found.boundaries] == ["system_end", "message_end", "message_end"]
     alone = tokenizer.render_chat([SYSTEM], add_generation_prompt=False)
-    assert alone.boundaries == [len(alone.token_ids)]
+    assert ends_of(alone) == [len(alone.token_ids)]
 
 
 def test_next_turn_continues_at_the_last_boundary(tokenizer: ModelTokenizer) -> None:
     first = tokenizer.render_chat([SYSTEM, USER], tools=TOOLS)
     second = tokenizer.render_chat([SYSTEM, USER, ASSISTANT, USER], tools=TOOLS)
-    assert second.boundaries[0] == first.boundaries[0]
-    assert second.token_ids[: first.boundaries[-1]] == first.token_ids[: first.boundaries[-1]]
+    assert ends_of(second)[0] == ends_of(first)[0]
+    assert second.token_ids[: ends_of(first)[-1]] == first.token_ids[: ends_of(first)[-1]]
 
 
 def test_tools_belong_to_the_leading_segment(tokenizer: ModelTokenizer) -> None:
     for messages in ([SYSTEM, USER], [USER], [{"role": "developer", "content": "Be kind."}, USER]):
         found = tokenizer.render_chat(messages, tools=TOOLS)
-        lead = tokenizer.decode(found.token_ids[: found.boundaries[0]])
+        lead = tokenizer.decode(found.token_ids[: ends_of(found)[0]])
         assert lead.startswith("<|im_start|>system\n")
         assert '"name": "look_up"' in lead
         assert lead.endswith("<|im_end|>\n")
@@ -176,7 +180,7 @@ def test_tools_belong_to_the_leading_segment(tokenizer: ModelTokenizer) -> None:
 
 def test_chat_without_system_segment(tokenizer: ModelTokenizer) -> None:
     found = tokenizer.render_chat([USER])
-    assert [tokenizer.decode(found.token_ids[:end]) for end in found.boundaries] == [
+    assert [tokenizer.decode(found.token_ids[:end]) for end in ends_of(found)] == [
         "<|im_start|>user\nWhat is a cairn?<|im_end|>\n"
     ]
 
@@ -232,13 +236,7 @@ def test_refused_text(tokenizer: ModelTokenizer) -> None:
 
 
 def test_boundaries_that_are_no_exact_prefix_are_dropped(folder: Path, tmp_path: Path) -> None:
-    """A template that writes the number of messages first: no rendering of fewer messages begins the whole."""
-    template = (
-        "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '!' if add_generation_prompt }}"
-    )
-    found = with_template(folder, tmp_path / "a", template).render_chat([SYSTEM, USER])
-    assert len(found.boundaries) == 1  # of the last message; the system segment alone begins with 1, not 2
-    # the suffix melts into the last word, so that the text is a prefix and its tokens are not
+    """The suffix melts into the last word, so that the text is a prefix and its tokens are not."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'ef' if add_generation_prompt }}"
     melting = with_template(folder, tmp_path / "b", template)
     assert len(melting.encode("def")) == 1
@@ -253,7 +251,10 @@ def test_template_that_wants_a_user_message(folder: Path, tmp_path: Path) -> Non
     )
     found = with_template(folder, tmp_path / "copy", template)
     rendered = found.render_chat([SYSTEM, USER])
-    assert len(rendered.boundaries) == 1
+    assert [(end.kind, found.decode(rendered.token_ids[: end.position])) for end in rendered.boundaries] == [
+        ("system_end", "You answer briefly.<|im_end|>"),
+        ("message_end", "You answer briefly.<|im_end|>What is a cairn?<|im_end|>"),
+    ]
     with pytest.raises(InvalidRequest, match="no user message"):
         found.render_chat([USER, SYSTEM])
 

@@ -33,6 +33,7 @@ from cairn.engine.wire import (
     transfer_params,
 )
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded
+from cairn.types import Boundary
 
 
 def request(**fields):
@@ -43,7 +44,15 @@ def request(**fields):
 @pytest.mark.parametrize(
     "message",
     [
-        Submit(request(stop=["a", "ü"], seed=-(2**63), boundaries=[2, 5], cache_salt="s", temperature=0.5)),
+        Submit(
+            request(
+                stop=["a", "ü"],
+                seed=-(2**63),
+                boundaries=[Boundary(2, "system_end", 300), Boundary(5)],
+                cache_salt="s",
+                temperature=0.5,
+            )
+        ),
         Submit(request(kv_transfer_params=b'{"do_remote_decode":true}')),
         Abort("r"),
         StatsQuery(7),
@@ -143,7 +152,7 @@ def test_text_that_is_no_unicode_is_refused_where_it_is_made():
         ({"request_id": "x" * 257}, "request_id"),
         ({"stop": ["x"] * 1025}, "stop"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
-        ({"boundaries": [1] * 65537}, "boundaries"),
+        ({"boundaries": [Boundary(1)] * 65537}, "boundaries"),
         ({"kv_transfer_params": b" " * ((4 << 20) + 1)}, "kv_transfer_params"),
     ],
 )

@@ -14,6 +14,7 @@ from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.engine.fake import build_fake_core
 from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.engine.local import LocalEngine
+from cairn.server.images import ImageParts
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
 
@@ -24,7 +25,7 @@ class RunningServer:
     `requests`: all that the core has been asked, in order.
     """
 
-    def __init__(self, options=None, tokenizer=None, **config):
+    def __init__(self, options=None, tokenizer=None, images=ImageParts, **config):
         self.core = None
         self.requests = []
         self.code = None
@@ -32,6 +33,7 @@ class RunningServer:
         self._config = EngineConfig(**({"model": "fake"} | config))
         self._options = ServerOptions(**({"model_name": "fake", "version": "1.2.3", "port": 0} | (options or {})))
         self._tokenizer = tokenizer or FakeTokenizer()
+        self._images = images
         self._http = httpx.Client(timeout=10, verify=False)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -87,7 +89,7 @@ class RunningServer:
             return self.core
 
         self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(LocalEngine(self._config, build, self._tokenizer), self._options)
+        self._server = HttpServer(LocalEngine(self._config, build, self._tokenizer), self._options, self._images)
         self.code = await self._server.run(self._on_ready)
 
     def _on_ready(self, port):
@@ -164,3 +166,15 @@ def run_app():
     yield start
     for app in running:
         app.end()
+
+
+@pytest.fixture(scope="session")
+def running_server():
+    """The class, for fixtures that live longer than one test."""
+    return RunningServer
+
+
+@pytest.fixture(scope="session")
+def running_app():
+    """The class, for fixtures that live longer than one test."""
+    return RunningApp

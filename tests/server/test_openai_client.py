@@ -37,6 +37,7 @@ def test_the_second_time_says_what_was_cached(server):
         "reason": "never_seen",
         "received_tokens": 0,
         "prefill_cached_tokens": None,
+        "held_breakpoints": 0,
     }
     assert second.usage.prompt_tokens_details.cached_tokens == 10
     assert second.model_extra["cairn"]["cache"]["reason"] == "none"

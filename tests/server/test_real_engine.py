@@ -112,6 +112,7 @@ def test_a_second_identical_prompt_is_all_cached_and_runs_no_forward_pass(served
         "reason": "none",
         "received_tokens": 0,
         "prefill_cached_tokens": None,
+        "held_breakpoints": 0,
     }
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
 

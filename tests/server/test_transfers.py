@@ -68,6 +68,7 @@ def test_what_was_handed_over_goes_to_the_engine_as_it_came(serve, path, body):
         "received_tokens": prompt_tokens,
         "computed_tokens": 0,
         "prefill_cached_tokens": 0,
+        "held_breakpoints": 0,
         "reason": "none",
     }
     hint = {"engine": "fake-engine", "host": "localhost", "port": 5600}

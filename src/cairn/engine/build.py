@@ -9,6 +9,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Placement, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build_transfer import MakeLink, RankMemory, build_transfer, nixl_link
+from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.event_publisher import EventPublisher
@@ -20,6 +21,7 @@ from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import ConfigError
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Observe, Runner
+from cairn.runner.vision import open_vision
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.digest import layout_hash
@@ -57,6 +59,7 @@ def build_core(
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
+    image_keys = _image_keys(ranks.own, tokenizer)
     info = EngineInfo(
         model=config.model,
         architecture=opened.facts.model_type,
@@ -75,16 +78,27 @@ def build_core(
         enable_prefix_caching=placement is not None,
         exact=config.exact,
         tensor_parallel_size=config.tensor_parallel_size,
+        reads_images=image_keys is not None,
         side_channel=None if transfer is None else f"{transfer.host}:{transfer.side_port}",
     )
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
-    events = _events(publisher, layout, config.exact) if publisher is not None else None
+    events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    cache = PrefixCache(layout, num_pages, policy, events)
+    cache = PrefixCache(layout, num_pages, policy, events, clock)
     scheduling = _scheduling(config, max_model_len)
     scheduler = Scheduler(scheduling, cache, clock, None if transfer is None else transfer.transfers)
-    eos = opened.facts.eos_token_ids
-    return Core(info, scheduler, ranks.runner, tokenizer, eos, config.seed, transfer, publisher)
+    return Core(
+        info,
+        scheduler,
+        ranks.runner,
+        tokenizer,
+        opened.facts.eos_token_ids,
+        config.seed,
+        transfer=transfer,
+        events=publisher,
+        image_keys=image_keys,
+        image_counts=ranks.own.image_counts,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +113,13 @@ class _Ranks:
 def _build_ranks(
     config: EngineConfig, opened: OpenModel, layout: CacheLayout, num_pages: int, observe: Observe | None
 ) -> _Ranks:
-    tp_size, units = config.tensor_parallel_size, _model_units(opened)
+    tp_size, units, encoder_bytes = config.tensor_parallel_size, _model_units(opened), config.mm_encoder_cache_bytes
     extra = 0 if config.kv_transfer is None else staging_pages_for(units, geometry_of(layout, tp_size))
     if tp_size == 1:
+        vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
         model = opened.build(exact=config.exact)
-        runner = Runner(model, layout, num_pages, config.max_num_seqs, config.exact, observe, extra_pages=extra)
+        slots = config.max_num_seqs
+        runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.self_test()
         return _Ranks(runner, runner)
     services: tuple[RankService, ...] = ()
@@ -121,6 +137,7 @@ def _build_ranks(
             extra_pages=extra,
             step_seconds=_STEP_SECONDS,
             services=services,
+            encoder_bytes=None if config.language_model_only else encoder_bytes,
         ),
         observe,
     )
@@ -161,8 +178,15 @@ def _model_units(opened: OpenModel) -> ModelUnits:
     return ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
 
 
-def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool) -> BlockEvents:
-    return BlockEvents(layout.block_size, publisher.publish, exact, resumes_anywhere=layout.state_bytes == 0)
+def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool, contents: ImageKeys | None) -> BlockEvents:
+    anywhere = layout.state_bytes == 0
+    return BlockEvents(layout.block_size, publisher.publish, exact, resumes_anywhere=anywhere, contents=contents)
+
+
+def _image_keys(runner: Runner, tokenizer: ModelTokenizer) -> ImageKeys | None:
+    """None where the model, or this server of it, reads no images."""
+    token = tokenizer.image_token
+    return None if runner.vision is None or token is None else ImageKeys(token)
 
 
 def _placement(config: EngineConfig) -> Placement | None:

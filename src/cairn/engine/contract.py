@@ -7,13 +7,19 @@
 asynchronous face. All records are msgspec structs, so the process wire is their msgpack form and nothing else.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from cairn.types import Boundary
+
 __all__ = [
+    "MAX_BREAKPOINTS",
+    "MAX_HOLD_SECONDS",
+    "Breakpoint",
     "CacheReport",
     "EngineClient",
     "EngineConfig",
@@ -23,9 +29,12 @@ __all__ = [
     "FinishReason",
     "GenerateOutput",
     "GenerateRequest",
+    "ImageInput",
     "KvEventsConfig",
     "KvTransferConfig",
+    "Pixels",
     "RenderedPrompt",
+    "TemplateValue",
     "TextStream",
     "TextTokenizer",
     "Timings",
@@ -33,6 +42,12 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_BREAKPOINTS = 4
+"""Places that one request may have held, as at Anthropic."""
+
+MAX_HOLD_SECONDS = 3600
+"""The longest that a place may be held without being used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +89,11 @@ class KvTransferConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that building an engine takes. Sizes in bytes and tokens; `seed` is the default of unseeded sampling."""
+    """All that building an engine takes. Sizes in bytes and tokens; `seed` is the default of unseeded sampling.
+
+    `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
+    of encoded images that are kept.
+    """
 
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -92,13 +111,40 @@ class EngineConfig:
     kv_events: KvEventsConfig | None = None
     kv_transfer: KvTransferConfig | None = None
     tensor_parallel_size: int = 1
+    language_model_only: bool = False
+    mm_encoder_cache_bytes: int = 256 << 20
+
+
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt: tokens [start, start + length) are its placeholders, one for each merged patch of `grid`
+    (patches in time, height and width).
+
+    `digest`: sha256 over pixels, size and processor settings. `rgb`: uint8 [height, width, 3], in row order.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    grid: tuple[int, int, int]
+    width: int
+    height: int
+    rgb: bytes
+
+
+class Pixels(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded image on its way to a prompt. `rgb`: uint8 [height, width, 3], in row order."""
+
+    width: int
+    height: int
+    rgb: bytes
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to be continued.
 
     `prompt` is the token ids as raw little-endian int64. `max_tokens` None means as many as fit. `boundaries` are
-    the token positions at which the leading system segment and the last message end, ascending, each in 1..n.
+    the places at which the leading system segment, messages and images end, and where clients have put breakpoints:
+    ascending, each position in 1..n.
     `seed` None lets the engine choose one. `kv_transfer_params`: that JSON object of the request's body as it came;
     the engine alone knows what it may say, and refuses what it may not.
     """
@@ -114,7 +160,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     cache_salt: str | None = None
-    boundaries: list[int] = []
+    boundaries: list[Boundary] = []
+    images: list[ImageInput] = []
     kv_transfer_params: bytes | None = None
 
 
@@ -125,6 +172,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     `computed_tokens`: prompt tokens that went through the model, recomputation after preemption included;
     `reason`: why `cached_tokens` is not more, a name of `cairn.cache.reasons.Reason`. `received_tokens`: tokens on top
     of `cached_tokens` that came from another server; `prefill_cached_tokens`: what that server said it had cached.
+    `held_breakpoints`: how many of the client's breakpoints have a checkpoint that is held for it.
     """
 
     prompt_tokens: int
@@ -134,6 +182,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     received_tokens: int = 0
     prefill_cached_tokens: int | None = None
+    held_breakpoints: int = 0
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +227,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What was built: constant for the engine's life. `num_pages` of `page_bytes` each are the whole pool.
 
     `min_cacheable_tokens`: a prompt shorter than this cannot be hit. `side_channel`: where other servers ask for
-    pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank.
+    pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank. `reads_images`: a
+    vision model is loaded.
     """
 
     model: str
@@ -199,15 +249,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool
     tensor_parallel_size: int = 1
     side_channel: str | None = None
+    reads_images: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment.
 
-    `held_pages`: pages that open leases refer to; `cached_pages`: pages that only the tree refers to. The prefix
+    `held_pages`: pages that open leases refer to; `cached_pages`: pages that only the tree refers to;
+    `held_checkpoints`: those that clients hold. The prefix
     cache counters are in prompt tokens. `reasons`: requests by miss reason. `lost_tokens`: prompt tokens not cached,
     by the same reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was
     recounted and found right.
+
+    `images_encoded`: images that went through the vision model; `image_hits`: how often one had been kept instead;
+    `image_bytes`: what is kept of them.
 
     Transfers: `external_prefix_cache_queries` and `_hits` are prompt tokens asked of other servers and received from
     them. `leased_pages`: held for other servers; `quarantined_pages`: given up, but a late write may still come.
@@ -220,6 +275,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int = 0
     held_pages: int = 0
     cached_pages: int = 0
+    held_checkpoints: int = 0
     open_leases: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -244,13 +300,31 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_transfers: int = 0
     expired_leases: int = 0
     side_channel_dropped: int = 0
+    images_encoded: int = 0
+    image_hits: int = 0
+    image_bytes: int = 0
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat as token ids, with the positions at which messages end (see `GenerateRequest.boundaries`)."""
+    """A chat as token ids, with the places at which messages end (see `GenerateRequest.boundaries`), and its images
+    in order."""
 
     token_ids: list[int]
-    boundaries: list[int]
+    boundaries: list[Boundary]
+    images: list[ImageInput] = []
+
+
+TemplateValue: TypeAlias = str | int | float | bool | None
+
+
+class Breakpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in a chat that its client wants held for `seconds` after each use: the end of part `part` of the content
+    of message `message`, which is not its last; with part None that of the whole message, and with message None that
+    of the tools."""
+
+    message: int | None = None
+    part: int | None = None
+    seconds: int
 
 
 class TextStream(Protocol):
@@ -268,6 +342,12 @@ class TextStream(Protocol):
 class TextTokenizer(Protocol):
     """Text to token ids and back."""
 
+    @property
+    def image_markers(self) -> tuple[str, ...]:
+        """The texts that a chat template writes for images and that nobody else may write; empty where the model reads
+        text alone."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -278,8 +358,12 @@ class TextTokenizer(Protocol):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        breakpoints: Sequence[Breakpoint] = (),
     ) -> RenderedPrompt:
-        """The chat template applied. Raises InvalidRequest when the template refuses the messages."""
+        """The chat template applied, `template_kwargs` among its variables. Content is text, or parts `{"type": "text",
+        "text": ...}` and `{"type": "image", "image": Pixels}`. Raises InvalidRequest when the template refuses the
+        messages."""
         ...
 
     def stream(self) -> TextStream: ...

@@ -11,6 +11,7 @@ import numpy as np
 
 from cairn.cache.audit import audit
 from cairn.cache.lease import Namespace
+from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
     EngineInfo,
     EngineStats,
@@ -20,14 +21,14 @@ from cairn.engine.contract import (
     TextStream,
     TextTokenizer,
 )
-from cairn.engine.core_report import cache_report, engine_stats, timings
+from cairn.engine.core_report import ImageCounts, cache_report, engine_stats, timings, with_images
 from cairn.engine.kv_transfer import KvTransfer, Terms, report, terms_of
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, InvalidRequest
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
-from cairn.step import StepPlan, StepResult
+from cairn.step import Image, StepPlan, StepResult
 from cairn.types import RequestId, SamplingParams
 
 __all__ = ["Core", "StepRunner"]
@@ -81,7 +82,8 @@ class Core:
     """Implements `EngineCore`: joins scheduler, runner and tokenizer, one thread only.
 
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
-    `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end.
+    `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end. `image_keys`:
+    None for a model that reads no images; `image_counts`: what its vision model has done.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class Core:
         seed: int,
         transfer: KvTransfer | None = None,
         events: StepEvents | None = None,
+        image_keys: ImageKeys | None = None,
+        image_counts: ImageCounts | None = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
@@ -105,6 +109,8 @@ class Core:
         self._audits = 0
         self._transfer = transfer
         self._events = events
+        self._image_keys = image_keys
+        self._image_counts = image_counts
 
     @property
     def info(self) -> EngineInfo:
@@ -131,7 +137,12 @@ class Core:
             raise InvalidRequest(
                 f"prompt[{place}] is {keys[place]}; token ids go from 0 to {self._info.vocab_size - 1}", "prompt"
             )
-        if any(not 1 <= position <= len(keys) for position in request.boundaries):
+        images: tuple[Image, ...] = ()
+        if request.images:
+            if self._image_keys is None:
+                raise InvalidRequest("images: this model, or this server, reads no images", "images")
+            keys, images = self._image_keys.put_in(keys, request.images)
+        if any(not 1 <= boundary.position <= len(keys) for boundary in request.boundaries):
             raise InvalidRequest(f"boundaries must lie between 1 and {len(keys)}", "boundaries")
         room = self._scheduler.max_tokens_for(len(keys))
         seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
@@ -144,6 +155,7 @@ class Core:
             stop_token_ids=stops if request.ignore_eos else stops | self._eos,
             namespace=Namespace(cache_salt=request.cache_salt),
             boundaries=tuple(request.boundaries),
+            images=images,
             source=terms.source,
             hand_over=terms.hand_over,
         )
@@ -241,4 +253,5 @@ class Core:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and gauges of this moment."""
-        return engine_stats(self._scheduler.books, self._transfer, self._runner.forward_passes, self._audits)
+        stats = engine_stats(self._scheduler.books, self._transfer, self._runner.forward_passes, self._audits)
+        return stats if self._image_counts is None else with_images(stats, self._image_counts)

@@ -1,12 +1,16 @@
 """The core's books as records for the client: one request's, and the engine's."""
 
+from typing import Protocol
+
+import msgspec
+
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import CacheReport, EngineStats, Timings
 from cairn.engine.kv_transfer import KvTransfer
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
 
-__all__ = ["cache_report", "engine_stats", "timings"]
+__all__ = ["ImageCounts", "cache_report", "engine_stats", "timings", "with_images"]
 
 
 def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int, audits: int) -> EngineStats:
@@ -20,6 +24,7 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         free_pages=cache.pool.num_free,
         held_pages=held,
         cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
+        held_checkpoints=len(cache.residents.held),
         open_leases=len(cache.leases),
         prefix_cache_queries=cache.counters.queries,
         prefix_cache_hits=cache.counters.hits,
@@ -47,6 +52,20 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
     )
 
 
+class ImageCounts(Protocol):
+    """What a vision model has done: `cairn.runner.vision.EncoderCounters`."""
+
+    encodes: int
+    hits: int
+    kept_bytes: int
+
+
+def with_images(stats: EngineStats, counts: ImageCounts) -> EngineStats:
+    return msgspec.structs.replace(
+        stats, images_encoded=counts.encodes, image_hits=counts.hits, image_bytes=counts.kept_bytes
+    )
+
+
 def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheReport | None:
     """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`."""
     first = request.first
@@ -59,6 +78,7 @@ def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheRe
         computed_tokens=request.num_prompt_computed,
         reason=first.reason.value,
         received_tokens=first.received,
+        held_breakpoints=len(first.held),
         prefill_cached_tokens=None if request.remote_failed else prefill_cached_tokens,
     )
 

@@ -1,11 +1,15 @@
 """A tokenizer in memory: one token per UTF-8 byte, and three special ones."""
 
 import codecs
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from cairn.engine.contract import RenderedPrompt, TextStream
+from cairn.engine.contract import Breakpoint, ImageInput, Pixels, RenderedPrompt, TemplateValue, TextStream
 from cairn.errors import InvalidRequest
+from cairn.types import Boundary, BoundaryKind
 
 __all__ = ["END_OF_SEQUENCE", "FAKE_VOCAB_SIZE", "FakeTokenizer", "load_fake_tokenizer"]
 
@@ -26,8 +30,46 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
+class _FakeChat:
+    """A chat as it is written."""
+
+    def __init__(self, image: Callable[[int, Pixels], ImageInput], holds: dict[tuple[int | None, int | None], int]):
+        self.token_ids: list[int] = []
+        self.boundaries: list[Boundary] = []
+        self.images: list[ImageInput] = []
+        self._image = image
+        self._holds = holds
+
+    def write(self, role: str, content: Any, index: int | None, kind: BoundaryKind, calls: Any = None) -> None:
+        self.token_ids += [_MESSAGE_START, *f"{role}\n".encode()]
+        parts: list[dict[str, Any]] = [{"text": content}] if isinstance(content, str) else content
+        for number, part in enumerate(parts):
+            if "text" in part:
+                after_text = number and "text" in parts[number - 1]
+                self.token_ids += (("\n" if after_text else "") + part["text"]).encode()
+            else:
+                self.images.append(self._image(len(self.token_ids), part["image"]))
+                self.token_ids += [0] * self.images[-1].length
+            if (index, number) in self._holds:
+                self.boundaries.append(Boundary(len(self.token_ids), "breakpoint", self._holds[index, number]))
+        if calls:
+            self.token_ids += json.dumps(calls, sort_keys=True).encode()
+        self.token_ids.append(_MESSAGE_END)
+        self.boundaries.append(Boundary(len(self.token_ids), kind, self._holds.get((index, None), 0)))
+
+
 class FakeTokenizer:
-    """Bytes as tokens; a chat is `<start>role newline content<end>` per message."""
+    """Bytes as tokens; a chat is `<start>role newline content<end>` per message, tools before all of them.
+
+    With `image_tokens` it takes images, too, each as so many tokens 0, whatever its size.
+    """
+
+    def __init__(self, image_tokens: int = 0) -> None:
+        self._image_tokens = image_tokens
+
+    @property
+    def image_markers(self) -> tuple[str, ...]:
+        return ("\0",) if self._image_tokens else ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -41,21 +83,34 @@ class FakeTokenizer:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        breakpoints: Sequence[Breakpoint] = (),
     ) -> RenderedPrompt:
+        chat = _FakeChat(self._image, {(point.message, point.part): point.seconds for point in breakpoints})
         if tools:
-            raise InvalidRequest("this chat template has no place for tools", "tools")
-        token_ids: list[int] = []
-        boundaries: list[int] = []
+            chat.write("tools", json.dumps(list(tools), sort_keys=True), None, "system_end")
         for i, message in enumerate(messages):
-            if message["role"] not in ("system", "user", "assistant"):
-                raise InvalidRequest(f"this chat template does not know the role {message['role']!r}", "messages")
-            text = f"{message['role']}\n{message['content']}"
-            token_ids += [_MESSAGE_START, *text.encode(), _MESSAGE_END]
-            if i == len(messages) - 1 or (i == 0 and message["role"] == "system"):
-                boundaries.append(len(token_ids))
+            role = message["role"]
+            if role not in ("system", "user", "assistant", "tool"):
+                raise InvalidRequest(f"this chat template does not know the role {role!r}", "messages")
+            kind: BoundaryKind = "system_end" if i == 0 and role == "system" else "message_end"
+            chat.write(role, message["content"], i, kind, message.get("tool_calls"))
         if add_generation_prompt:
-            token_ids += [_MESSAGE_START, *b"assistant\n"]
-        return RenderedPrompt(token_ids=token_ids, boundaries=boundaries)
+            chat.token_ids += [_MESSAGE_START, *b"assistant\n"]
+            if template_kwargs.get("enable_thinking"):
+                chat.token_ids += b"<think>"
+        return RenderedPrompt(token_ids=chat.token_ids, boundaries=chat.boundaries, images=chat.images)
+
+    def _image(self, start: int, pixels: Pixels) -> ImageInput:
+        return ImageInput(
+            start=start,
+            length=self._image_tokens,
+            digest=hashlib.sha256(f"{pixels.width}x{pixels.height}:".encode() + pixels.rgb).digest(),
+            grid=(1, 1, self._image_tokens),
+            width=pixels.width,
+            height=pixels.height,
+            rgb=pixels.rgb,
+        )
 
     def stream(self) -> TextStream:
         return _ByteStream()

@@ -20,7 +20,7 @@ __all__ = ["TransferLoop"]
 
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
-_LINGERING_SECONDS = 0.02
+_LINGERING_SECONDS = 0.05
 _STOP_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,12 @@ class TransferLoop:
 
     def turn(self, seconds: float | None = 0.0) -> None:
         """Wait for at most `seconds` (None: for ever) for something to do, and do it."""
-        for incoming in self._channel.receive(seconds):
-            self._take(incoming)
+        heard = self._channel.receive(seconds)
+        # An offer is in the queue before anybody is told of it, so before its claim: the claim must find it.
         while not self._port.commands.empty():
             self._carry_out(self._port.commands.get_nowait())
+        for incoming in heard:
+            self._take(incoming)
         events = self._connector.events()
         for event in events:
             self._port.happened.put(event)

@@ -12,7 +12,15 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from cairn.engine.contract import EngineConfig, EngineInfo, EngineStats, GenerateOutput, GenerateRequest
+from cairn.engine.contract import (
+    MAX_BREAKPOINTS,
+    MAX_HOLD_SECONDS,
+    EngineConfig,
+    EngineInfo,
+    EngineStats,
+    GenerateOutput,
+    GenerateRequest,
+)
 from cairn.errors import (
     ConfigError,
     EngineDead,
@@ -225,6 +233,11 @@ def check_request(request: GenerateRequest) -> None:
     ):
         if len(values) > limit:
             raise InvalidRequest(f"{name} has {len(values)} entries; at most {limit} are taken", name)
+    holds = sum(boundary.hold_seconds > 0 for boundary in request.boundaries)
+    if holds > MAX_BREAKPOINTS:
+        raise InvalidRequest(f"{holds} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries")
+    if any(not 0 <= boundary.hold_seconds <= MAX_HOLD_SECONDS for boundary in request.boundaries):
+        raise InvalidRequest(f"boundaries can be held for at most {MAX_HOLD_SECONDS} seconds", "boundaries")
     size = len(request.kv_transfer_params or b"")
     if size > _MAX_TRANSFER_PARAMS:
         raise InvalidRequest(

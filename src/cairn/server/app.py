@@ -39,7 +39,7 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
             reporting.cancel()
             with suppress(asyncio.CancelledError):
                 await reporting
-            service.close()
+            await service.aclose()
 
     app = FastAPI(
         title="cairn",

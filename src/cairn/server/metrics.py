@@ -62,6 +62,11 @@ _TRANSFER_COUNTERS = (
     ("vllm:nixl_num_kv_expired_reqs", "expired_leases", "Prefilled prompts that nobody fetched in time."),
     ("cairn:side_channel_dropped", "side_channel_dropped", "Frames on the side channel that were no valid record."),
 )
+# Only where there is a vision model.
+_IMAGE_COUNTERS = (
+    ("cairn:images_encoded", "images_encoded", "Images that went through the vision model."),
+    ("cairn:image_hits", "image_hits", "How often an image was found encoded, in the steps that needed it."),
+)
 _COUNTERS_BY = (
     ("cairn:miss_requests", "reason", "reasons", "Requests by why their cached part was not longer."),
     ("cairn:lost_tokens", "reason", "lost_tokens", "Prompt tokens that were not cached, by why."),
@@ -72,6 +77,7 @@ _COUNTERS_BY = (
 _GAUGES = (
     ("vllm:num_requests_running", "num_running", "Requests being computed."),
     ("vllm:num_requests_waiting", "num_waiting", "Requests waiting for their turn."),
+    ("cairn:held_checkpoints", "held_checkpoints", "Checkpoints that clients hold with cache_control."),
     ("cairn:held_pages", "held_pages", "Pages that running requests refer to."),
     ("cairn:cached_pages", "cached_pages", "Pages that only the cache refers to."),
     ("cairn:free_pages", "free_pages", "Pages that nobody refers to."),
@@ -82,6 +88,7 @@ _TRANSFER_GAUGES = (
     ("cairn:quarantined_pages", "quarantined_pages", "Pages given up into which a late write may still come."),
     ("cairn:open_transfers", "open_transfers", "Transfers from other servers that are under way."),
 )
+_IMAGE_GAUGES = (("cairn:image_bytes", "image_bytes", "Bytes of encoded images that are kept."),)
 
 
 class _EngineCollector(Collector):
@@ -95,7 +102,9 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         stats, labels = self.stats, self._labels
         joined = self._info.side_channel is not None
-        for name, field, text in (*_COUNTERS, *(_TRANSFER_COUNTERS if joined else ())):
+        sees = self._info.reads_images
+        transfers, images = _TRANSFER_COUNTERS if joined else (), _IMAGE_COUNTERS if sees else ()
+        for name, field, text in (*_COUNTERS, *transfers, *images):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, getattr(stats, field))
             yield counter
@@ -104,7 +113,7 @@ class _EngineCollector(Collector):
             for key, value in sorted(getattr(stats, field).items()):
                 counter.add_metric((*labels, key), value)
             yield counter
-        for name, field, text in (*_GAUGES, *(_TRANSFER_GAUGES if joined else ())):
+        for name, field, text in (*_GAUGES, *(_TRANSFER_GAUGES if joined else ()), *(_IMAGE_GAUGES if sees else ())):
             yield self._gauge(name, text, getattr(stats, field))
         usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages that running requests hold, 0 to 1.", usage)

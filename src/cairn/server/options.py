@@ -1,8 +1,32 @@
 """What the HTTP room needs to know besides the engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["ServerOptions"]
+__all__ = ["ImageOptions", "ServerOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOptions:
+    """What images may be and where they may come from. Sizes in bytes and pixels, times in seconds.
+
+    `limit`: images in one prompt. `domains`: hosts that are fetched from; None for all that are public. `max_bytes`,
+    `max_pixels`: of one image as it comes, and decoded. `max_request_bytes`, `max_request_pixels`: of all of a
+    request's together; decoded, they have to fit one message to the engine. `fetch_seconds`: for one image, redirects
+    included. `decode_seconds`: for one image, from the moment a thread has taken it. `max_fetches`, `decoders`: how
+    many are fetched and decoded at once.
+    """
+
+    limit: int = 16
+    domains: tuple[str, ...] | None = None
+    max_bytes: int = 16 << 20
+    max_pixels: int = 16 << 20
+    max_request_bytes: int = 64 << 20
+    max_request_pixels: int = 20 << 20
+    fetch_seconds: float = 5.0
+    decode_seconds: float = 10.0
+    max_redirects: int = 3
+    max_fetches: int = 16
+    decoders: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +49,4 @@ class ServerOptions:
     request_seconds: float = 3600.0
     shutdown_seconds: float = 30.0
     log_seconds: float = 10.0
+    images: ImageOptions = field(default_factory=ImageOptions)

@@ -1,24 +1,33 @@
 """From a request body to the engine's request: text to tokens, defaults, and checks against what is served."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cairn.engine.contract import GenerateRequest
+from cairn.engine.contract import GenerateRequest, ImageInput
 from cairn.errors import InvalidRequest, NotFound
-from cairn.server.requests import ChatRequest, CompletionRequest, Message, SamplingFields, refuse_unsupported
+from cairn.server.messages import Conversation, breakpoints_of, check_text, conversation
+from cairn.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    TemplateFields,
+    refuse_unsupported,
+)
 from cairn.server.service import Service
 from cairn.server.transfers import transfer_params
+from cairn.types import Boundary
 
 __all__ = [
     "Prompt",
     "chat_prompt",
     "check_model",
-    "check_text",
     "completion_prompt",
+    "conversation_of",
     "engine_request",
-    "messages_for",
     "valid_tokens",
 ]
 
@@ -28,11 +37,12 @@ _COMPLETION_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids, with the positions at which its messages end. `field`: where the client put it."""
+    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it."""
 
     field: str
     token_ids: list[int]
-    boundaries: list[int]
+    boundaries: list[Boundary]
+    images: Sequence[ImageInput] = ()
 
 
 def check_model(service: Service, model: str | None) -> None:
@@ -76,43 +86,17 @@ async def completion_prompt(service: Service, body: CompletionRequest) -> Prompt
 
 
 async def chat_prompt(service: Service, body: ChatRequest) -> Prompt:
-    messages = messages_for(body.messages)
-    rendered = await service.render_chat(messages, body.add_generation_prompt is not False)
-    return Prompt("messages", rendered.token_ids, rendered.boundaries)
+    if body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest("tool_choice is not supported yet but for auto and none: leave it out", "tool_choice")
+    rendered = await service.render_chat(await conversation_of(service, body, body.messages))
+    return Prompt("messages", rendered.token_ids, rendered.boundaries, rendered.images)
 
 
-def messages_for(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them, their content as text. Raises InvalidRequest naming the part."""
-    return [
-        {"role": message.role, "content": _content(message, f"messages[{i}]")}
-        | ({} if message.name is None else {"name": message.name})
-        for i, message in enumerate(messages)
-    ]
-
-
-def _content(message: Message, where: str) -> str:
-    if message.tool_calls:
-        raise InvalidRequest(f"{where}.tool_calls is not supported yet: leave it out", "messages")
-    content = message.content
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return check_text(content, f"{where}.content", "messages")
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where}.content must be text or a list of text parts", "messages")
-    for j, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}.content[{j}] is no text part; only text is supported yet", "messages")
-    return "\n".join(check_text(part["text"], f"{where}.content", "messages") for part in content)
-
-
-def check_text(text: str, where: str, param: str) -> str:
-    """The same text. Raises InvalidRequest for half a surrogate pair: JSON can spell it, no tokenizer can read it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{where} is not valid Unicode: {error.reason}, character {error.start}", param) from None
-    return text
+async def conversation_of(service: Service, body: TemplateFields, messages: list[Message]) -> Conversation:
+    """The chat with every image fetched and decoded. Raises InvalidRequest naming the part."""
+    breakpoints = breakpoints_of(body, messages)
+    decoded = await service.images.decoded(messages, service.engine.tokenizer.image_markers)
+    return conversation(body, decoded, breakpoints)
 
 
 def engine_request(service: Service, body: SamplingFields, prompt: Prompt, request_id: str) -> GenerateRequest:
@@ -135,6 +119,7 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
         ignore_eos=bool(body.ignore_eos),
         cache_salt=body.cache_salt,
         boundaries=prompt.boundaries,
+        images=list(prompt.images),
         kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
     )
 

@@ -18,6 +18,7 @@ __all__ = [
     "Message",
     "SamplingFields",
     "StreamOptions",
+    "TemplateFields",
     "TokenizeRequest",
     "refuse_unsupported",
 ]
@@ -25,6 +26,7 @@ __all__ = [
 _INT64 = 1 << 63
 _MAX_TOKENS = (1 << 31) - 1
 _MAX_MESSAGES = 16_384
+_MAX_TOOLS = 1024
 
 _NEUTRAL = MappingProxyType(
     {
@@ -109,6 +111,7 @@ class SamplingFields(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
 
 
@@ -120,25 +123,40 @@ class CompletionRequest(SamplingFields):
 
 
 class Message(BaseModel):
-    """One message of a chat. `content`: text, or a list of text parts."""
+    """One message of a chat. `content`: text, or a list of parts. `reasoning`: another name of `reasoning_content`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str = Field(min_length=1, max_length=64)
     content: Any = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: list[Any] | None = None
+    tool_calls: list[Any] | None = Field(None, max_length=_MAX_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning_content: Any = None
+    reasoning: Any = None
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(BaseModel):
+    """What goes into a chat's prompt besides its messages."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    add_generation_prompt: bool | None = True
+    tools: list[Any] | None = Field(None, max_length=_MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(SamplingFields, TemplateFields):
     """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
-    add_generation_prompt: bool | None = True
+    tool_choice: Any = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize: either `prompt` or `messages`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -147,7 +165,6 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=_MAX_MESSAGES)
     add_special_tokens: bool | None = True
-    add_generation_prompt: bool | None = True
 
 
 class DetokenizeRequest(BaseModel):

@@ -10,14 +10,14 @@ from cairn.engine.contract import GenerateRequest
 from cairn.errors import InvalidRequest
 from cairn.server.answers import ChatShape, CompletionShape
 from cairn.server.generate import Deadline, Job, respond
+from cairn.server.messages import check_text
 from cairn.server.prompts import (
     Prompt,
     chat_prompt,
     check_model,
-    check_text,
     completion_prompt,
+    conversation_of,
     engine_request,
-    messages_for,
     valid_tokens,
 )
 from cairn.server.requests import (
@@ -91,8 +91,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceOfApp) -> dict[str, An
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     if body.messages is not None:
-        messages = messages_for(body.messages)
-        tokens = (await service.render_chat(messages, body.add_generation_prompt is not False)).token_ids
+        tokens = (await service.render_chat(await conversation_of(service, body, body.messages))).token_ids
     else:
         prompt = check_text(body.prompt or "", "prompt", "prompt")
         tokens = await service.encode(prompt, body.add_special_tokens is not False)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from cairn.engine.contract import EngineClient
 from cairn.http.listening import first_of, listen, until_started, web_server
 from cairn.server.app import create_app
+from cairn.server.images import ImageParts
 from cairn.server.log_lines import start_lines
-from cairn.server.options import ServerOptions
+from cairn.server.options import ImageOptions, ServerOptions
 from cairn.server.service import Service
 
 __all__ = ["HttpServer"]
@@ -21,8 +22,12 @@ logger = logging.getLogger(__name__)
 class HttpServer:
     """Serves one engine over HTTP. `drain` and `abandon` are for the event loop's own thread (signal handlers)."""
 
-    def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
+    def __init__(
+        self, engine: EngineClient, options: ServerOptions, images: Callable[[ImageOptions], ImageParts] = ImageParts
+    ) -> None:
+        """`images`: what reads the images of requests."""
         self._engine = engine
+        self._images = images
         self._options = options
         self._draining = asyncio.Event()
         self._abandoned = asyncio.Event()
@@ -63,7 +68,7 @@ class HttpServer:
         return False
 
     async def _serve(self, listener: socket.socket, port: int, on_ready: Callable[[int], None] | None) -> int:
-        service = Service(self._engine, self._options)
+        service = Service(self._engine, self._options, images=self._images(self._options.images))
         server = web_server(create_app(self._engine, self._options, service))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -5,11 +5,14 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
 from cairn.errors import EngineDead
 from cairn.server.gate import Gate
+from cairn.server.images import ImageParts
+from cairn.server.messages import Conversation
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerOptions
 from cairn.types import Clock, SystemClock
@@ -33,6 +36,7 @@ class Service:
         clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
         new_id: Callable[[], str] = _random_id,
+        images: ImageParts | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
@@ -40,6 +44,7 @@ class Service:
         self.wall = wall
         self.new_id = new_id
         self.started = int(wall())
+        self.images = images or ImageParts(options.images)
         self.gate = Gate(options.max_open)
         self.metrics = Metrics(engine.info, options.model_name)
         self._stats = EngineStats()
@@ -64,12 +69,20 @@ class Service:
     async def decode(self, token_ids: list[int]) -> str:
         return await self._tokenize(lambda: self.engine.tokenizer.decode(token_ids))
 
-    async def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> RenderedPrompt:
-        render = self.engine.tokenizer.render_chat
-        return await self._tokenize(lambda: render(messages, add_generation_prompt=add_generation_prompt))
+    async def render_chat(self, chat: Conversation) -> RenderedPrompt:
+        render = partial(
+            self.engine.tokenizer.render_chat,
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=chat.add_generation_prompt,
+            template_kwargs=chat.template_kwargs,
+            breakpoints=chat.breakpoints,
+        )
+        return await self._tokenize(render)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        await self.images.aclose()
 
     async def _tokenize(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

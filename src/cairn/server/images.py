@@ -1,0 +1,186 @@
+"""Images in messages: content parts are found, fetched and decoded before a prompt is made of them.
+
+Whatever is wrong with one is a 400 that names the part, as `messages[i].content[j]`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.engine.contract import Pixels
+from cairn.errors import InvalidRequest
+from cairn.server.images_decode import decode
+from cairn.server.images_fetch import Allowance, Fetcher, data_uri
+from cairn.server.options import ImageOptions
+from cairn.server.requests import Message
+
+__all__ = ["ImageParts", "pixels_of"]
+
+_IMAGE_KINDS = ("image_url", "input_image")
+_OTHER_KINDS = ("video_url", "input_video", "video", "audio_url", "input_audio", "audio")
+_ROLES = ("user", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One image: its place, and where its bytes are."""
+
+    message: int
+    part: int
+    url: str
+
+    @property
+    def where(self) -> str:
+        return f"messages[{self.message}].content[{self.part}]"
+
+
+class ImageParts:
+    """Turns messages with images as clients send them into messages with pixels. One event loop only.
+
+    At most `decoders` images are decoded at once, each by a thread that is given up, not ended, when it takes too long:
+    until it is done no other takes its place.
+    """
+
+    def __init__(self, options: ImageOptions, fetcher: Fetcher | None = None) -> None:
+        self._options = options
+        self._fetcher = fetcher or Fetcher(options)
+        self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
+        self._free = asyncio.Semaphore(options.decoders)
+
+    async def decoded(self, messages: list[Message], markers: tuple[str, ...]) -> list[Message]:
+        """The same messages, every image's part as `{"type": "image", "image": Pixels}`. `markers`: the texts that
+        stand for images in a prompt, none where the model reads text alone.
+
+        Raises InvalidRequest that names the part.
+        """
+        _refuse_markers(messages, markers)
+        parts = self._find(messages, bool(markers))
+        if not parts:
+            return messages
+        pictures = await self._decode_all(parts, await self._fetch_all(parts))
+        found = {(part.message, part.part): picture for part, picture in zip(parts, pictures, strict=True)}
+        changed = list(messages)
+        for i in sorted({part.message for part in parts}):
+            content = [
+                {"type": "image", "image": found[i, j]} if (i, j) in found else part
+                for j, part in enumerate(messages[i].content)
+            ]
+            changed[i] = messages[i].model_copy(update={"content": content})
+        return changed
+
+    async def aclose(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._fetcher.aclose()
+
+    def _find(self, messages: list[Message], reads_images: bool) -> list[_Part]:
+        found: list[_Part] = []
+        for i, message in enumerate(messages):
+            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                kind = part.get("type") if isinstance(part, dict) else None
+                where = f"messages[{i}].content[{j}]"
+                if kind in _OTHER_KINDS:
+                    raise InvalidRequest(f"{where} is a {kind} part: only text and images are served", "messages")
+                if kind not in _IMAGE_KINDS:
+                    continue
+                if not reads_images:
+                    raise InvalidRequest(f"{where} is an image, but this model reads text alone", "messages")
+                if message.role not in _ROLES:
+                    raise InvalidRequest(f"{where} is an image: only user and tool messages have them", "messages")
+                if len(found) == self._options.limit:
+                    raise InvalidRequest(
+                        f"{where} is one image too many: at most {self._options.limit} in one prompt are served here, "
+                        "see --limit-mm-per-prompt",
+                        "messages",
+                    )
+                found.append(_Part(i, j, _url(part, where)))
+        return found
+
+    async def _fetch_all(self, parts: Sequence[_Part]) -> list[bytes]:
+        allowance = Allowance(self._options.max_request_bytes, "bytes")
+        tasks = [asyncio.create_task(self._fetch(part, allowance)) for part in parts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch(self, part: _Part, allowance: Allowance) -> bytes:
+        try:
+            if part.url[:5].lower() != "data:":
+                return await self._fetcher.fetch(part.url, allowance)
+            data = data_uri(part.url, self._options.max_bytes)
+            allowance.take(len(data))
+            return data
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
+
+    async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes]) -> list[Pixels]:
+        """One after the other, so that what they may have together is known before each."""
+        allowance, pictures = Allowance(self._options.max_request_pixels, "pixels"), []
+        for part, data in zip(parts, found, strict=True):
+            try:
+                picture = await self._decode(data, min(self._options.max_pixels, allowance.left))
+                allowance.take(picture.width * picture.height)
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
+            pictures.append(picture)
+        return pictures
+
+    async def _decode(self, data: bytes, max_pixels: int) -> Pixels:
+        await self._free.acquire()
+        try:
+            decoding = asyncio.get_running_loop().run_in_executor(self._threads, decode, data, max_pixels)
+        except BaseException:
+            self._free.release()
+            raise
+        decoding.add_done_callback(self._done)
+        try:
+            async with asyncio.timeout(self._options.decode_seconds):
+                return await asyncio.shield(decoding)
+        except TimeoutError:
+            raise InvalidRequest(f"the image was not decoded within {self._options.decode_seconds:g} s") from None
+
+    def _done(self, decoding: "asyncio.Future[Pixels]") -> None:
+        self._free.release()
+        if not decoding.cancelled():
+            # Looked at, as nobody else may any more.
+            decoding.exception()
+
+
+def pixels_of(part: Any) -> Pixels | None:
+    """The pixels of a part that `ImageParts` has made; None of any other, and JSON cannot make one."""
+    found = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else None
+    return found if isinstance(found, Pixels) else None
+
+
+def _url(part: dict[str, Any], where: str) -> str:
+    """`image_url` is a string, or an object with one as `url`; `detail` changes nothing."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(f"{where}.image_url must be a URL, or an object with one as url", "messages")
+    return url
+
+
+def _refuse_markers(messages: list[Message], markers: tuple[str, ...]) -> None:
+    """Raises InvalidRequest where a text has, or texts side by side have, what stands for an image."""
+    for i, message in enumerate(messages) if markers else ():
+        content = message.content
+        if isinstance(content, str):
+            _refuse_marker(content, markers, f"messages[{i}].content")
+        before = ""
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            text = part.get("text") if isinstance(part, dict) else None
+            before = before + text if isinstance(text, str) else ""
+            _refuse_marker(before, markers, f"messages[{i}].content[{j}]")
+            # Enough to complete a marker, so that many parts cost no more than their text.
+            before = before[-max(map(len, markers)) :]
+
+
+def _refuse_marker(text: str, markers: tuple[str, ...], where: str) -> None:
+    for marker in markers:
+        if marker in text:
+            raise InvalidRequest(f"{where} has {marker!r} in it, which stands for an image: send the image", "messages")

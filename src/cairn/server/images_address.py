@@ -1,0 +1,66 @@
+"""Which addresses a client's URL may lead to: public ones alone, all that a name resolves to, known before connecting.
+
+Whoever sends a URL chooses where this machine connects. A name may resolve to an address of the private network, or to
+another one when it is asked again; so all of its addresses are looked at, and one of those is connected to.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from typing import Protocol
+
+from cairn.errors import InvalidRequest
+
+__all__ = ["Resolver", "SystemResolver", "is_public", "public_addresses"]
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "192.0.0.192")))
+"""Clouds' own services that are not in a private range, or only just."""
+
+
+class Resolver(Protocol):
+    """From a host to its addresses."""
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """All of them. Raises OSError or UnicodeError when there are none."""
+        ...
+
+
+class SystemResolver:
+    """What the machine's own resolver says."""
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_public(address: str) -> bool:
+    """Whether anybody on the internet could connect to it: no private, loopback, link-local, multicast, reserved or
+    metadata address, in whatever form it is written."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.sixtofour is not None or ip.teredo is not None or ip.scope_id is not None or ip.is_site_local:
+            return False
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+    inner = ip.is_private or ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_reserved
+    return ip.is_global and not inner and not ip.is_unspecified and ip not in _METADATA
+
+
+async def public_addresses(resolver: Resolver, host: str, port: int) -> list[str]:
+    """The host's addresses. Raises InvalidRequest unless there are some and all of them are public."""
+    try:
+        found = await resolver.addresses(host, port)
+    except (OSError, UnicodeError):
+        found = []
+    if not found:
+        raise InvalidRequest(f"the host {host!r} cannot be resolved")
+    if not all(map(is_public, found)):
+        raise InvalidRequest(f"the host {host!r} is no public one: private addresses are not fetched from")
+    return found

@@ -1,0 +1,82 @@
+"""Bytes to pixels with Pillow, which is told what format they have and is asked for no more than their head until its
+size has been looked at."""
+
+import struct
+from io import BytesIO
+
+from PIL import Image, ImageOps
+
+from cairn.engine.contract import Pixels
+from cairn.errors import InvalidRequest
+
+__all__ = ["decode"]
+
+_MAX_SIDE = 65_535
+
+
+def decode(data: bytes, max_pixels: int) -> Pixels:
+    """The image as RGB, as transformers' processors have it: turned as its Exif says, transparency on white, of an
+    animation the first frame.
+
+    Raises InvalidRequest for what is no PNG, JPEG, WebP or GIF, is damaged or cut short, or has more than `max_pixels`;
+    then no memory was taken for pixels.
+    """
+    kind = _format(data)
+    if kind is None:
+        raise InvalidRequest("the image is no PNG, JPEG, WebP or GIF")
+    try:
+        if kind == "WEBP":
+            # Pillow's decoder makes room for the canvas when it opens the file.
+            _check_size(*_webp_size(data), max_pixels)
+        with Image.open(BytesIO(data), formats=[kind]) as image:
+            _check_size(*image.size, max_pixels)
+            image.load()
+            # A GIF's frame may be larger than its canvas says.
+            _check_size(*image.size, max_pixels)
+            return _pixels(image)
+    except InvalidRequest:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise InvalidRequest(f"the image has more than {max_pixels} pixels") from None
+    except Exception as error:  # decoders meet damaged files with whatever they stumble over
+        raise InvalidRequest(f"the image is damaged or cut short: {type(error).__name__}") from error
+
+
+def _format(data: bytes) -> str | None:
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "PNG"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "GIF"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return None
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Width and height as the file's first chunk has them (WebP container specification, RFC 9649)."""
+    match data[12:16]:
+        case b"VP8X":
+            return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+        case b"VP8L":
+            bits = int.from_bytes(data[21:25], "little")
+            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        case b"VP8 ":
+            width, height = struct.unpack_from("<HH", data, 26)
+            return width & 0x3FFF, height & 0x3FFF
+    raise InvalidRequest("the image is damaged or cut short: its first chunk is unknown")
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if not 1 <= width <= _MAX_SIDE or not 1 <= height <= _MAX_SIDE or width * height > max_pixels:
+        raise InvalidRequest(f"the image is {width} x {height}; at most {max_pixels} pixels are decoded")
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    turned = ImageOps.exif_transpose(image)
+    if "A" in turned.getbands() or turned.info.get("transparency") is not None:
+        seen = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", seen.size, (255, 255, 255, 255)), seen)
+    rgb = turned.convert("RGB")
+    return Pixels(width=rgb.width, height=rgb.height, rgb=rgb.tobytes())
