@@ -9,11 +9,10 @@ has seen nothing:
     4 images       repeated
     5 images       the same four, a fifth, the same text
     5 images       repeated
-Policies, each in a core of its own: `align` with blocks of 544 tokens, as published; `granular`, the same with
-`--max-num-batched-tokens 544`, so that no step is longer than a block and every block's end gets a checkpoint; `auto`
-with blocks of 16 and of 544 tokens; `off`, no cache. Rounds are passes through the model until the first token. One
-table with steps of up to 8,192 tokens, as published, and one with 2,048. The last table asks for text alone, with the
-vision model loaded and without.
+Policies, each in a core of its own: `align` with blocks of 544 tokens, as published; `granular`, one block a step, so
+that every block's end gets a checkpoint; `auto` with blocks of 16 and of 544 tokens; `off`, no cache. Rounds are passes
+through the model until the first token. One table with steps of up to 8,192 tokens, as published, and one with 2,048.
+The last table asks for text alone, with the vision model loaded and without.
 """
 
 import argparse
@@ -46,7 +45,7 @@ WORKLOADS = ("4 images", "4 images, repeated", "5 images, incremental", "5 image
 POLICIES = MappingProxyType(
     {
         "align": {"mamba_cache_mode": "align", "block_size": BLOCK},
-        "granular": {"mamba_cache_mode": "align", "block_size": BLOCK, "max_num_batched_tokens": BLOCK},
+        "granular": {"mamba_cache_mode": "granular", "block_size": BLOCK},
         "auto": {"mamba_cache_mode": "auto"},
         "auto, blocks of 544": {"mamba_cache_mode": "auto", "block_size": BLOCK},
         "off": {"enable_prefix_caching": False},
@@ -172,15 +171,9 @@ def measure(folder: Path, budgets: Sequence[int], seed: int, policies: Sequence[
     for budget in budgets:
         for policy in policies:
             settings = POLICIES[policy]
-            asker = Asker(folder, int(settings.get("max_num_batched_tokens", budget)), policy, **settings)
-            for workload, prompt in zip(WORKLOADS, prompts.in_order, strict=True):
-                found.append(replace_budget(asker.ask(workload, prompt), budget))
+            asker = Asker(folder, budget, policy, **settings)
+            found += [asker.ask(workload, prompt) for workload, prompt in zip(WORKLOADS, prompts.in_order, strict=True)]
     return found
-
-
-def replace_budget(asked: Asked, budget: int) -> Asked:
-    """`granular` takes shorter steps than its table is about."""
-    return Asked(**{**asdict(asked), "budget": budget})
 
 
 def measure_text(folder: Path, seed: int) -> dict[str, list[Asked]]:

@@ -76,7 +76,8 @@ EXPORTED = {
     "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
     "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile",
-    "cairn.cache.placement": "Align All Auto Junction Placement PromptFacts Wanted hold_positions placement_for",
+    "cairn.cache.placement": "Align All Auto Granular Junction Placement PromptFacts Wanted hold_positions "
+    "placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "Reason",
     "cairn.scheduler.books": "Books Counters SchedulerConfig",

@@ -109,7 +109,7 @@ class ServeSettings(BaseSettings):
         ByteSize(1 << 30), description="size of the cache's pool: 1GiB, 512MiB, 1e9", validate_default=False
     )
     enable_prefix_caching: bool = Field(True, description="reuse what earlier requests have computed")
-    mamba_cache_mode: Literal["none", "align", "all", "junction", "auto"] = Field(
+    mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = Field(
         "auto", description="where state checkpoints are kept"
     )
     eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")

@@ -42,7 +42,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Up to four requests at once, in a pool that holds a few hundred tokens."""
 
     @initialize(
-        mode=st.sampled_from(["auto", "auto", "align", "all", "junction"]),
+        mode=st.sampled_from(["auto", "auto", "align", "all", "granular", "junction"]),
         lru=st.booleans(),
         exact=st.booleans(),
         num_pages=st.sampled_from([8, 40, 90, 400]),

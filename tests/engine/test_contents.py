@@ -30,7 +30,8 @@ def test_places_are_told_apart_and_found_again():
     assert [(each.start, each.end) for each in images] == [(2, 6), (8, 14), (15, 19)]
     for place in range(6):
         name = keys.name(int(first[8 + place]))
-        assert (name.digest, name.place, name.token) == (hashlib.sha256(b"b").digest(), place, TOKEN)
+        assert (name.digest, name.place, name.token) == (images[1].digest, place, TOKEN)
+    assert images[0].digest == images[2].digest != images[1].digest
     assert keys.name(-11) is None and keys.name(5) is None
 
 
@@ -40,10 +41,10 @@ def test_what_was_forgotten_gets_other_numbers():
     given = {}
     for round_ in range(40):
         name = b"%d" % (round_ % 5)
-        found, _ = keys.put_in(prompt, [image(0, 4, name)])
+        found, (named,) = keys.put_in(prompt, [image(0, 4, name)])
         for key in found.tolist():
             known = keys.name(key)
-            assert known.digest == hashlib.sha256(name).digest()
+            assert known.digest == named.digest
             assert given.setdefault(key, name) == name, "a number was given twice"
     assert sum(keys.name(key) is not None for key in given) == 12
 
@@ -65,3 +66,9 @@ def test_what_does_not_fit_is_refused_by_name(wrong, says):
     with pytest.raises(InvalidRequest, match=says) as refused:
         ImageKeys(TOKEN).put_in(np.zeros(20, np.int64), wrong)
     assert f"images[{len(wrong) - 1}]" in str(refused.value)
+
+
+def test_another_vision_model_sees_another_content():
+    prompt = np.zeros(4, np.int64)
+    seen = {ImageKeys(TOKEN, tower).put_in(prompt, [image(0)])[1][0].digest for tower in ("a", "b", "a")}
+    assert len(seen) == 2

@@ -158,7 +158,7 @@ def test_all_but_the_last_token(loaded, length):
     assert_same(engine.ask(TEXT[: length - 1]), loaded.alone(TEXT[: length - 1]))
 
 
-@pytest.mark.parametrize("mode", ["align", "all", "junction", "auto"])
+@pytest.mark.parametrize("mode", ["align", "all", "granular", "junction", "auto"])
 @pytest.mark.parametrize("block_size", [16, 48, 128])
 def test_every_policy_and_block_size(loaded, mode, block_size):
     engine = Engine(loaded, mode, block_size=block_size)

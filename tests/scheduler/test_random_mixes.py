@@ -20,7 +20,7 @@ def reference(prompt, max_tokens, exact, stop):
 
 
 MIX = {
-    "mode": st.sampled_from(["auto", "auto", "align", "all", "junction"]),
+    "mode": st.sampled_from(["auto", "auto", "align", "all", "granular", "junction"]),
     "exact": st.booleans(),
     "stop": st.sampled_from([(), (3, 17, 31)]),
     "ahead": st.sampled_from([1, 2, 3]),

@@ -13,7 +13,18 @@ from cairn.cache.checkpoint import Kind
 from cairn.step import GRID
 from cairn.types import Boundary
 
-__all__ = ["Align", "All", "Auto", "Junction", "Placement", "PromptFacts", "Wanted", "hold_positions", "placement_for"]
+__all__ = [
+    "Align",
+    "All",
+    "Auto",
+    "Granular",
+    "Junction",
+    "Placement",
+    "PromptFacts",
+    "Wanted",
+    "hold_positions",
+    "placement_for",
+]
 
 MAX_UNALIGNED = 6
 """Positions off the 64-token grid that one request may name: each costs a state product per layer."""
@@ -58,6 +69,8 @@ class Placement(Protocol):
     """The shortest beginning shared by two prompts that can be hit, in tokens."""
     keeps_answer_end: bool
     """Whether the state at an answer's end is kept."""
+    step_tokens: int | None
+    """Most tokens of one prompt that a step may compute; None for no limit, which is how it should be."""
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
         """Positions p, start < p <= end, ascending and distinct, of the prefill chunk [start, end)."""
@@ -72,6 +85,7 @@ class Align:
     """The last block boundary of each step, as vLLM's `--mamba-cache-mode align`."""
 
     keeps_answer_end = False
+    step_tokens: int | None = None
 
     def __init__(self, block_size: int, exact: bool) -> None:
         self._stride = lcm(GRID, block_size) if exact else block_size
@@ -93,10 +107,20 @@ class All(Align):
         return [Wanted(position, Kind.BLOCK) for position in range(first, end + 1, self._stride)]
 
 
+class Granular(Align):
+    """One block a step, so that no block's end is missed: more hits than `align` for many more steps. The cure that
+    was tried for vllm#43587 and withdrawn (#43628); here to be compared with."""
+
+    def __init__(self, block_size: int, exact: bool) -> None:
+        super().__init__(block_size, exact)
+        self.step_tokens = max(GRID, self._stride)
+
+
 class Junction:
     """The last block boundary of the prompt, and where it left a known path: hits at the third sighting."""
 
     keeps_answer_end = False
+    step_tokens: int | None = None
 
     def __init__(self, block_size: int, exact: bool) -> None:
         self._stride = lcm(GRID, block_size) if exact else block_size
@@ -128,6 +152,7 @@ class Auto:
     min_cacheable = 1
     min_shared = GRID
     keeps_answer_end = True
+    step_tokens: int | None = None
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
         wanted, holds = self._earned(facts), hold_positions(facts.boundaries, facts.exact)
@@ -198,8 +223,10 @@ def placement_for(mode: str, block_size: int, exact: bool) -> Placement:
             return Align(block_size, exact)
         case "all":
             return All(block_size, exact)
+        case "granular":
+            return Granular(block_size, exact)
         case "junction":
             return Junction(block_size, exact)
         case "auto":
             return Auto()
-    raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, junction or auto")
+    raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, granular, junction or auto")

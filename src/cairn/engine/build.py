@@ -21,7 +21,7 @@ from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import ConfigError
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Observe, Runner
-from cairn.runner.vision import open_vision
+from cairn.runner.vision import open_vision, tower_identity
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.digest import layout_hash
@@ -59,7 +59,7 @@ def build_core(
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
-    image_keys = _image_keys(ranks.own, tokenizer)
+    image_keys = _image_keys(ranks.own, opened, tokenizer)
     info = EngineInfo(
         model=config.model,
         architecture=opened.facts.model_type,
@@ -183,10 +183,10 @@ def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool, content
     return BlockEvents(layout.block_size, publisher.publish, exact, resumes_anywhere=anywhere, contents=contents)
 
 
-def _image_keys(runner: Runner, tokenizer: ModelTokenizer) -> ImageKeys | None:
+def _image_keys(runner: Runner, opened: OpenModel, tokenizer: ModelTokenizer) -> ImageKeys | None:
     """None where the model, or this server of it, reads no images."""
     token = tokenizer.image_token
-    return None if runner.vision is None or token is None else ImageKeys(token)
+    return None if runner.vision is None or token is None else ImageKeys(token, tower_identity(opened.folder))
 
 
 def _placement(config: EngineConfig) -> Placement | None:

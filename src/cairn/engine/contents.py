@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
@@ -33,10 +34,12 @@ class _Run:
 
 class ImageKeys:
     """Gives numbers to images and remembers the last 65,536 of them. A number is never given again: an image that was
-    forgotten gets others, which costs a hit and never gives a wrong one. `token`: the placeholder's vocabulary id."""
+    forgotten gets others, which costs a hit and never gives a wrong one. `token`: the placeholder's vocabulary id.
+    `tower`: which weights make vectors of images; the same pixels are another content to another vision model."""
 
-    def __init__(self, token: int, max_images: int = _MAX_IMAGES) -> None:
+    def __init__(self, token: int, tower: str = "", max_images: int = _MAX_IMAGES) -> None:
         self.token = token
+        self._tower = tower.encode()
         self._max_images = max_images
         self._runs: OrderedDict[bytes, _Run] = OrderedDict()
         self._by_base: dict[int, _Run] = {}
@@ -52,11 +55,10 @@ class ImageKeys:
         for number, image in enumerate(images):
             _check(number, image, behind, len(keys))
             behind = image.start + image.length
-            run = self._run(image)
+            digest = sha256(self._tower + image.digest).digest()
+            run = self._run(digest, image.length)
             keys[image.start : behind] = run.base - np.arange(image.length)
-            found.append(
-                Image(image.start, image.length, image.grid, image.digest, image.width, image.height, image.rgb)
-            )
+            found.append(Image(image.start, image.length, image.grid, digest, image.width, image.height, image.rgb))
         return keys, tuple(found)
 
     def name(self, key: int) -> KeyName | None:
@@ -64,18 +66,18 @@ class ImageKeys:
         run = self._run_of(key)
         return None if run is None else KeyName(run.digest, run.base - key, self.token)
 
-    def _run(self, image: ImageInput) -> _Run:
-        known = self._runs.get(image.digest)
-        if known is None or known.length != image.length:
-            known = _Run(self._next, image.length, image.digest)
-            self._next -= image.length
-            if (other := self._runs.pop(image.digest, None)) is not None:
+    def _run(self, digest: bytes, length: int) -> _Run:
+        known = self._runs.get(digest)
+        if known is None or known.length != length:
+            known = _Run(self._next, length, digest)
+            self._next -= length
+            if (other := self._runs.pop(digest, None)) is not None:
                 del self._by_base[other.base]
-            self._runs[image.digest] = self._by_base[known.base] = known
+            self._runs[digest] = self._by_base[known.base] = known
             # bases go down, so the list of their negatives goes up
             self._bases.append(-known.base)
             self._forget()
-        self._runs.move_to_end(image.digest)
+        self._runs.move_to_end(digest)
         return known
 
     def _forget(self) -> None:

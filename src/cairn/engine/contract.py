@@ -104,7 +104,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 1024
     enable_prefix_caching: bool = True
-    mamba_cache_mode: Literal["none", "align", "all", "junction", "auto"] = "auto"
+    mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = "auto"
     eviction: Literal["lru", "value"] = "value"
     exact: bool = False
     seed: int = 0

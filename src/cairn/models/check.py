@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
 from cairn.models.loader import Accounting, DType, account, read_headers
+from cairn.models.qwen3_5_vision import read_vision, tensors
 from cairn.models.registry import OpenModel, open_model
 
 __all__ = ["CheckReport", "CheckSettings", "check", "render"]
@@ -81,7 +82,7 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
     settings = settings or CheckSettings()
     model = open_model(folder, settings.dtype)
     headers = read_headers(folder)
-    expected = model.family.tensors(model.config)
+    expected = {**model.family.tensors(model.config), **_vision_tensors(folder)}
     weights = [_on_meta(model, name, shape) for name, shape in expected.items()]
     return CheckReport(
         folder=folder,
@@ -98,6 +99,12 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
         max_model_len=settings.max_model_len or model.facts.max_position_embeddings,
         layout=model.layout(settings.block_size),
     )
+
+
+def _vision_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Those of the vision model that images are read with, where the checkpoint has one."""
+    vision = read_vision(folder)
+    return {} if vision is None else tensors(vision)
 
 
 def render(report: CheckReport) -> RenderableType:

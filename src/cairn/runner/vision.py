@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cairn.models.qwen3_5_vision import load_tower, read_vision
+from cairn.models.identity import weights_identity
+from cairn.models.qwen3_5_vision import load_tower, read_vision, tensors
 from cairn.step import Image
 
-__all__ = ["CachedVision", "EncoderCounters", "ImageEncoder", "VisionElsewhere", "open_vision"]
+__all__ = ["CachedVision", "EncoderCounters", "ImageEncoder", "VisionElsewhere", "open_vision", "tower_identity"]
 
 
 class ImageEncoder(Protocol):
@@ -127,3 +128,12 @@ def open_vision(
         return None if config is None else VisionElsewhere(config.merge)
     tower = load_tower(folder, dtype)
     return None if tower is None else CachedVision(tower, cache_bytes)
+
+
+def tower_identity(folder: Path) -> str:
+    """Which weights a checkpoint folder's vision model has (see `weights_identity`); empty without one. Raises
+    ModelError."""
+    config = read_vision(folder)
+    if config is None:
+        return ""
+    return weights_identity(folder, tensors(config))

@@ -81,7 +81,7 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
         draft.parts.append(Part(request, lease.hit, samples=False))
         request.in_flight += 1
         return True
-    end = next_prefill_end(request, draft.budget)
+    end = next_prefill_end(books, request, draft.budget)
     if end == lease.hit:
         return False
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice

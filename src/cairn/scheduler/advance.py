@@ -23,7 +23,7 @@ def advance(books: Books, draft: Draft) -> bool:
             continue  # preempted by one that came before it
         behind = len(books.running) - books.running.index(request) - 1
         if request.num_scheduled < request.prefill_until:
-            end, decode = next_prefill_end(request, draft.budget - behind), False
+            end, decode = next_prefill_end(books, request, draft.budget - behind), False
         else:
             end, decode = request.num_scheduled + (draft.budget > 0 and _decode_ready(request)), True
         if end == request.num_scheduled:
@@ -38,8 +38,11 @@ def advance(books: Books, draft: Draft) -> bool:
     return enough and preemptions == books.counters.preemptions
 
 
-def next_prefill_end(request: Request, budget: int) -> int:
+def next_prefill_end(books: Books, request: Request, budget: int) -> int:
     """Where the next chunk ends if it may have `budget` tokens."""
+    placement = books.cache.policy.placement
+    if placement is not None and placement.step_tokens is not None:
+        budget = min(budget, placement.step_tokens)
     return chunk_end(request.num_scheduled, request.prefill_until, budget)
 
 
