@@ -23,6 +23,7 @@ from server.test_real_engine import Served
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
 
 ROUNDS = 3
+MORE_ROUNDS = 12
 LEASE_SECONDS = 51.0
 FRAMES = 300
 CONNECTIONS = 2000
@@ -37,7 +38,9 @@ def world(tiny_model):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_nothing_hangs_and_nothing_is_wrong(world, fault):
     times = Counter()
-    for seed in range(ROUNDS):
+    for seed in range(ROUNDS + MORE_ROUNDS):
+        if seed >= ROUNDS and times[True]:
+            break  # enough, and it struck: when it does is a matter of the machine's load
         try:
             played = play(world, fault, seed)
             hit = struck(played, EFFECTS[fault])
