@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cairn.cli import main
+from cairn.models.make_model import MADE_FAMILIES
 
 FAKE_CAIRN = (
     "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
@@ -220,3 +221,10 @@ def test_help_needs_no_heavy_imports(arguments):
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "cairn", "--version"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0 and done.stdout.startswith("cairn ")
+
+
+def test_make_model_names_every_family_that_it_can_make(capsys):
+    with pytest.raises(SystemExit):
+        main(["make-model", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(MADE_FAMILIES) in said

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["engine_config", "main", "proxy_options", "server_options"]
 
+# Written out: to import them would load torch for every --help.
+_MADE_FAMILIES = "nemotron_h, qwen3_5, qwen3_5_moe, qwen3_5_vl, granitemoehybrid, falcon_h1, lfm2, qwen3"
+
 logger = logging.getLogger("cairn.cli")
 
 
@@ -105,7 +108,7 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpars
         allow_abbrev=False,
     )
     make = commands.add_parser("make-model", help="write a random-weight checkpoint", allow_abbrev=False)
-    make.add_argument("family", metavar="FAMILY", help="model family: nemotron_h")
+    make.add_argument("family", metavar="FAMILY", help=f"model family: {_MADE_FAMILIES}")
     make.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
     make.add_argument("--size", choices=("tiny", "small"), default="tiny", help="default: %(default)s")
     make.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes; default: %(default)s")

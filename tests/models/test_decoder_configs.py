@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import Lfm2Config
 
 from cairn.errors import ConfigError, ModelError
 from cairn.layers.thread_ranks import thread_ranks
@@ -186,6 +187,10 @@ def test_the_layers_in_words() -> None:
         (qwen3(rope_parameters={"rope_type": "linear", "rope_theta": 1e6}), "rope_type is 'linear'"),
         (qwen3(rope_parameters={"rope_theta": -1}), "rope_theta must be a number in 1..1e.15"),
         (qwen3(rope_parameters=[1]), "rope_parameters must be an object"),
+        (qwen3(rope_parameters={"type": "yarn", "factor": 4.0, "rope_theta": 1e6}), "type is 'yarn'"),
+        (qwen3(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "settings for full_attention alone"),
+        (qwen3(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
+        (qwen3(rope_parameters={"rope_theta": 1e6}, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
         (qwen3(use_sliding_window=True), "use_sliding_window is true"),
         (qwen3(layer_types=["sliding_attention"] * 3), "layer_types has 'sliding_attention'"),
         (qwen3(layer_types=["full_attention"] * 2), "num_hidden_layers is 3, but layer_types names 2 layers"),
@@ -205,6 +210,7 @@ def test_the_layers_in_words() -> None:
         (falcon(mamba_d_ssm=50, mamba_d_head="auto"), "mamba_n_heads 4 must divide the 50 channels"),
         (falcon(mamba_n_groups=3), "mamba_n_heads 4 must be a multiple of mamba_n_groups 3"),
         (falcon(mamba_rms_norm=True, mamba_norm_before_gate=True), "mamba_norm_before_gate is true"),
+        (falcon(mamba_rms_norm=True, mamba_norm_before_gate=None), "mamba_norm_before_gate is true"),
         (falcon(ssm_multipliers=[1.0, 1.0]), "ssm_multipliers must be a list of 5 numbers"),
         (falcon(mlp_multipliers=[1.0, "x"]), "mlp_multipliers must be a number"),
         (granite(position_embedding_type="alibi"), "position_embedding_type is 'alibi', but only 'nope' or 'rope'"),
@@ -234,7 +240,15 @@ def test_what_may_be_left_out() -> None:
     )
     assert parsed(lfm2())[1].text.tied
     assert not parsed(lfm2(tie_embedding=False))[1].text.tied
-    assert not parsed(lfm2(tie_embedding=True, tie_word_embeddings=False))[1].text.tied
+    assert parsed(qwen3(rope_parameters={"rope_type": "default", "type": "mrope"}))[1].rope_theta == 1e6
+
+
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: bool) -> None:
+    raw = lfm2(tie_embedding=inner) | ({} if outer is None else {"tie_word_embeddings": outer})
+    theirs = Lfm2Config(**{name: value for name, value in raw.items() if name != "architectures"})
+    assert parsed(raw)[1].text.tied == theirs.tie_word_embeddings == inner
 
 
 @pytest.mark.parametrize(
@@ -322,6 +336,33 @@ def test_a_tied_checkpoint_may_have_the_output_all_the_same(tmp_path: Any) -> No
     assert report.ok
     assert report.accounting.ignored == 1
     assert open_model(tmp_path).build(exact=True).vocab_size == 97
+
+
+@pytest.mark.parametrize("row", [0, 96])
+def test_an_output_of_its_own_is_not_passed_over(tmp_path: Any, row: int) -> None:
+    """transformers serves the stored output then, whatever config.json says."""
+    model = tiny(qwen3(tie_word_embeddings=True))
+    write(model, tmp_path)
+    output = model.weights["model.embed_tokens.weight"].clone()
+    output[row, 3] += 0.25
+    save_file(dict(model.weights) | {"lm_head.weight": output}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"ties lm_head.weight to model.embed_tokens.weight.* tie_word_embeddings"):
+        open_model(tmp_path).build(exact=True)
+
+
+def test_rows_are_compared_in_parts(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cairn.models.loader._COMPARED_ROWS", 40)
+    test_an_output_of_its_own_is_not_passed_over(tmp_path, 96)
+    test_a_tied_checkpoint_may_have_the_output_all_the_same(tmp_path)
+
+
+def test_an_output_has_no_bias(tmp_path: Any) -> None:
+    model = tiny(qwen3())
+    write(model, tmp_path)
+    save_file(dict(model.weights) | {"lm_head.bias": torch.ones(97)}, tmp_path / "model.safetensors")
+    assert check(tmp_path).accounting.problems == ("model.safetensors: lm_head.bias is not part of this architecture",)
+    with pytest.raises(ModelError, match=r"lm_head.bias is not part"):
+        open_model(tmp_path).build(exact=True)
 
 
 def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:

@@ -56,6 +56,17 @@ def test_fp8(tmp_path: Path, scale: str) -> None:
     assert report.weight_bytes < 2.001 * report.parameters
 
 
+def test_a_vision_tensor_that_nobody_knows(tmp_path: Path) -> None:
+    """The server refuses it, so the check has to."""
+    raw = shallow(QWEN35)
+    headers = qwen35_headers(raw)
+    name = "model.visual.merger.norm.scale"
+    headers[name] = ("BF16", (1152,))
+    write_checkpoint(tmp_path, raw, headers, num_shards=1)
+    (problem,) = check(tmp_path).accounting.problems
+    assert f"{name} is not part of this architecture" in problem
+
+
 def lose_a_factor(headers: Headers) -> None:
     del headers[f"{EXPERT}.7.up_proj.weight_scale_inv"]
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from cairn.errors import ModelError
 from cairn.models.image_processor import FILE, ImageProcessor
-from cairn.models.qwen3_5_vision import PREFIX, load_tower, parse, tensors
+from cairn.models.qwen3_5_vision import PREFIX, load_tower, parse, read_vision, tensors
 
 torch.set_num_threads(1)
 
@@ -154,6 +154,8 @@ def test_a_folder_without_vision(tmp_path):
         ({"deepstack_visual_indexes": [1]}, "deepstack"),
         ({"patch_size": [16, 16]}, "patch_size"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta"),
+        ({"rope_parameters": [1]}, "vision_config.rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
     ],
 )
 def test_configs_that_are_refused(changed, said):
@@ -182,6 +184,16 @@ def test_processor_and_config_that_disagree(tmp_path, reference):
     (tmp_path / FILE).unlink()
     with pytest.raises(ModelError, match=FILE):
         load_tower(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("width", [95, "96"])
+def test_vectors_as_wide_as_tokens(folder, width):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"text_config": {"hidden_size": 96}}))
+    assert read_vision(folder).out_hidden_size == 96
+    (folder / "config.json").write_text(json.dumps(raw | {"text_config": {"hidden_size": width}}))
+    with pytest.raises(ModelError, match=rf"out_hidden_size 96 must be text_config.hidden_size {width!r}"):
+        load_tower(folder, torch.float32)
 
 
 def test_a_vision_config_that_is_no_object(tmp_path, reference):

@@ -1,12 +1,14 @@
 """Images to vectors: encoded once, kept by content within a budget, the least recently used first to go."""
 
 import hashlib
+import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from cairn.runner.vision import CachedVision, VisionElsewhere, open_vision
+from cairn.runner.vision import CachedVision, VisionElsewhere, open_vision, tower_identity
 from cairn.step import Image
 
 HIDDEN = 8
@@ -112,3 +114,20 @@ def test_rank_0_has_all_of_it(tiny_model, tiny_vl_model):
     with pytest.raises(ValueError, match="rank 0"):
         other.features(image(1))
     assert open_vision(tiny_model, torch.float32, 0) is open_vision(tiny_model, torch.float32, 0, rank=1) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_heads": 2}, {"hidden_act": "silu"}, {"rope_parameters": {"rope_theta": 5000.0}}]
+)
+def test_an_identity_is_of_the_config_as_of_the_weights(tiny_model, tiny_vl_model, tmp_path, change):
+    """None of these shows in a tensor's shape, and all of them change an image's vectors."""
+    assert tower_identity(tiny_model) == ""
+    for file in tiny_vl_model.iterdir():
+        if file.suffix == ".safetensors" or file.name.endswith(".index.json"):
+            (tmp_path / file.name).symlink_to(file)
+    shutil.copy(tiny_vl_model / "config.json", tmp_path)
+    own = tower_identity(tiny_vl_model)
+    assert tower_identity(tmp_path) == own
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"vision_config": raw["vision_config"] | change}))
+    assert tower_identity(tmp_path) not in ("", own)

@@ -139,6 +139,7 @@ WRONG = [
     (marked({"type": "persistent"}), "messages", "messages[1].content[1].cache_control must be"),
     (marked(EPHEMERAL | {"ttl": "2h"}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
     (marked(EPHEMERAL | {"ttl": 300}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
+    (marked(EPHEMERAL | {"ttl": 0}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
     (marked(EPHEMERAL | {"ttl": ["5m"]}), "messages", 'messages[1].content[1].cache_control.ttl must be "5m" or "1h"'),
     ({"messages": [USER | {"cache_control": 5}]}, "messages", "messages[0].cache_control must be"),
     ({"tools": [TOOL | {"cache_control": 5}]}, "tools", "tools[0].cache_control must be"),

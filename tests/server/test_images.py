@@ -105,11 +105,12 @@ def image_answer(data=None, kind="image/png", **headers):
     return Response(packed() if data is None else data, media_type=kind, headers=headers)
 
 
-def with_images(kind, options, names, transport):
+def with_images(kind, options, names, transport, others=None, **config):
     return kind(
-        options={"images": options},
+        options={"images": options} | (others or {}),
         tokenizer=FakeTokenizer(IMAGE_TOKENS),
         images=lambda given: ImageParts(given, Fetcher(given, names, transport)),
+        **config,
     )
 
 
@@ -118,10 +119,10 @@ def other(world, running_server):
     """Starts one more server, with other options, and another way out if need be."""
     started = []
 
-    def start(options, transport=None):
+    def start(options, transport=None, others=None, **config):
         transport = transport or Detour()
         transport.port = world.detour.port
-        started.append(with_images(running_server, options, world.names, transport))
+        started.append(with_images(running_server, options, world.names, transport, others, **config))
         return started[-1]
 
     yield start
@@ -404,6 +405,12 @@ def test_data_uris_of_a_wrong_form(world, url):
     refused(world, chat(part(url)))
 
 
+def test_the_head_of_a_data_uri_is_bounded(world):
+    head, _, body = uri(packed()).partition(";")
+    assert len(taken(world, chat(part(f"{head};{body}")))) == 1
+    assert "must have the form" in refused(world, chat(part(f"{head}{';x' * 200};{body}")))
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -459,6 +466,53 @@ def test_more_bytes_than_one_image_or_one_request_may_have(world, other):
     assert "together" in refused(server, chat(*[part(uri(data))] * 3), "messages[0].content[2]")
     world.outside.answers["data"] = image_answer(data)
     assert "together" in refused(server, chat(*[part(f"http://{HOST}/data")] * 3), "messages[0].content[")
+
+
+def asked(server, body):
+    return server.post("/v1/chat/completions", body).status_code
+
+
+def test_images_of_all_open_requests_have_one_room(world, other):
+    """Counted until the answer is out, given back after answers, refusals and clients that leave."""
+    data = packed(np.zeros((64, 64, 3), np.uint8))
+    world.outside.answers["counted"] = image_answer(data)
+    num_bytes = len(data) + 3 * 64 * 64
+    server = other(ImageOptions(max_open_bytes=num_bytes + len(data) - 1), model="fake:pause_after=1")
+    one = chat(part(uri(data))) | {"max_tokens": 5}
+    with httpx.Client(timeout=10) as client:
+        with client.stream("POST", f"{server.url}/v1/chat/completions", json=one | {"stream": True}):
+            server.until(lambda: server.requests)
+            for url in (uri(data), f"http://{HOST}/counted"):
+                response = server.post("/v1/chat/completions", chat(part(url)))
+                assert response.status_code == 503 and "images of open requests" in response.json()["error"]["message"]
+        server.core.resume()
+        server.until(lambda: asked(server, one) == 200)
+    for _ in range(3):
+        assert asked(server, one | {"max_tokens": 1 << 30}) == 400
+        assert asked(server, chat(part(uri(data)), part(uri(b"no image")))) == 400
+        assert server.post("/tokenize", {"messages": one["messages"]}).status_code == 200
+        assert asked(server, one) == 200
+    assert asked(server, chat(*[part(uri(data))] * 2)) == 503
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_client_that_leaves_while_its_images_are_fetched(world, other, path):
+    held = threading.Event()
+
+    def silent(outside):
+        held.wait(20)
+        return image_answer()
+
+    world.outside.answers["left"] = silent
+    server = other(ImageOptions(fetch_seconds=60), others={"max_open": 1})
+    before = len(world.outside.seen)
+    try:
+        with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
+            client.post(server.url + path, json=chat(part(f"http://{HOST}/left")), timeout=0.5)
+        assert len(world.outside.seen) == before + 1
+        server.until(lambda: asked(server, chat({"type": "text", "text": "next"})) == 200)
+    finally:
+        held.set()
 
 
 def test_more_pixels_than_one_image_or_one_request_may_have(world):

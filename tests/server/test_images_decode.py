@@ -162,3 +162,26 @@ def test_damage_never_ends_in_anything_but_a_refusal_or_an_image(kind):
         except InvalidRequest:
             refused += 1
     assert refused > 100
+
+
+def scans(num_scans):
+    """A progressive JPEG with its last scan over and over again."""
+    data = packed(image_of("L", 64, 64), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:-2] + data[last:-2] * (num_scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def test_a_jpeg_of_very_many_scans_is_refused_unopened(monkeypatch):
+    """Each goes through all pixels: a small file of them keeps a decoder busy for hours."""
+    assert decode(scans(100), 1 << 20).width == 64
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("it was opened"))
+    for num_scans in (101, 10_000):
+        with pytest.raises(InvalidRequest, match="more than 100 scans"):
+            decode(scans(num_scans), 1 << 20)
+
+
+def test_only_a_jpegs_own_scans_are_counted():
+    """What looks like one may stand in an application's segment, and behind the image's end."""
+    data = packed(image_of("RGB"), "JPEG")
+    segment = b"\xff\xe5" + struct.pack(">H", 2 + 400) + b"\xff\xda" * 200
+    assert decode(data[:2] + segment + data[2:] + b"\0\2" + b"\xff\xda\0\2" * 200, 1 << 20) == decode(data, 1 << 20)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cairn.engine.contract import ImageInput, Pixels, RenderedPrompt
 from cairn.errors import InvalidRequest, ModelError
-from cairn.models.image_processor import FILE, ImageProcessor
+from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.tensor_headers import read_json
 from cairn.types import Boundary
 
@@ -81,7 +81,7 @@ class ImagePrompts:
             )
         if not pictures:
             return rendered
-        grids = [self.processor.grid(picture.width, picture.height) for picture in pictures]
+        grids = [self._grid(number, picture) for number, picture in enumerate(pictures)]
         lengths = [self.processor.num_tokens(grid) for grid in grids]
         counts = np.ones(len(tokens), dtype=np.int64)
         counts[places] = lengths
@@ -106,6 +106,12 @@ class ImagePrompts:
         }
         boundaries = [ends[position] for position in sorted(ends)]
         return msgspec.structs.replace(rendered, token_ids=expanded, boundaries=boundaries, images=images)
+
+    def _grid(self, number: int, picture: Pixels) -> Grid:
+        try:
+            return self.processor.grid(picture.width, picture.height)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"image {number + 1} of the prompt: {error.message}", "messages") from error
 
     def _ends(self, tokens: list[int], images: list[ImageInput]) -> list[int]:
         """Where each image ends, the token that closes it included; ascending."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
 from cairn.models.loader import Accounting, DType, account, read_headers
-from cairn.models.qwen3_5_vision import read_vision, tensors
+from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
 from cairn.models.registry import OpenModel, open_model
 
 __all__ = ["CheckReport", "CheckSettings", "check", "render"]
@@ -82,14 +82,17 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
     settings = settings or CheckSettings()
     model = open_model(folder, settings.dtype)
     headers = read_headers(folder)
-    expected = {**model.family.tensors(model.config), **_vision_tensors(folder)}
+    vision = _vision_tensors(folder)
+    expected = {**model.family.tensors(model.config), **vision}
+    # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
+    ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
     weights = [_on_meta(model, name, shape) for name, shape in expected.items()]
     return CheckReport(
         folder=folder,
         model_type=model.facts.model_type,
         layers=model.family.layers(model.config),
         settings=settings,
-        accounting=account(headers, expected, model.family.ignored_tensors, model.quantization),
+        accounting=account(headers, expected, ignored, model.quantization),
         num_tensors=len(headers),
         num_files=len({header.file for header in headers.values()}),
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from cairn.cache.layout import CacheLayout
@@ -58,7 +59,8 @@ class DecoderFamily(Generic[Config]):
         self.architectures: tuple[str, ...] = (architecture,)
         self.float32_tensors = float32_tensors
         # Checkpoints with tied embeddings may carry the same numbers twice.
-        self.ignored_tensors: tuple[str, ...] = ("lm_head.",)
+        self.ignored_tensors: tuple[str, ...] = ("lm_head.weight",)
+        self.tied_tensors: Mapping[str, str] = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
         self.execute = execute
         self._read = read
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
 from cairn.models.config_fields import Fields
 from cairn.models.contract import TensorLoader
@@ -99,8 +100,12 @@ def _read(raw: Mapping[str, object]) -> FalconH1Config:
     text = read_text(fields, eps=1e-5)
     attention = read_attention(fields, text.hidden_size)
     normed = fields.boolean("mamba_rms_norm", default=False)
-    if normed:
-        fields.only("mamba_norm_before_gate", False)
+    # Where config.json is silent the norm comes first; false is always written out, as it is not the default.
+    if normed and fields.boolean("mamba_norm_before_gate", default=True):
+        raise ModelError(
+            "config.json: mamba_norm_before_gate is true (which it also is where it is missing), but with "
+            "mamba_rms_norm only false is implemented"
+        )
     inner = fields.integer("mamba_d_ssm", 1, 1 << 24) if fields.has("mamba_d_ssm") else None
     out_bias = fields.boolean("projectors_bias", default=False)
     return FalconH1Config(

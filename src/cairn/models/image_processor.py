@@ -115,14 +115,18 @@ class ImageProcessor:
 
 
 def _bounds(raw: Mapping[str, object]) -> tuple[int, int]:
-    """Least and most pixels; older files give them by their own names."""
+    """Least and most pixels; older files give them by their own names. A `size` of other words has no default: that
+    would be another resizing than the file's."""
     size = raw.get("size", {})
     if not isinstance(size, dict):
         raise ModelError(f"{FILE}: size must be an object with shortest_edge and longest_edge, not {size!r}")
-    given = {
-        "shortest_edge": raw.get("min_pixels") or size.get("shortest_edge", 56 * 56),
-        "longest_edge": raw.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
-    }
+    given: dict[str, object] = {}
+    for edge, older, default in (
+        ("shortest_edge", "min_pixels", 56 * 56),
+        ("longest_edge", "max_pixels", 28 * 28 * 1280),
+    ):
+        found = size.get(edge, None if size else default)
+        given[edge] = found if raw.get(older) is None else raw[older]
     least = _integer(given, "shortest_edge", 1, _MAX_EDGE_PIXELS)
     most = _integer(given, "longest_edge", 1, _MAX_EDGE_PIXELS)
     if least > most:

@@ -103,10 +103,10 @@ class Lfm2Config:
 
 
 def _read(raw: Mapping[str, object]) -> Lfm2Config:
-    # The first published checkpoints say tie_embedding, and nothing where they are tied.
-    raw = {"tie_word_embeddings": raw.get("tie_embedding"), **{k: v for k, v in raw.items() if v is not None}}
     fields = Fields(raw)
     text = read_text(fields, eps_field="norm_eps", eps=1e-5, tied=True)
+    # The first published checkpoints say tie_embedding, which counts where both are said, as in transformers.
+    text = replace(text, tied=fields.boolean("tie_embedding", default=text.tied))
     attention = read_attention(fields, text.hidden_size)
     if text.hidden_size % attention.num_heads:
         raise ModelError(

@@ -32,6 +32,9 @@ __all__ = [
 
 DType = Literal["auto", "float32", "bfloat16"]
 
+_COMPARED_ROWS = 4096
+"""Of two tensors at a time, so that neither is in memory as a whole."""
+
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
 
@@ -170,6 +173,17 @@ class WeightReader:
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self._folder}: {'; '.join(problems[:5])}{more}")
+
+    def verify_copy(self, copy: str, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ModelError unless `copy` has the numbers of `name`, both of this shape, as they would be served."""
+        for begin in range(0, shape[0], _COMPARED_ROWS):
+            rows = Cut(0, ((begin, min(begin + _COMPARED_ROWS, shape[0])),))
+            if not torch.equal(self.load(copy, shape, rows), self.load(name, shape, rows)):
+                raise ModelError(
+                    f"{self._folder}: config.json ties {copy} to {name}, but both are stored and differ; set "
+                    "tie_word_embeddings (or the older tie_embedding) to false there, or remove the one that is not "
+                    "meant"
+                )
 
     def load(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         """The tensor in the serving dtype, or what `cut` leaves of it: then only that is read.

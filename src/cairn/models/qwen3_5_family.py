@@ -1,6 +1,7 @@
 """Qwen3.5 and Qwen3-Next as families, one for each `model_type`."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cairn.cache.layout import CacheLayout
@@ -23,6 +24,7 @@ class Qwen35Family:
 
     float32_tensors: tuple[str, ...] = qwen3_5_config.FLOAT32_TENSORS
     ignored_tensors: tuple[str, ...] = qwen3_5_config.IGNORED_TENSORS
+    tied_tensors: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, model_type: str, *architectures: str) -> None:
         self.model_type = model_type

@@ -7,6 +7,7 @@ from typing import Any
 
 from cairn.errors import ModelError
 from cairn.models.config_fields import Fields
+from cairn.models.text_sizes import rope_fields
 
 __all__ = ["DELTA", "FULL", "MODEL_TYPES", "Form", "read"]
 
@@ -123,11 +124,7 @@ def _attention(fields: Fields, inner: Mapping[str, object], by_three: bool) -> d
 
 
 def _rotary(fields: Fields, inner: Mapping[str, object], dim: int, by_three: bool) -> dict[str, Any]:
-    """transformers' `rope_parameters`, or the same fields beside the others as the first checkpoints have them."""
-    fields.only("rope_scaling", None)
-    given = inner.get("rope_parameters")
-    rope = Fields(given) if isinstance(given, Mapping) else fields
-    rope.only("rope_type", "default")
+    rope = rope_fields(inner)
     rope.only("mrope_interleaved", True)
     share = rope.number("partial_rotary_factor", 0.0, 1.0, default=fields.number("partial_rotary_factor", 0, 1, 0.25))
     rotated = int(dim * share)

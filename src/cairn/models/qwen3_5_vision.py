@@ -47,7 +47,7 @@ class VisionConfig:
 def parse(raw: Mapping[str, object]) -> VisionConfig:
     """`vision_config` -> config. Raises ModelError that names the field."""
     fields = Fields(raw)
-    rope = raw.get("rope_parameters")
+    rope = _rope(raw.get("rope_parameters"))
     config = VisionConfig(
         depth=fields.integer("depth", 1, 1024),
         hidden_size=fields.integer("hidden_size", 1, 1 << 16),
@@ -60,7 +60,7 @@ def parse(raw: Mapping[str, object]) -> VisionConfig:
         out_hidden_size=fields.integer("out_hidden_size", 1, 1 << 18),
         positions=fields.integer("num_position_embeddings", 1, 1 << 24),
         hidden_act=fields.text("hidden_act") or "gelu_pytorch_tanh",
-        rope_theta=Fields(rope if isinstance(rope, dict) else {}).number("rope_theta", 1, 1e12, default=10_000.0),
+        rope_theta=rope.number("rope_theta", 1, 1e12, default=10_000.0),
     )
     fields.only("in_channels", 3)
     if config.hidden_act not in ("gelu_pytorch_tanh", "gelu", "silu"):
@@ -73,6 +73,14 @@ def parse(raw: Mapping[str, object]) -> VisionConfig:
     if deepstack:
         raise ModelError(f"config.json: vision_config.deepstack_visual_indexes {deepstack!r} is not implemented")
     return config
+
+
+def _rope(given: object) -> Fields:
+    if given is not None and not isinstance(given, Mapping):
+        raise ModelError("config.json: vision_config.rope_parameters must be an object")
+    fields = Fields(given or {})
+    fields.only("rope_type", "default", "axial")
+    return fields
 
 
 def tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
@@ -105,10 +113,19 @@ def tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
 
 def read_vision(folder: Path) -> VisionConfig | None:
     """What a checkpoint folder's config.json says of a tower; None where it has none. Raises ModelError."""
-    raw = read_config(folder).get("vision_config")
+    whole = read_config(folder)
+    raw = whole.get("vision_config")
     if raw is not None and not isinstance(raw, dict):
         raise ModelError(f"config.json: vision_config must be an object, not a {type(raw).__name__}")
-    return None if raw is None else parse(raw)
+    if raw is None:
+        return None
+    config, text = parse(raw), whole.get("text_config")
+    if isinstance(text, dict) and text.get("hidden_size", config.out_hidden_size) != config.out_hidden_size:
+        raise ModelError(
+            f"config.json: vision_config.out_hidden_size {config.out_hidden_size} must be text_config.hidden_size "
+            f"{text['hidden_size']!r}, as an image's vectors stand among those of tokens"
+        )
+    return config
 
 
 def load_tower(folder: Path, dtype: torch.dtype) -> "VisionTower | None":

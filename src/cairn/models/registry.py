@@ -36,11 +36,13 @@ class ServedFamily(Family[Any], Protocol):
     """A family that can also be executed.
 
     `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
-    name prefixes of parts of the checkpoint that are not served.
+    name prefixes of parts of the checkpoint that are not served; `tied_tensors`: tensors that may be stored although
+    the config does not call for them, and what they have to be equal to then.
     """
 
     float32_tensors: tuple[str, ...]
     ignored_tensors: tuple[str, ...]
+    tied_tensors: Mapping[str, str]
 
     def layers(self, config: Any) -> dict[str, int]:
         """How many layers of each kind, by the kind's name, in words."""
@@ -61,6 +63,7 @@ class NemotronHFamily:
     architectures: tuple[str, ...] = ("NemotronHForCausalLM",)
     float32_tensors: tuple[str, ...] = nemotron_h_config.FLOAT32_TENSORS
     ignored_tensors: tuple[str, ...] = ("mtp.",)
+    tied_tensors: Mapping[str, str] = MappingProxyType({})
 
     def parse(self, raw: Mapping[str, object]) -> NemotronHConfig:
         return nemotron_h_config.parse(raw)
@@ -166,7 +169,11 @@ class OpenModel:
         Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
         """
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
-            reader.verify(self.family.tensors(self.config), self.family.ignored_tensors)
+            expected = self.family.tensors(self.config)
+            reader.verify(expected, self.family.ignored_tensors)
+            for copy, name in self.family.tied_tensors.items():
+                if copy in reader.headers and copy not in expected:
+                    reader.verify_copy(copy, name, expected[name])
             return self.family.build(self.config, reader.load, exact=exact, dtype=self.dtype, communicator=communicator)
 
 

@@ -7,7 +7,7 @@ from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
 from cairn.models.config_fields import Fields
 
-__all__ = ["MAX_LAYERS", "TextSizes", "layer_kinds", "read_attention", "read_rope_theta", "read_text"]
+__all__ = ["MAX_LAYERS", "TextSizes", "layer_kinds", "read_attention", "read_rope_theta", "read_text", "rope_fields"]
 
 MAX_LAYERS = 512
 MAX_HEADS = 1 << 16
@@ -63,17 +63,32 @@ def read_attention(fields: Fields, hidden_size: int, head_dim: int | None = None
     )
 
 
-def read_rope_theta(raw: Mapping[str, object], head_dim: int, default: float = 10000.0) -> float:
-    """The base of unscaled rotary embeddings over whole heads: `rope_theta` as published, or transformers'
-    `rope_parameters`. Raises ModelError for any scaling."""
+def rope_fields(raw: Mapping[str, object]) -> Fields:
+    """Where the settings of rotary positions are: in transformers' `rope_parameters`, or beside the other fields, as
+    they were published first. Raises ModelError for any scaling, and for settings of their own by kind of layer."""
     fields = Fields(raw)
     fields.only("rope_scaling", None)
     nested = raw.get("rope_parameters")
-    if nested is not None and not isinstance(nested, Mapping):
+    if nested is None:
+        fields.only("rope_type", "default")
+        return fields
+    if not isinstance(nested, Mapping):
         raise ModelError("config.json: rope_parameters must be an object")
-    rope = Fields(nested) if isinstance(nested, Mapping) else fields
-    rope.only("rope_type", "default")
-    rope.only("partial_rotary_factor", 1.0)
+    rope = Fields(nested)
+    for name in nested:
+        if isinstance(nested[name], Mapping):
+            raise ModelError(f"config.json: rope_parameters has settings for {name} alone, which is not implemented")
+    # `type` is the older name, which transformers reads where there is no other.
+    rope.only("rope_type" if rope.has("rope_type") else "type", "default")
+    return rope
+
+
+def read_rope_theta(raw: Mapping[str, object], head_dim: int, default: float = 10000.0) -> float:
+    """The base of unscaled rotary embeddings over whole heads: `rope_theta` as published, or transformers'
+    `rope_parameters`. Raises ModelError for any scaling."""
+    fields, rope = Fields(raw), rope_fields(raw)
+    for each in (fields, rope):
+        each.only("partial_rotary_factor", 1.0)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim {head_dim} must be even, as its elements are turned in pairs")
     return rope.number("rope_theta", 1.0, 1e15, default=fields.number("rope_theta", 1.0, 1e15, default))

@@ -1,7 +1,9 @@
 """What stands for images: encoded once, kept by content while there is room for it."""
 
+import hashlib
+import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -131,9 +133,11 @@ def open_vision(
 
 
 def tower_identity(folder: Path) -> str:
-    """Which weights a checkpoint folder's vision model has (see `weights_identity`); empty without one. Raises
-    ModelError."""
+    """Which vision model a checkpoint folder has: sha256, in hex, over its config and its weights (see
+    `weights_identity`); empty without one. The shapes of weights do not say how many heads they are cut into, nor at
+    which base positions turn. Raises ModelError."""
     config = read_vision(folder)
     if config is None:
         return ""
-    return weights_identity(folder, tensors(config))
+    facts = json.dumps(asdict(config), sort_keys=True)
+    return hashlib.sha256(f"{weights_identity(folder, tensors(config))} {facts}".encode()).hexdigest()

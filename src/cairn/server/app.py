@@ -11,6 +11,7 @@ from cairn.engine.contract import EngineClient
 from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
 from cairn.server import routes, status_routes
 from cairn.server.failures import install_error_handlers
+from cairn.server.gate import ImageShares
 from cairn.server.log_lines import ThroughputLine
 from cairn.server.options import ServerOptions
 from cairn.server.service import Service
@@ -56,6 +57,7 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
     install_error_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+    app.add_middleware(ImageShares, room=service.image_room)
     app.add_middleware(GateKeeper, gate=service.gate, paths=_GATED_PATHS)
     if options.api_key is not None:
         app.add_middleware(ApiKey, api_key=options.api_key, open_paths=_OPEN_PATHS)

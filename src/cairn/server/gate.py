@@ -1,10 +1,12 @@
-"""How many requests may be inside, and whether new ones may come in."""
+"""How many requests may be inside, whether new ones may come in, and how many bytes their images may have together."""
 
 import asyncio
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from cairn.errors import Overloaded
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "ImageRoom", "ImageShare", "ImageShares"]
 
 
 class Gate:
@@ -44,3 +46,55 @@ class Gate:
 
     async def wait_empty(self) -> None:
         await self._emptied.wait()
+
+
+class ImageRoom:
+    """Counts the bytes of the images of all open requests, as they came and decoded."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded when there is no room; otherwise `give` has to follow."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise Overloaded(f"the images of open requests have {self.num_bytes} bytes already: try again later")
+        self.num_bytes += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+class ImageShare:
+    """One request's part of an ImageRoom."""
+
+    def __init__(self, room: ImageRoom) -> None:
+        self._room = room
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded when the room is full."""
+        self._room.take(num_bytes)
+        self._num_bytes += num_bytes
+
+    def keep(self, num_bytes: int) -> None:
+        """Give back all but these."""
+        self._room.give(self._num_bytes - num_bytes)
+        self._num_bytes = num_bytes
+
+
+class ImageShares:
+    """Gives every request a share, `scope["cairn.images"]`, and takes it back when the last byte is sent."""
+
+    def __init__(self, app: ASGIApp, room: ImageRoom) -> None:
+        self._app = app
+        self._room = room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        share = scope["cairn.images"] = ImageShare(self._room)
+        try:
+            return await self._app(scope, receive, send)
+        finally:
+            share.keep(0)

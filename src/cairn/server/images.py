@@ -11,6 +11,7 @@ from typing import Any
 
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
+from cairn.server.gate import ImageShare
 from cairn.server.images_decode import decode
 from cairn.server.images_fetch import Allowance, Fetcher, data_uri
 from cairn.server.options import ImageOptions
@@ -21,6 +22,7 @@ __all__ = ["ImageParts", "pixels_of"]
 _IMAGE_KINDS = ("image_url", "input_image")
 _OTHER_KINDS = ("video_url", "input_video", "video", "audio_url", "input_audio", "audio")
 _ROLES = ("user", "tool")
+_BYTES_OF_PIXEL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,19 @@ class ImageParts:
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
         self._free = asyncio.Semaphore(options.decoders)
 
-    async def decoded(self, messages: list[Message], markers: tuple[str, ...]) -> list[Message]:
+    async def decoded(self, messages: list[Message], markers: tuple[str, ...], share: ImageShare) -> list[Message]:
         """The same messages, every image's part as `{"type": "image", "image": Pixels}`. `markers`: the texts that
-        stand for images in a prompt, none where the model reads text alone.
+        stand for images in a prompt, none where the model reads text alone. `share`: where the images' bytes are
+        counted; those of the pixels stay counted when this is done.
 
-        Raises InvalidRequest that names the part.
+        Raises InvalidRequest that names the part, Overloaded when other requests' images leave no room.
         """
         _refuse_markers(messages, markers)
         parts = self._find(messages, bool(markers))
         if not parts:
             return messages
-        pictures = await self._decode_all(parts, await self._fetch_all(parts))
+        pictures = await self._decode_all(parts, await self._fetch_all(parts, share), share)
+        share.keep(sum(len(picture.rgb) for picture in pictures))
         found = {(part.message, part.part): picture for part, picture in zip(parts, pictures, strict=True)}
         changed = list(messages)
         for i in sorted({part.message for part in parts}):
@@ -97,8 +101,8 @@ class ImageParts:
                 found.append(_Part(i, j, _url(part, where)))
         return found
 
-    async def _fetch_all(self, parts: Sequence[_Part]) -> list[bytes]:
-        allowance = Allowance(self._options.max_request_bytes, "bytes")
+    async def _fetch_all(self, parts: Sequence[_Part], share: ImageShare) -> list[bytes]:
+        allowance = Allowance(self._options.max_request_bytes, "bytes", share)
         tasks = [asyncio.create_task(self._fetch(part, allowance)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
@@ -117,9 +121,9 @@ class ImageParts:
         except InvalidRequest as error:
             raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
 
-    async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes]) -> list[Pixels]:
+    async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes], share: ImageShare) -> list[Pixels]:
         """One after the other, so that what they may have together is known before each."""
-        allowance, pictures = Allowance(self._options.max_request_pixels, "pixels"), []
+        allowance, pictures = Allowance(self._options.max_request_pixels, "pixels", share, _BYTES_OF_PIXEL), []
         for part, data in zip(parts, found, strict=True):
             try:
                 picture = await self._decode(data, min(self._options.max_pixels, allowance.left))

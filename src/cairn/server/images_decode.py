@@ -1,6 +1,7 @@
 """Bytes to pixels with Pillow, which is told what format they have and is asked for no more than their head until its
 size has been looked at."""
 
+import re
 import struct
 from io import BytesIO
 
@@ -12,6 +13,11 @@ from cairn.errors import InvalidRequest
 __all__ = ["decode"]
 
 _MAX_SIDE = 65_535
+_MAX_SCANS = 100
+"""Encoders write about ten. Each goes through all pixels, and a few bytes are enough for one."""
+_JPEG_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")
+"""Markers but those that stand alone: stuffing, restarts, fill bytes (ITU-T T.81, B.1.1)."""
+_END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
 
 
 def decode(data: bytes, max_pixels: int) -> Pixels:
@@ -19,7 +25,7 @@ def decode(data: bytes, max_pixels: int) -> Pixels:
     animation the first frame.
 
     Raises InvalidRequest for what is no PNG, JPEG, WebP or GIF, is damaged or cut short, or has more than `max_pixels`;
-    then no memory was taken for pixels.
+    then no memory was taken for pixels. So does a JPEG of more than 100 scans, which would take hours.
     """
     kind = _format(data)
     if kind is None:
@@ -28,6 +34,8 @@ def decode(data: bytes, max_pixels: int) -> Pixels:
         if kind == "WEBP":
             # Pillow's decoder makes room for the canvas when it opens the file.
             _check_size(*_webp_size(data), max_pixels)
+        if kind == "JPEG":
+            _check_scans(data)
         with Image.open(BytesIO(data), formats=[kind]) as image:
             _check_size(*image.size, max_pixels)
             image.load()
@@ -66,6 +74,15 @@ def _webp_size(data: bytes) -> tuple[int, int]:
             width, height = struct.unpack_from("<HH", data, 26)
             return width & 0x3FFF, height & 0x3FFF
     raise InvalidRequest("the image is damaged or cut short: its first chunk is unknown")
+
+
+def _check_scans(data: bytes) -> None:
+    at = num_scans = 0
+    while (marker := _JPEG_MARKER.search(data, at)) is not None and marker[1][0] != _END_OF_IMAGE:
+        num_scans += marker[1][0] == _START_OF_SCAN
+        if num_scans > _MAX_SCANS:
+            raise InvalidRequest(f"the image is a JPEG of more than {_MAX_SCANS} scans: save it with fewer")
+        at = marker.end() + max(2, int.from_bytes(data[marker.end() : marker.end() + 2], "big"))
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:

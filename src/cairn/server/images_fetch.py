@@ -8,6 +8,7 @@ import re
 import httpx
 
 from cairn.errors import InvalidRequest
+from cairn.server.gate import ImageShare
 from cairn.server.images_address import Resolver, SystemResolver, public_addresses
 from cairn.server.options import ImageOptions
 
@@ -20,27 +21,32 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _URL = re.compile(r"[\x21-\x5b\x5d-\x7e]{1,8192}")
 """ASCII without spaces, controls and backslashes: programs disagree on what those mean in a URL."""
 _SHOWN = 80
+_MAX_HEAD = 256
 
 
 class Allowance:
-    """What is left of a request's bytes or pixels."""
+    """What is left of a request's bytes or pixels. `share`: where all open requests' bytes are counted, `size` for
+    each of these."""
 
-    def __init__(self, left: int, of: str) -> None:
+    def __init__(self, left: int, of: str, share: ImageShare, size: int = 1) -> None:
         self.left = left
         self._of = of
+        self._share = share
+        self._size = size
 
     def take(self, amount: int) -> None:
-        """Raises InvalidRequest when less than that is left."""
+        """Raises InvalidRequest when less than that is left, Overloaded when other requests have taken it."""
         self.left -= amount
         if self.left < 0:
             raise InvalidRequest(f"the request's images have more {self._of} together than one request may have")
+        self._share.take(amount * self._size)
 
 
 def data_uri(text: str, max_bytes: int) -> bytes:
     """What `data:image/png;base64,...` holds. Raises InvalidRequest."""
     head, comma, body = text.partition(",")
-    kind, *settings = head[len("data:") :].split(";")
-    if not comma or not settings or settings[-1].strip().lower() != "base64":
+    kind, *settings = head[len("data:") : _MAX_HEAD].split(";")
+    if not comma or len(head) > _MAX_HEAD or not settings or settings[-1].strip().lower() != "base64":
         raise InvalidRequest("a data URI must have the form data:image/png;base64,...")
     if kind.strip().lower() not in _TYPES:
         raise InvalidRequest(f"the data URI's type {kind[:_SHOWN]!r} is not served; known: {_known()}")

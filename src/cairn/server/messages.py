@@ -170,7 +170,7 @@ def _seconds(mark: Any, where: str, param: str) -> int | None:
         return None
     if not isinstance(mark, dict) or mark.get("type") != "ephemeral":
         raise InvalidRequest(f'{where} must be {{"type": "ephemeral"}}', param)
-    ttl = mark.get("ttl") or "5m"
+    ttl = "5m" if mark.get("ttl") is None else mark["ttl"]
     if not isinstance(ttl, str) or ttl not in _HOLD_SECONDS:
         raise InvalidRequest(f'{where}.ttl must be "5m" or "1h"', param)
     return _HOLD_SECONDS[ttl]

@@ -11,9 +11,10 @@ class ImageOptions:
 
     `limit`: images in one prompt. `domains`: hosts that are fetched from; None for all that are public. `max_bytes`,
     `max_pixels`: of one image as it comes, and decoded. `max_request_bytes`, `max_request_pixels`: of all of a
-    request's together; decoded, they have to fit one message to the engine. `fetch_seconds`: for one image, redirects
-    included. `decode_seconds`: for one image, from the moment a thread has taken it. `max_fetches`, `decoders`: how
-    many are fetched and decoded at once.
+    request's together; decoded, they have to fit one message to the engine. `max_open_bytes`: of all open requests'
+    together, as they come and decoded; a request whose images find no room is answered with 503. `fetch_seconds`: for
+    one image, redirects included. `decode_seconds`: for one image, from the moment a thread has taken it.
+    `max_fetches`, `decoders`: how many are fetched and decoded at once.
     """
 
     limit: int = 16
@@ -22,6 +23,7 @@ class ImageOptions:
     max_pixels: int = 16 << 20
     max_request_bytes: int = 64 << 20
     max_request_pixels: int = 20 << 20
+    max_open_bytes: int = 2 << 30
     fetch_seconds: float = 5.0
     decode_seconds: float = 10.0
     max_redirects: int = 3

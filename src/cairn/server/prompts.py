@@ -8,6 +8,7 @@ import numpy as np
 
 from cairn.engine.contract import GenerateRequest, ImageInput
 from cairn.errors import InvalidRequest, NotFound
+from cairn.server.gate import ImageShare
 from cairn.server.messages import Conversation, breakpoints_of, check_text, conversation
 from cairn.server.requests import (
     ChatRequest,
@@ -85,17 +86,19 @@ async def completion_prompt(service: Service, body: CompletionRequest) -> Prompt
     raise InvalidRequest(f"prompt must be text or a list of token ids, not {_kind(prompt)}", "prompt")
 
 
-async def chat_prompt(service: Service, body: ChatRequest) -> Prompt:
+async def chat_prompt(service: Service, body: ChatRequest, share: ImageShare) -> Prompt:
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("tool_choice is not supported yet but for auto and none: leave it out", "tool_choice")
-    rendered = await service.render_chat(await conversation_of(service, body, body.messages))
+    rendered = await service.render_chat(await conversation_of(service, body, body.messages, share))
     return Prompt("messages", rendered.token_ids, rendered.boundaries, rendered.images)
 
 
-async def conversation_of(service: Service, body: TemplateFields, messages: list[Message]) -> Conversation:
-    """The chat with every image fetched and decoded. Raises InvalidRequest naming the part."""
+async def conversation_of(
+    service: Service, body: TemplateFields, messages: list[Message], share: ImageShare
+) -> Conversation:
+    """The chat with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
     breakpoints = breakpoints_of(body, messages)
-    decoded = await service.images.decoded(messages, service.engine.tokenizer.image_markers)
+    decoded = await service.images.decoded(messages, service.engine.tokenizer.image_markers, share)
     return conversation(body, decoded, breakpoints)
 
 

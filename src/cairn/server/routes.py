@@ -1,14 +1,16 @@
 """The endpoints that make work: completions, chat completions, tokenize, detokenize."""
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from cairn.engine.contract import GenerateRequest
 from cairn.errors import InvalidRequest
+from cairn.http.leaving import unless_gone
 from cairn.server.answers import ChatShape, CompletionShape
+from cairn.server.gate import ImageShare
 from cairn.server.generate import Deadline, Job, respond
 from cairn.server.messages import check_text
 from cairn.server.prompts import (
@@ -31,6 +33,9 @@ from cairn.server.requests import (
 from cairn.server.service import Service
 
 __all__ = ["ServiceOfApp", "router", "service_of"]
+
+
+Result = TypeVar("Result")
 
 
 def service_of(request: Request) -> Service:
@@ -56,20 +61,16 @@ async def create_completion(http: Request, body: CompletionRequest, service: Ser
 
 
 async def create_chat_completion(http: Request, body: ChatRequest, service: ServiceOfApp) -> Response:
-    return await _generate(http, service, body, lambda: chat_prompt(service, body))
+    return await _generate(http, service, body, lambda: chat_prompt(service, body, _share(http)))
 
 
 async def _generate(
-    http: Request, service: Service, body: SamplingFields, make_prompt: Callable[[], Awaitable[Prompt]]
+    http: Request, service: Service, body: SamplingFields, make_prompt: Callable[[], Coroutine[Any, Any, Prompt]]
 ) -> Response:
     arrived, deadline = service.clock.now(), Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
-    try:
-        async with deadline.limit():
-            prompt = await make_prompt()
-    except TimeoutError:
-        raise deadline.missed() from None
+    prompt = await _in_time(http, deadline, make_prompt())
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
     # Two clients may send the same id; inside the engine an id has to be one request's alone.
@@ -79,22 +80,33 @@ async def _generate(
     return await respond(http, service, Job(request, shape, body, arrived, deadline))
 
 
+async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result, unless the client leaves or the deadline is missed first."""
+    try:
+        async with deadline.limit():
+            return await unless_gone(http.receive, work)
+    except TimeoutError:
+        raise deadline.missed() from None
+
+
+def _share(http: Request) -> ImageShare:
+    share: ImageShare = http.scope["cairn.images"]
+    return share
+
+
 def _request_id(http: Request, body: SamplingFields) -> str:
     own: str = http.scope["cairn.request_id"]
     given: bool = http.scope["cairn.request_id_given"]
     return own if given or body.request_id is None else body.request_id
 
 
-async def tokenize(body: TokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+    deadline = Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
-    if body.messages is not None:
-        tokens = (await service.render_chat(await conversation_of(service, body, body.messages))).token_ids
-    else:
-        prompt = check_text(body.prompt or "", "prompt", "prompt")
-        tokens = await service.encode(prompt, body.add_special_tokens is not False)
+    tokens = await _in_time(http, deadline, _tokens_of(http, body, service))
     return {
         "count": len(tokens),
         "max_model_len": service.engine.info.max_model_len,
@@ -103,7 +115,17 @@ async def tokenize(body: TokenizeRequest, service: ServiceOfApp) -> dict[str, An
     }
 
 
-async def detokenize(body: DetokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
+    if body.messages is not None:
+        conversation = await conversation_of(service, body, body.messages, _share(http))
+        return (await service.render_chat(conversation)).token_ids
+    prompt = check_text(body.prompt or "", "prompt", "prompt")
+    return await service.encode(prompt, body.add_special_tokens is not False)
+
+
+async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+    deadline = Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
-    return {"prompt": await service.decode(valid_tokens(service, body.tokens, "tokens"))}
+    tokens = valid_tokens(service, body.tokens, "tokens")
+    return {"prompt": await _in_time(http, deadline, service.decode(tokens))}

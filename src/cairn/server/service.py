@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
 from cairn.errors import EngineDead
-from cairn.server.gate import Gate
+from cairn.server.gate import Gate, ImageRoom
 from cairn.server.images import ImageParts
 from cairn.server.messages import Conversation
 from cairn.server.metrics import Metrics
@@ -46,6 +46,7 @@ class Service:
         self.started = int(wall())
         self.images = images or ImageParts(options.images)
         self.gate = Gate(options.max_open)
+        self.image_room = ImageRoom(options.images.max_open_bytes)
         self.metrics = Metrics(engine.info, options.model_name)
         self._stats = EngineStats()
         # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
