@@ -224,7 +224,6 @@ def test_as_a_module():
 
 
 def test_make_model_names_every_family_that_it_can_make(capsys):
-    with pytest.raises(SystemExit):
-        main(["make-model", "--help"])
+    assert main(["make-model", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert ", ".join(MADE_FAMILIES) in said

@@ -66,6 +66,15 @@ def test_after_its_time_it_is_like_any_other():
     assert positions(sim) == set() and hit(sim, LONG) == 0
 
 
+def test_a_use_after_its_time_holds_nothing():
+    """Nothing may have happened in between that would have looked at the clock."""
+    sim = simulation(num_pages=200)
+    run(sim, LONG, Boundary(100, hold_seconds=300))
+    sim.clock.advance(300)
+    assert hit(sim, LONG) == 200
+    assert positions(sim) == set()
+
+
 @pytest.mark.parametrize("deeper", [False, True])
 def test_each_use_holds_it_anew_also_one_that_goes_deeper(deeper):
     sim = simulation(num_pages=200)

@@ -147,6 +147,26 @@ def test_p_may_decode_as_well(max_tokens):
         server.assert_clean()
 
 
+@pytest.mark.parametrize("mode", ["auto", None])
+def test_a_state_for_another_server_is_not_kept_by_a_request_that_was_preempted(mode):
+    """What it pinned would be missing to the one that it gave way to, which may have been promised the whole pool."""
+    world, p, d = pair(num_pages=24, lease_share=1.0, mode=mode)
+    oldest = p.submit(TEXT[500:520], max_tokens=340)
+    prompts = [TEXT[start : start + 60] for start in (0, 100)]
+    names = [p.submit(prompt, max_tokens=100, params=REMOTE_DECODE) for prompt in prompts]
+    for name, prompt in zip(names, prompts, strict=True):
+        world.run(turns=2000)
+        assert p.answers[name] == alone(prompt, 100)
+        again = d.submit(prompt, params=p.params(name))
+        world.run(turns=2000)
+        assert d.answers[again] == alone(prompt)
+    assert p.answers[oldest] == alone(TEXT[500:520], 340)
+    assert p.scheduler.books.counters.preemptions >= 1
+    assert d.scheduler.books.counters.external_hits == 120
+    for server in (p, d):
+        server.assert_clean()
+
+
 def hint(server, name) -> dict:
     """What the answer says of where its pages are."""
     return server.params(name)["cairn_decode_hint"]
@@ -188,6 +208,47 @@ def test_the_second_turn_comes_back_for_the_answer(answer, block_sizes, ends):
         assert moved <= (missing + d.layout.pages_per_checkpoint) * d.layout.page_bytes
     for server in (p, d):
         server.assert_clean()
+
+
+def test_what_is_asked_for_by_content_leaves_those_that_run_their_share():
+    """A prompt larger than the share runs alone; what it begins with is asked for meanwhile. The two share pages, so
+    that their leases could name more pages than there are."""
+    world, p, d = pair(num_pages=60, budget=68)
+    prompt = TEXT[:300]
+    first = d.submit(prompt, max_tokens=1, params=prefill(p, prompt))
+    world.run()
+    said = hint(d, first)
+    long = prompt + TEXT[300:800]
+    world.fabric.descriptors_per_poll = 1
+    name = d.submit(long, max_tokens=1, params=REMOTE_DECODE)
+    d.turn()
+    p.cache.clear()
+    again = p.submit(TEXT[:320], max_tokens=1, params=REMOTE_DECODE | {"cairn_decode_hint": said})
+    for _ in range(10):
+        world.run()
+    assert name in d.ended and again in p.ended
+    assert d.port.num_leased == 50 + 3
+    assert p.answers[again] == alone(TEXT[:320], 1)
+
+
+def test_a_prompt_that_waits_for_the_share_with_its_pages_fetched_is_not_overtaken():
+    world, p, d = pair(num_pages=100, lease_share=0.3)
+    first = d.submit(TEXT[:200], max_tokens=1, params=prefill(p, TEXT[:200]))
+    world.run()
+    p.cache.clear()
+    prefill(p, TEXT[1000:1100])
+    long = p.submit(TEXT[:310], max_tokens=1, params=REMOTE_DECODE | {"cairn_decode_hint": hint(d, first)})
+    world.run()
+    assert [request.id for request in p.scheduler.books.transfers.ready] == [long]
+    short = p.submit(TEXT[2000:2100], max_tokens=1, params=REMOTE_DECODE)
+    world.run()
+    assert long not in p.ended and short not in p.ended
+    world.pass_time(31)
+    assert p.ended[long].offered is not None and p.answers[long] == alone(TEXT[:310], 1)
+    world.pass_time(31)
+    assert p.answers[short] == alone(TEXT[2000:2100], 1)
+    world.pass_time(31)
+    p.assert_clean()
 
 
 def test_a_hint_that_leads_nowhere_changes_nothing():

@@ -261,3 +261,18 @@ def test_a_prompt_comes_in_only_when_all_of_it_has_room(num_pages):
     counters = driver.scheduler.books.counters
     assert (counters.preemptions, counters.recomputed_tokens) == (0, 0)
     assert all(len(driver.output(name)) == 20 for name in names)
+
+
+def test_a_prompt_that_waits_for_room_costs_nobody_what_is_cached():
+    driver = Driver(num_pages=100)
+    driver.ask(range(300), max_tokens=1)
+    driver.submit(range(5000, 5600), max_tokens=200)
+    driver.step()
+    waits = driver.submit(range(9000, 10_000), max_tokens=1)
+    before = dict(driver.cache.residents.evicted)
+    for _ in range(5):
+        driver.step()
+    assert driver.requests[waits].phase is Phase.WAITING
+    assert dict(driver.cache.residents.evicted) == before
+    driver.run()
+    assert driver.output(waits) == alone(range(9000, 10_000), False, max_tokens=1)

@@ -182,17 +182,9 @@ class PrefixCache:
         but that cached pages may have gone.
         """
         groups = self.layout.groups
-        need = lease.missing_pages(num_tokens)
-        if lease.copied:
-            if need == 0:
-                return []
-            shared = []
-        else:
-            shared = [
-                (table, lease.matched // group.tokens_per_page)
-                for group, table in zip(groups, lease.tables, strict=True)
-                if lease.matched % group.tokens_per_page and num_tokens > lease.matched
-            ]
+        need, shared = lease.missing_pages(num_tokens), self._to_copy(lease, num_tokens)
+        if need == 0 and lease.copied:
+            return []
         if not self.residents.make_room(need + len(shared)):
             return None
         copies = [self._copy_on_write(lease, table, index) for table, index in shared]
@@ -202,6 +194,23 @@ class PrefixCache:
             if missing > 0:
                 table.append(self.pool.allocate(missing))
         return copies
+
+    def could_extend(self, lease: Lease, num_tokens: int, num_files: int = 0) -> bool:
+        """False if neither `extend` nor dropping all that nobody holds makes room for so many tokens and files. Drops
+        nothing: whoever only waits must not cost others what is cached. True is no promise."""
+        need = lease.missing_pages(num_tokens) + len(self._to_copy(lease, num_tokens))
+        need += num_files * self.layout.pages_per_checkpoint
+        return need <= self.pool.num_free or need <= self.pool.num_pages - self.num_held_pages()
+
+    def _to_copy(self, lease: Lease, num_tokens: int) -> list[tuple[PageTable, int]]:
+        """The tables whose page that holds token `matched` has to be copied before so many tokens are written."""
+        if lease.copied or num_tokens <= lease.matched:
+            return []
+        return [
+            (table, lease.matched // group.tokens_per_page)
+            for group, table in zip(self.layout.groups, lease.tables, strict=True)
+            if lease.matched % group.tokens_per_page
+        ]
 
     def _copy_on_write(self, lease: Lease, table: PageTable, index: int) -> PageCopy:
         # page `index` holds tokens of the tree up to `matched`; its other tokens may be somebody's already
@@ -370,7 +379,10 @@ class PrefixCache:
             held += [file.pages for file in lease.files.values()] + lease.transient
         for pages in self.held.values():
             held += pages
-        return len(np.unique(np.concatenate(held))) if held else 0
+        named = np.zeros(self.pool.num_pages, bool)
+        for numbers in held:
+            named[numbers] = True
+        return int(named.sum())
 
     def clear(self) -> bool:
         """Drop everything that no lease holds. True if the whole pool is free then."""

@@ -155,20 +155,22 @@ class Residents:
 
     def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
         """Have a checkpoint go after all others for so long. False, and nothing changes, where the quota is used up."""
-        self._let_expired_go()
+        self.let_expired_go()
         if not self.held.take(checkpoint, seconds):
             return False
         self.queue.push(checkpoint, self._facts(checkpoint))
         return True
 
     def renew(self, node: Node | None, upto: int) -> None:
-        """The path to `node` has been hit up to token `upto`: what is held there is held anew."""
+        """The path to `node` has been hit up to token `upto`: what is still held there is held anew."""
+        self.let_expired_go()
         while node is not None and self.held:
             if node.checkpoint is not None and node.end <= upto:
                 self.held.renew(node.checkpoint)
             node = node.parent
 
-    def _let_expired_go(self) -> None:
+    def let_expired_go(self) -> None:
+        """Holds whose time is over have ended, whether or not anything has happened since."""
         for checkpoint in self.held.expired():
             self.queue.push(checkpoint, self._facts(checkpoint))
 
@@ -194,7 +196,7 @@ class Residents:
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
         passed: list[Checkpoint] = []
-        self._let_expired_go()
+        self.let_expired_go()
         while self.pool.num_free < num_pages:
             if self.barren:
                 self._drop_run(next(iter(self.barren)))

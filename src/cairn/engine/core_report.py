@@ -17,6 +17,7 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
     """Counters since the start, and gauges of this moment."""
     cache, counters, transfers = books.cache, books.counters, books.transfers
     held = cache.num_held_pages()
+    cache.residents.let_expired_go()
     return EngineStats(
         num_running=len(books.running),
         num_waiting=len(books.waiting) + len(transfers.fetching) + len(transfers.ready),

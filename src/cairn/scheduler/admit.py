@@ -6,7 +6,7 @@ from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
 from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.fetch import give_way, note_failure
-from cairn.scheduler.hand_over import has_room, hold_state, set_aside
+from cairn.scheduler.hand_over import has_room, hold_state, needs_file, set_aside
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy, Restore, Sample, SampleOnly
 
@@ -50,7 +50,8 @@ def _try(books: Books, draft: Draft, request: Request) -> bool:
         return False
     lease = _lookup(books, request)
     request.lease, request.num_scheduled = lease, lease.hit
-    request.prefill_until = request.num_prompt_tokens if books.config.exact else request.num_known
+    by_prompt = books.config.exact or request.spec.hand_over
+    request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
     if _first_step(books, draft, request, lease):
         return True
     request.lease = None
@@ -61,7 +62,11 @@ def _try(books: Books, draft: Draft, request: Request) -> bool:
 def _lookup(books: Books, request: Request) -> Lease:
     spec = request.spec
     resumed_from = request.num_prompt_tokens if request.resumed else None
-    lease = books.cache.lookup(spec.namespace, request.keys(), request.id, resumed_from)
+    # what is handed over is the state at the prompt's end: a deeper one would pass it by
+    keys = spec.prompt if spec.hand_over else request.keys()
+    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from)
+    for token in request.output[len(keys) - request.num_prompt_tokens :]:
+        lease.append(token)
     note_failure(request, lease)
     return lease
 
@@ -84,9 +89,11 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
     end = next_prefill_end(books, request, draft.budget)
     if end == lease.hit:
         return False
+    if not books.cache.could_extend(lease, request.num_known, needs_file(request, lease)):
+        return False
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice
     copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
-    if copies is None or (request.spec.hand_over and not set_aside(books, request, lease)):
+    if copies is None or not set_aside(books, request, lease):
         return False
     _take(books, draft, request, lease)
     add_prefill(draft, request, end, copies)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cairn.cache.lease import Namespace
 from cairn.scheduler.books import Books
+from cairn.scheduler.hand_over import promised_pages
 from cairn.scheduler.request import Request
 from cairn.scheduler.transfers import content_name
 from cairn.step import GRID
@@ -45,7 +46,7 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     state = lease.restore if lease.hit <= position else None
     need = cache.layout.pages_for(position) + cache.layout.pages_per_checkpoint
     # a state below what is there already is worth nothing to anybody
-    if position <= asked.start or state is None or not side.has_room(need):
+    if position <= asked.start or state is None or not side.has_room(promised_pages(books) + need):
         side.answer(asked.ask, None)
     else:
         pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(position)])

@@ -56,6 +56,9 @@ def _start(books: Books, request: Request, source: Source) -> bool:
         request.source = None
         _release(books, request, source)
         return True
+    if not cache.could_extend(lease, length, num_files=1):
+        cache.release(lease)
+        return False
     copies = cache.extend(lease, length)
     file = cache.want_always(lease, length) if copies is not None else None
     if copies is None or file is None:

@@ -12,18 +12,36 @@ from cairn.scheduler.request import Offered, Request
 from cairn.scheduler.transfers import content_name
 from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
 
-__all__ = ["has_room", "hold_state", "lease_ended", "offer", "set_aside"]
+__all__ = [
+    "has_room",
+    "hold_state",
+    "lease_ended",
+    "let_state_go",
+    "needs_file",
+    "offer",
+    "promised_pages",
+    "set_aside",
+]
 
 
 def has_room(books: Books, request: Request) -> bool:
     """Whether what other servers keep here, and those that run will, leaves room for this prompt as well. A prompt
-    that is larger than the share itself goes alone."""
+    that is larger than the share itself goes alone, and nobody overtakes one that waits for the share with its pages
+    fetched."""
     side = books.transfers.side
     assert side is not None
-    running = sum(_num_pages(books, other) for other in books.running if other.spec.hand_over)
-    if not running and not books.transfers.offers:
+    ready = books.transfers.ready
+    if any(other.spec.hand_over and other.arrival < request.arrival for other in ready):
+        return False
+    promised = promised_pages(books)
+    if not promised and not books.transfers.offers:
         return True
-    return side.has_room(running + _num_pages(books, request))
+    return side.has_room(promised + _num_pages(books, request))
+
+
+def promised_pages(books: Books) -> int:
+    """Pages that those that run are going to keep for other servers: spoken for, though nothing is leased yet."""
+    return sum(_num_pages(books, request) for request in books.running if request.spec.hand_over)
 
 
 def _num_pages(books: Books, request: Request) -> int:
@@ -31,11 +49,14 @@ def _num_pages(books: Books, request: Request) -> int:
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
 
 
+def needs_file(request: Request, lease: Lease) -> bool:
+    """Whether a file for the state at the prompt's end has to be set aside."""
+    return request.spec.hand_over and lease.hit < request.num_prompt_tokens
+
+
 def set_aside(books: Books, request: Request, lease: Lease) -> bool:
-    """A file for the state at the prompt's end; False if there is no room for it."""
-    if request.handed is not None or lease.hit >= request.num_prompt_tokens:
-        return True
-    return books.cache.want_always(lease, request.num_prompt_tokens) is not None
+    """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
+    return not needs_file(request, lease) or books.cache.want_always(lease, request.num_prompt_tokens) is not None
 
 
 def hold_state(books: Books, request: Request) -> None:
@@ -48,6 +69,13 @@ def hold_state(books: Books, request: Request) -> None:
         request.handed = books.cache.hold(f"state of {request.id}", lease.restore)
     elif position in lease.files:
         request.handed = books.cache.hold(f"state of {request.id}", lease.files[position].pages)
+
+
+def let_state_go(books: Books, request: Request) -> None:
+    """The state at the prompt's end is not kept for this request any more, if it was."""
+    if request.handed is not None:
+        books.cache.let_go(request.handed)
+        request.handed = None
 
 
 def offer(books: Books, request: Request) -> None:

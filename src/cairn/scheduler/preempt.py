@@ -5,6 +5,7 @@ from cairn.cache.placement import Wanted
 from cairn.cache.reasons import Reason
 from cairn.scheduler.books import Books
 from cairn.scheduler.fetch import give_way
+from cairn.scheduler.hand_over import let_state_go
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy
 
@@ -64,10 +65,12 @@ def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int
 
 
 def back_to_queue(books: Books, victim: Request, loss: Reason | None = None) -> None:
-    """Release everything a preempted request holds and let it wait."""
+    """Release everything a preempted request holds and let it wait: also the state for another server, which it comes
+    by again, because what waits must not keep from those that run what they were promised when they were submitted."""
     assert victim.lease is not None
     books.cache.release(victim.lease, loss)
     victim.lease = None
+    let_state_go(books, victim)
     books.leave_slot(victim)
     victim.to(Phase.WAITING)
     books.waiting.put_back(victim)

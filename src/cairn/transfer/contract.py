@@ -221,8 +221,9 @@ class SchedulerSide(Protocol):
     """The connector as the scheduler sees it."""
 
     def has_room(self, num_pages: int) -> bool:
-        """Whether an offer of so many pages stays within the share of the pool that leases may hold. One that is larger
-        than all of it has room while nothing else is leased: a long prompt must be handed over some time."""
+        """Whether an offer of so many pages stays within the share of the pool that leases may hold. `offer` takes one
+        that is larger than all of it, too, while nothing else is leased: a long prompt must be handed over some
+        time."""
         ...
 
     def offer(self, offer: Offer) -> str:
