@@ -87,6 +87,11 @@ EXPORTED = {
     "cairn.runner.simulated": "SimulatedRunner",
     "cairn.models.contract": "Family ModelFacts TensorLoader",
     "cairn.models.registry": "FAMILIES OpenModel ServedFamily family_of open_model",
+    "cairn.replay.bounds": "Hold footprint_bytes offline_hits offline_schedule unlimited_hits",
+    "cairn.replay.command": "POLICIES add_replay_flags run_replay",
+    "cairn.replay.layouts": "LAYOUT_NAMES Remembers layout_for remembers",
+    "cairn.replay.replay": "Outcome Replay",
+    "cairn.replay.traces": "Ids MOONCAKE_UNIT Trace TraceRequest key_tokens read_trace",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats "
     "FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "

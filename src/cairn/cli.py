@@ -50,7 +50,7 @@ def main(
 ) -> int:
     """Run one command and return its exit code. `core` and `load_tokenizer` replace the engine that `serve` runs."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser, serve, proxy = _parser()
+    parser, serve, proxy, replay = _parser()
     source: CliSettingsSource[ServeSettings] | None = None
     proxy_source: CliSettingsSource[ProxySettings] | None = None
     if arguments[:1] == ["serve"]:
@@ -61,12 +61,20 @@ def main(
         from cairn.proxy_settings import add_proxy_flags
 
         proxy_source = add_proxy_flags(proxy)
+    if arguments[:1] == ["replay"]:
+        from cairn.replay.command import add_replay_flags
+
+        add_replay_flags(replay)
     try:
         parsed = parser.parse_args(arguments)
         if parsed.command == "make-model":
             return _make_model(parsed)
         if parsed.command == "check":
             return _check(parsed)
+        if parsed.command == "replay":
+            from cairn.replay.command import run_replay
+
+            return run_replay(parsed)
         if parsed.command == "proxy":
             assert proxy_source is not None
             from cairn.proxy_settings import load_proxy_settings
@@ -88,7 +96,8 @@ def main(
         return 130
 
 
-def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+def _parser() -> tuple[argparse.ArgumentParser, ...]:
+    """The whole one, and those of serve, proxy and replay, which get their flags only when they are asked for."""
     parser = _Parser(prog="cairn", description="A serving engine for hybrid language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"cairn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -122,7 +131,8 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpars
     check.add_argument("--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool; default: %(default)s")
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
     check.add_argument("--max-num-seqs", type=_count, default=8, help="requests at once; default: %(default)s")
-    return parser, serve, proxy
+    replay = commands.add_parser("replay", help="run a request trace through the cache", allow_abbrev=False)
+    return parser, serve, proxy, replay
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,106 @@
+"""`cairn replay` from its flags to its files."""
+
+import argparse
+import json
+import random
+
+import pytest
+
+from cairn.errors import ConfigError
+from cairn.replay.command import POLICIES, add_replay_flags, run_replay
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Chats of a few turns over two system prompts."""
+    draw, lines, number = random.Random(3), [{"name": "chats", "unit": 16}], 10**6
+    for session in range(30):
+        runs = [[1000 * draw.randint(0, 1), 40]]
+        for _ in range(draw.randint(1, 5)):
+            runs = [*runs, [number, 20]]
+            units = sum(count for _, count in runs)
+            line = {"t": len(lines), "s": session, "in": 16 * units + 5, "out": 160, "v": 1, "h": runs}
+            lines.append(line)
+            number += 20
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(*words):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_replay_flags(parser)
+    return run_replay(parser.parse_args([str(word) for word in words]))
+
+
+def test_table_and_json(trace, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    assert run(trace, "--policy", ",".join(POLICIES), "--sweep", "5%,0.2", "--json", file) == 0
+    results = json.loads(file.read_text())
+    assert [result["policy"] for result in results] == [*POLICIES, "offline", "unlimited"] * 2
+    assert [round(result["budget_fraction"], 3) for result in results] == [0.05] * 7 + [0.2] * 7
+    shown = capsys.readouterr().out
+    for result in results:
+        assert result["policy"] in shown and f"{result['token_hit_rate']:.4f}" in shown
+        assert result["token_hit_rate"] == result["hit_tokens"] / result["prompt_tokens"]
+        assert result["prefill_tokens"] == result["prompt_tokens"] - result["hit_tokens"]
+        if result["policy"] in POLICIES:
+            assert sum(result["lost_tokens"].values()) == result["prefill_tokens"]
+            assert result["forward_passes"] >= result["requests"] > 0
+            assert 0 < result["peak_bytes"] <= result["budget_bytes"] and result["microseconds_per_request"] > 0
+            assert sum(result["checkpoints_taken"].values()) >= sum(result["checkpoints_evicted"].values())
+    by_name = {result["policy"]: result["token_hit_rate"] for result in results[7:]}
+    assert 0 < by_name["auto"] <= by_name["unlimited"] and by_name["offline"] <= by_name["unlimited"]
+    assert by_name["align"] < by_name["auto"]
+
+
+def test_a_budget_in_bytes_and_no_reference_lines(trace, tmp_path):
+    file = tmp_path / "out.json"
+    run(trace, "--budget", "2.5GiB", "--no-bounds", "--json", file, "--layout", "qwen3.5-35b-a3b")
+    (result,) = json.loads(file.read_text())
+    assert result["policy"] == "auto" and result["budget_bytes"] == 5 << 29
+    assert result["layout"] == "qwen3.5-35b-a3b"
+
+
+def test_a_tenth_of_the_footprint_is_the_default(trace, tmp_path):
+    file = tmp_path / "out.json"
+    run(trace, "--no-bounds", "--json", file)
+    (result,) = json.loads(file.read_text())
+    assert result["budget_bytes"] == int(result["footprint_bytes"] * 0.1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--policy", "best"),
+        ("--policy", ""),
+        ("--budget", "much"),
+        ("--budget", "0"),
+        ("--budget", "1e30"),
+        ("--budget", "inf"),
+        ("--budget", "5XB"),
+        ("--budget-fraction", "0"),
+        ("--budget-fraction", "nan"),
+        ("--sweep", "5%,,10%"),
+        ("--sweep", ",".join(["1%"] * 65)),
+    ],
+)
+def test_flags_are_checked(trace, words):
+    with pytest.raises(argparse.ArgumentError, match=words[0]):
+        run(trace, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--budget", "100"), "--budget"),
+        (("--max-num-batched-tokens", "63"), "--max-num-batched-tokens"),
+        (("--block-size", "0"), "--block-size"),
+        (("--state-dtype", "int8"), "--state-dtype"),
+        (("--layout", "gpt"), "--layout"),
+        (("--no-bounds", "--json", "/nowhere/at/all.json"), "--json"),
+    ],
+)
+def test_what_cannot_be_is_refused(trace, words, says):
+    with pytest.raises(ConfigError, match=says):
+        run(trace, *words)

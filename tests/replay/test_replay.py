@@ -1,0 +1,189 @@
+"""The replay against the scheduler itself, and its sums."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from driver import Driver, layout
+
+from cairn.cache.audit import audit
+from cairn.cache.eviction import eviction_for
+from cairn.cache.placement import placement_for
+from cairn.cache.prefix_cache import CachePolicy
+from cairn.cache.reasons import Reason
+from cairn.replay.replay import Replay
+from cairn.replay.traces import Trace, TraceRequest
+from cairn.types import ManualClock
+
+UNIT = 16
+CHUNK = 256
+MODES = ("auto", "align", "all", "granular", "junction")
+
+
+def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block_size=16):
+    sizes = layout(block_size)
+    placement = placement_for(mode, block_size, exact) if mode is not None else None
+    policy = CachePolicy(placement, eviction_for(eviction), exact)
+    replay = Replay(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK)
+    outcome = replay.run(trace)
+    audit(replay.cache)
+    assert not replay.cache.leases and not replay.cache.held
+    return replay, outcome
+
+
+def made_trace(rows, behind=0):
+    """A trace of (path ids, answer ids, boundaries), with `behind` tokens after each path."""
+    requests = [
+        TraceRequest(float(t), len(p) * UNIT + behind, np.array(p, np.int64), np.array(a, np.int64), tuple(ends))
+        for t, (p, a, ends) in enumerate(rows)
+    ]
+    return Trace("made", UNIT, tuple(requests))
+
+
+def served(trace_rows, num_pages, mode, exact):
+    """The same requests through the scheduler, one at a time. An answer is what the simulated model says, so a row is
+    (make a prompt from all sequences so far, tokens of its answer). Returns prompts with answers, and hits."""
+    driver = Driver(mode, num_pages, max_num_batched_tokens=CHUNK, exact=exact, max_model_len=1 << 14)
+    sequences, told, hits = [], [], []
+    for make_prompt, num_answer in trace_rows:
+        prompt, ends = make_prompt(sequences)
+        # the last token of an answer is sampled and not computed
+        request = driver.requests[driver.submit(prompt, max_tokens=num_answer + 1, boundaries=ends)]
+        while driver.scheduler.has_work:
+            driver.plans.append(driver.scheduler.plan())
+            driver.scheduler.apply(driver.runner.run(driver.plans[-1]))
+        computed = prompt + request.output[:num_answer]
+        sequences.append(computed)
+        told.append((prompt, computed, ends))
+        hits.append(request.first.hit)
+    return told, hits, driver
+
+
+def random_rows(seed, number=20):
+    draw = random.Random(seed)
+
+    def make(continued, cut, fresh, marked):
+        def prompt(sequences):
+            start = []
+            if sequences and continued:
+                start = sequences[-1 - cut % min(8, len(sequences))]
+                start = start[: max(1, (cut * 7) % (len(start) // UNIT)) * UNIT] if cut % 3 else start
+            new = np.random.default_rng(fresh).integers(1000, 1 << 40, UNIT * (1 + fresh % 30))
+            tokens = start + new.tolist()
+            return tokens, (len(start),) if marked and start else ()
+
+        return prompt
+
+    return [
+        (
+            make(draw.random() < 0.8, draw.randint(0, 99), draw.randint(0, 10**6), draw.random() < 0.5),
+            UNIT * draw.randint(1, 4),
+        )
+        for _ in range(number)
+    ]
+
+
+def as_trace(told):
+    """Ids for units, numbered by the tokens before and in them."""
+    ids, requests = {}, []
+    for index, (prompt, computed, ends) in enumerate(told):
+        line = [ids.setdefault(tuple(computed[: end + UNIT]), len(ids)) for end in range(0, len(computed), UNIT)]
+        units = len(prompt) // UNIT
+        line = np.array(line, np.int64)
+        requests.append(TraceRequest(float(index), len(prompt), line[:units], line[units:], tuple(ends)))
+    return Trace("served", UNIT, tuple(requests))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("num_pages", "exact"), [(4000, False), (150, False), (150, True)])
+def test_the_scheduler_hits_the_same(mode, num_pages, exact):
+    for seed in (1,):
+        told, hits, driver = served(random_rows(seed), num_pages, mode, exact)
+        replay, outcome = replayed(as_trace(told), num_pages, mode, exact=exact)
+        assert outcome.hits == hits
+        assert sum(hits) > 0
+        books = driver.scheduler.books
+        assert outcome.prefill_tokens == books.counters.computed_prompt_tokens
+        assert outcome.forward_passes == sum(any(not row.decode for row in plan.rows) for plan in driver.plans)
+        assert outcome.taken == driver.cache.residents.taken
+        assert outcome.evicted == driver.cache.residents.evicted
+        assert outcome.used == driver.cache.counters.used
+        assert replay.cache.pool.num_free == driver.cache.pool.num_free
+
+
+def test_it_adds_up():
+    rows = [([1, 2, 3], [4, 5], ()), ([1, 2, 3, 4, 5, 6], [7], ()), ([1, 2, 3], [], ()), ([1, 9], [], ())]
+    trace = made_trace(rows, behind=5)
+    _, outcome = replayed(trace, 1000)
+    assert outcome.hits == [0, 5 * UNIT, 3 * UNIT, 0]
+    assert outcome.prompt_tokens == sum(request.num_prompt_tokens for request in trace.requests) == 14 * UNIT + 20
+    assert outcome.prefill_tokens == outcome.prompt_tokens - 8 * UNIT
+    assert outcome.token_hit_rate == outcome.hit_tokens / outcome.prompt_tokens
+    # what is behind a path is computed every time, by a pass of its own if all else was hit
+    assert outcome.forward_passes == 4
+    # one unit of the last prompt had been seen, and 16 tokens are less than anything kept
+    assert outcome.lost == {Reason.NEVER_SEEN: outcome.prefill_tokens - UNIT, Reason.TOO_SHORT: UNIT}
+
+
+def test_a_prompt_that_is_all_cached_takes_no_pass():
+    _, outcome = replayed(made_trace([([1] * 8, [], ()), ([1] * 8, [], ())]), 1000)
+    assert outcome.hits == [0, 8 * UNIT] and outcome.forward_passes == 1
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("num_pages", [30, 90, 2000])
+def test_every_token_is_charged_once(mode, num_pages):
+    told, _, _ = served(random_rows(5), 4000, "auto", False)
+    trace = as_trace(told)
+    replay, outcome = replayed(trace, num_pages, mode)
+    assert sum(outcome.lost.values()) == outcome.prefill_tokens
+    assert min(outcome.lost.values()) > 0
+    assert outcome.peak_bytes <= num_pages * replay.cache.layout.page_bytes
+    assert len(outcome.hits) == len(trace.requests)
+    if mode is None:
+        assert outcome.hit_tokens == 0 and not outcome.taken and Reason.DISABLED in outcome.lost
+    if num_pages == 90 and mode is not None:
+        assert outcome.lost[Reason.EVICTED] > 0 and outcome.evicted.total() > 0
+
+
+def test_what_does_not_fit_is_refused_and_counted():
+    rows = [([1] * 40, [], ()), ([2] * 10, [], ()), ([1] * 40, [], ()), ([2] * 10, [], ())]
+    _, outcome = replayed(made_trace(rows), 30)
+    assert outcome.refused == 2 and outcome.hits == [0, 0, 0, 10 * UNIT]
+    assert outcome.lost == {Reason.NEVER_SEEN: 50 * UNIT, Reason.DISABLED: 40 * UNIT}
+    assert outcome.forward_passes == 3 + 1 + 3
+
+
+def test_an_answer_stops_where_there_is_no_room_for_it():
+    _, outcome = replayed(made_trace([([1] * 10, list(range(10, 60)), ()), ([1] * 10, [], ())]), 30)
+    assert outcome.refused == 0 and len(outcome.hits) == 2
+
+
+def test_a_prompt_without_a_full_unit_never_meets_the_cache():
+    _, outcome = replayed(made_trace([([], [], ()), ([], [1], ())], behind=7), 30)
+    assert outcome.hits == [0, 0] and outcome.lost == Counter({Reason.NEVER_SEEN: 14})
+    assert outcome.forward_passes == 2
+
+
+def test_only_the_cache_is_timed():
+    class Ticks:
+        count = 0
+
+        def now(self):
+            self.count += 1
+            return float(self.count)
+
+    sizes = layout()
+    policy = CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
+    outcome = Replay(sizes, 1000 * sizes.page_bytes, policy, Ticks(), CHUNK).run(made_trace([([1], [2, 3], ())]))
+    # in and out are 5 readings apart, two pairs of them around appending what a model would sample
+    assert outcome.seconds == 5 - 2 and outcome.microseconds_per_request == 3e6
+
+
+def test_bounds_of_the_arguments():
+    policy = CachePolicy(None, eviction_for("lru"))
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        Replay(layout(), 1 << 20, policy, ManualClock(), 63)
+    with pytest.raises(ValueError, match="num_pages"):
+        Replay(layout(), 1, policy, ManualClock())
