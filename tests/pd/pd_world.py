@@ -127,7 +127,7 @@ class Server:
     def submit(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=()) -> str:
         self.count += 1
         name = name or f"{self.engine_id}-r{self.count}"
-        terms = terms_of(None if params is None else json.dumps(params).encode(), self.kv)
+        terms = terms_of(params, self.kv)
         named = {} if namespace is None else {"namespace": namespace}
         spec = Spec(
             request_id=RequestId(name),

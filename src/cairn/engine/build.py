@@ -85,8 +85,8 @@ def build_core(
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
     cache = PrefixCache(layout, num_pages, policy, events, clock)
-    scheduling = _scheduling(config, max_model_len)
-    scheduler = Scheduler(scheduling, cache, clock, None if transfer is None else transfer.transfers)
+    transfers = None if transfer is None else transfer.transfers
+    scheduler = Scheduler(_scheduling(config, max_model_len), cache, clock, transfers)
     return Core(
         info,
         scheduler,

@@ -4,7 +4,7 @@ plan = scheduler.plan()      result = runner.run(plan)      scheduler.apply(resu
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -21,15 +21,18 @@ from cairn.engine.contract import (
     TextStream,
     TextTokenizer,
 )
-from cairn.engine.core_report import ImageCounts, cache_report, engine_stats, timings, with_images
+from cairn.engine.core_report import cache_report, engine_stats, timings, with_images
 from cairn.engine.kv_transfer import KvTransfer, Terms, report, terms_of
 from cairn.engine.stop_strings import StopStrings
-from cairn.engine.wire import check_request, key_tokens
+from cairn.engine.wire import check_request, key_tokens, transfer_params
 from cairn.errors import AuditError, InvalidRequest
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.step import Image, StepPlan, StepResult
 from cairn.types import RequestId, SamplingParams
+
+if TYPE_CHECKING:
+    from cairn.runner.content import ImageCounts
 
 __all__ = ["Core", "StepRunner"]
 
@@ -97,7 +100,7 @@ class Core:
         transfer: KvTransfer | None = None,
         events: StepEvents | None = None,
         image_keys: ImageKeys | None = None,
-        image_counts: ImageCounts | None = None,
+        image_counts: "ImageCounts | None" = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
@@ -125,7 +128,7 @@ class Core:
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequest naming the field, or Overloaded; then nothing was taken."""
         check_request(request)
-        terms = terms_of(request.kv_transfer_params, self._transfer)
+        terms = terms_of(transfer_params(request), self._transfer)
         self._scheduler.submit(self._spec(request, terms))
         self._answers[RequestId(request.request_id)] = _Answer(request, self._tokenizer.stream(), terms)
 

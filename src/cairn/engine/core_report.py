@@ -1,6 +1,6 @@
 """The core's books as records for the client: one request's, and the engine's."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -10,7 +10,10 @@ from cairn.engine.kv_transfer import KvTransfer
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
 
-__all__ = ["ImageCounts", "cache_report", "engine_stats", "timings", "with_images"]
+if TYPE_CHECKING:
+    from cairn.runner.content import ImageCounts
+
+__all__ = ["cache_report", "engine_stats", "timings", "with_images"]
 
 
 def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int, audits: int) -> EngineStats:
@@ -53,15 +56,7 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
     )
 
 
-class ImageCounts(Protocol):
-    """What a vision model has done: `cairn.runner.vision.EncoderCounters`."""
-
-    encodes: int
-    hits: int
-    kept_bytes: int
-
-
-def with_images(stats: EngineStats, counts: ImageCounts) -> EngineStats:
+def with_images(stats: EngineStats, counts: "ImageCounts") -> EngineStats:
     return msgspec.structs.replace(
         stats, images_encoded=counts.encodes, image_hits=counts.hits, image_bytes=counts.kept_bytes
     )

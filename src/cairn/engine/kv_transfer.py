@@ -107,15 +107,10 @@ class KvTransfer:
         }
 
 
-def terms_of(params: bytes | None, transfer: KvTransfer | None) -> Terms:
-    """Raises InvalidRequest that names the key; also where this server takes no part in transfers and is asked to."""
-    if params is None:
-        return Terms()
-    try:
-        value = msgspec.json.decode(params)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{_NAME} is no JSON object that can be read: {error}", _NAME) from error
-    asked = parse_kv_transfer_params(value, PeerPolicy() if transfer is None else transfer.policy)
+def terms_of(params: object, transfer: KvTransfer | None) -> Terms:
+    """`params`: see `wire.transfer_params`. Raises InvalidRequest that names the key; also where this server takes no
+    part in transfers and is asked to."""
+    asked = parse_kv_transfer_params(params, PeerPolicy() if transfer is None else transfer.policy)
     if asked is None:
         return Terms()
     if transfer is None:

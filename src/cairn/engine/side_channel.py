@@ -6,7 +6,6 @@
 Frames are dropped, never waited for: whoever misses one says it again. One thread only, but for `wake`.
 """
 
-import contextlib
 import ipaddress
 import logging
 import math
@@ -17,6 +16,7 @@ from typing import Protocol
 
 import zmq
 
+from cairn.engine.waker import Waker
 from cairn.errors import ConfigError
 from cairn.transfer.consumer import Address
 from cairn.transfer.wire import MAX_FRAME_BYTES
@@ -86,24 +86,18 @@ class SideChannel:
                 f"{error}; choose another port"
             ) from error
         self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._woken.setblocking(False)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._waker = Waker(self._poller)
 
     @property
     def port(self) -> int:
         return self._port
 
     def wake(self) -> None:
-        # a full pipe wakes just as well
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def receive(self, seconds: float | None) -> list[Incoming]:
         ready = dict(self._poller.poll(None if seconds is None else math.ceil(seconds * 1000)))
-        if ready.pop(self._woken.fileno(), None):
-            self._woken.recv(4096)
+        self._waker.take(ready)
         found: list[Incoming] = []
         if self._router in ready:
             for parts in self._messages(self._router):
@@ -130,7 +124,6 @@ class SideChannel:
     def close(self) -> None:
         self._context.destroy(linger=0)
         self._waker.close()
-        self._woken.close()
 
     def _connect(self, address: Address) -> "zmq.Socket[bytes] | None":
         host, port = address

@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import zmq
 
 from cairn.engine.contract import EngineConfig, EngineCore
 from cairn.engine.core_loop import run_core
+from cairn.engine.waker import Waker
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
     Fatal,
@@ -53,16 +53,12 @@ class _SocketLink:
         self._socket.connect(address)
         self._incoming = frames_to_core()
         self._outgoing = frames_from_core()
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._waker = Waker(self._poller)
 
     def wake(self) -> None:
-        # a full pipe wakes just as well
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def receive(self, seconds: float) -> ToCore | None:
         frame = self._frame(seconds)
@@ -83,12 +79,10 @@ class _SocketLink:
     def close(self) -> None:
         self._socket.close()
         self._waker.close()
-        self._woken.close()
 
     def _frame(self, seconds: float) -> bytes | None:
         ready = dict(self._poller.poll(int(seconds * 1000)))
-        if self._woken.fileno() in ready:
-            self._woken.recv(4096)
+        self._waker.take(ready)
         return self._socket.recv() if self._socket in ready else None
 
 

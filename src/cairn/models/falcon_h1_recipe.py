@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from cairn.models.recipe import LOGIT_STD, Asked, Recipe
+from cairn.models.recipe import LOGIT_STD, Asked, Recipe, config_head
 
 __all__ = ["recipe"]
 
@@ -56,15 +56,7 @@ def _small() -> Mapping[str, Any]:
 
 def _config(sizes: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     return {
-        "architectures": ["FalconH1ForCausalLM"],
-        "model_type": "falcon_h1",
-        "torch_dtype": asked.dtype,
-        "vocab_size": asked.vocab_size,
-        **sizes,
-        "max_position_embeddings": asked.max_position_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": asked.eos_token_id,
-        "pad_token_id": asked.pad_token_id,
+        **config_head("FalconH1ForCausalLM", "falcon_h1", sizes, asked),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "attention_in_multiplier": 1.0,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from cairn.models.recipe import LOGIT_STD, Asked, Recipe
+from cairn.models.recipe import LOGIT_STD, Asked, Recipe, config_head
 
 __all__ = ["recipe"]
 
@@ -42,16 +42,7 @@ def _small() -> Mapping[str, Any]:
 
 def _config(sizes: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     return {
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "torch_dtype": asked.dtype,
-        "vocab_size": asked.vocab_size,
-        "num_hidden_layers": len(sizes["layer_types"]),
-        **sizes,
-        "max_position_embeddings": asked.max_position_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": asked.eos_token_id,
-        "pad_token_id": asked.pad_token_id,
+        **config_head("Lfm2ForCausalLM", "lfm2", {"num_hidden_layers": len(sizes["layer_types"]), **sizes}, asked),
         "block_auto_adjust_ff_dim": True,
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.models.nemotron_h_config import MODEL_TYPE
-from cairn.models.recipe import LOGIT_STD, Asked, Recipe
+from cairn.models.recipe import LOGIT_STD, Asked, Recipe, config_head
 
 __all__ = ["recipe"]
 
@@ -65,16 +65,12 @@ def _small() -> Mapping[str, Any]:
 
 def _config(sizes: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     return {
-        "architectures": ["NemotronHForCausalLM"],
-        "model_type": MODEL_TYPE,
-        "torch_dtype": asked.dtype,
-        "vocab_size": asked.vocab_size,
-        "num_hidden_layers": len(sizes["hybrid_override_pattern"]),
-        **sizes,
-        "max_position_embeddings": asked.max_position_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": asked.eos_token_id,
-        "pad_token_id": asked.pad_token_id,
+        **config_head(
+            "NemotronHForCausalLM",
+            MODEL_TYPE,
+            {"num_hidden_layers": len(sizes["hybrid_override_pattern"]), **sizes},
+            asked,
+        ),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "chunk_size": 128,

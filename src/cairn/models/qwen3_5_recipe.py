@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from cairn.models.recipe import LOGIT_STD, Asked, Recipe, Size
+from cairn.models.recipe import LOGIT_STD, Asked, Recipe, Size, config_head
 
 __all__ = ["IMAGE_TOKENS", "recipe"]
 
@@ -95,15 +95,13 @@ def _config(sizes: Mapping[str, Any], asked: Asked, model_type: str, architectur
     count = sizes["num_hidden_layers"]
     kinds = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(count)]
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "dtype": asked.dtype,
-        "vocab_size": asked.vocab_size,
-        **{name: value for name, value in sizes.items() if name != "mrope_section"},
-        "max_position_embeddings": asked.max_position_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": asked.eos_token_id,
-        "pad_token_id": asked.pad_token_id,
+        **config_head(
+            architecture,
+            model_type,
+            {name: value for name, value in sizes.items() if name != "mrope_section"},
+            asked,
+            dtype_field="dtype",
+        ),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "attn_output_gate": True,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["LOGIT_STD", "Asked", "Recipe", "Size", "drawn"]
+__all__ = ["LOGIT_STD", "Asked", "Recipe", "Size", "config_head", "drawn"]
 
 Size = Literal["tiny", "small"]
 
@@ -57,6 +57,23 @@ class Recipe:
     chat_template: str | None = None
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=_none)
     other_tensors: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]] = field(default=_no_tensors)
+
+
+def config_head(
+    architecture: str, model_type: str, sizes: Mapping[str, Any], asked: Asked, dtype_field: str = "torch_dtype"
+) -> dict[str, Any]:
+    """The fields that every family's config.json begins with. `dtype_field`: newer families call it `dtype`."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        dtype_field: asked.dtype,
+        "vocab_size": asked.vocab_size,
+        **sizes,
+        "max_position_embeddings": asked.max_position_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": asked.eos_token_id,
+        "pad_token_id": asked.pad_token_id,
+    }
 
 
 def drawn(recipe: Recipe, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

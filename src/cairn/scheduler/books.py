@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cairn.cache.prefix_cache import PrefixCache
+from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Phase, Request
@@ -81,14 +82,24 @@ class Books:
             if request in group:
                 group.remove(request)
 
-    def drop(self, request: Request) -> None:
-        """The end of a request: nothing is held for it any more."""
+    def back_to_queue(self, request: Request, loss: Reason | None = None) -> None:
+        """Release everything a request holds and let it wait: also the state for another server, which it comes by
+        again, because what waits must not keep from those that run what they were promised when they were submitted."""
+        self._release(request, loss)
+        request.to(Phase.WAITING)
+        self.waiting.put_back(request)
+
+    def _release(self, request: Request, loss: Reason | None = None) -> None:
         if request.lease is not None:
-            self.cache.release(request.lease)
+            self.cache.release(request.lease, loss)
             request.lease = None
         if request.handed is not None:
             self.cache.let_go(request.handed)
             request.handed = None
         self.leave_slot(request)
+
+    def drop(self, request: Request) -> None:
+        """The end of a request: nothing is held for it any more."""
+        self._release(request)
         request.to(Phase.FINISHED)
         self.requests.pop(request.id, None)

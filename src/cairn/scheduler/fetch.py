@@ -138,7 +138,7 @@ def pull_ended(books: Books, ended: PullEnded) -> Request | None:
         return _failed(books, fetch, ended.failure)
     position = ended.checkpoint_position or 0
     if position <= lease.hit:
-        _back_to_queue(books, request)
+        books.back_to_queue(request)
         return None
     asked = request.num_prompt_tokens - lease.hit
     copies = fetch.copies if ended.position <= lease.matched else []
@@ -155,7 +155,7 @@ def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
     request = fetch.request
     if fetch.source.nonce is None:
         # nothing had been promised
-        _back_to_queue(books, request)
+        books.back_to_queue(request)
         return None
     books.counters.failed_pulls += 1
     where = f"{fetch.source.host}:{fetch.source.port}"
@@ -163,21 +163,13 @@ def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
     books.counters.external_queries += request.num_prompt_tokens - (request.lease.hit if request.lease else 0)
     if books.config.on_load_failure == "recompute":
         request.remote_failed = True
-        _back_to_queue(books, request)
+        books.back_to_queue(request)
         return None
     request.failure = f"the prompt could not be fetched from {where}: {failure}"
     request.finish = "error"
     request.times.finished = books.clock.now()
     books.drop(request)
     return request
-
-
-def _back_to_queue(books: Books, request: Request) -> None:
-    assert request.lease is not None
-    books.cache.release(request.lease)
-    request.lease = None
-    request.to(Phase.WAITING)
-    books.waiting.put_back(request)
 
 
 def _quarantine(books: Books, pull: PullId, request: Request) -> None:
@@ -214,7 +206,7 @@ def give_way(books: Books) -> bool:
     if youngest is None:
         return False
     del books.transfers.ready[youngest]
-    _back_to_queue(books, youngest)
+    books.back_to_queue(youngest)
     return True
 
 

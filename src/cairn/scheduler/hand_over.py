@@ -16,7 +16,6 @@ __all__ = [
     "has_room",
     "hold_state",
     "lease_ended",
-    "let_state_go",
     "needs_file",
     "offer",
     "promised_pages",
@@ -69,13 +68,6 @@ def hold_state(books: Books, request: Request) -> None:
         request.handed = books.cache.hold(f"state of {request.id}", lease.restore)
     elif position in lease.files:
         request.handed = books.cache.hold(f"state of {request.id}", lease.files[position].pages)
-
-
-def let_state_go(books: Books, request: Request) -> None:
-    """The state at the prompt's end is not kept for this request any more, if it was."""
-    if request.handed is not None:
-        books.cache.let_go(request.handed)
-        request.handed = None
 
 
 def offer(books: Books, request: Request) -> None:

@@ -5,11 +5,10 @@ from cairn.cache.placement import Wanted
 from cairn.cache.reasons import Reason
 from cairn.scheduler.books import Books
 from cairn.scheduler.fetch import give_way
-from cairn.scheduler.hand_over import let_state_go
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy
 
-__all__ = ["back_to_queue", "make_room", "preempt"]
+__all__ = ["make_room", "preempt"]
 
 
 def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy] | None:
@@ -61,16 +60,4 @@ def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int
             books.running.remove(victim)
             books.ending.append(victim)
             return
-    back_to_queue(books, victim, Reason.PREEMPTED)
-
-
-def back_to_queue(books: Books, victim: Request, loss: Reason | None = None) -> None:
-    """Release everything a preempted request holds and let it wait: also the state for another server, which it comes
-    by again, because what waits must not keep from those that run what they were promised when they were submitted."""
-    assert victim.lease is not None
-    books.cache.release(victim.lease, loss)
-    victim.lease = None
-    let_state_go(books, victim)
-    books.leave_slot(victim)
-    victim.to(Phase.WAITING)
-    books.waiting.put_back(victim)
+    books.back_to_queue(victim, Reason.PREEMPTED)

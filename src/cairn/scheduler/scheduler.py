@@ -17,7 +17,6 @@ from cairn.scheduler.content import remember
 from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.fetch import abandon
 from cairn.scheduler.hand_over import hold_state, offer
-from cairn.scheduler.preempt import back_to_queue
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.remote import take_events
 from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
@@ -286,7 +285,7 @@ class Scheduler:
             return
         placement = books.cache.policy.placement
         if request.phase is Phase.PREEMPTING:
-            back_to_queue(books, request)
+            books.back_to_queue(request)
             return
         position = request.num_computed
         books.cache.commit(lease, min(position, request.num_known))
