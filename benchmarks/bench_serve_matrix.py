@@ -1,0 +1,243 @@
+"""`cairn bench serve` against real servers: what the prefix cache is worth to clients, mode by mode.
+
+    python -m benchmarks.bench_serve_matrix [--model FOLDER] [--parts server pd trace] [--trace FILE]
+                                            [--rounds N] [--json FILE] [--plot FILE] [--keep FOLDER] [--seed N]
+
+Three parts, each case on servers of its own that nobody has asked anything before:
+  server  prefix_repetition at a tenth of the published scale (10 prefixes of 600 tokens + 200, 100 prompts, answers of
+          100, 10 at a time) with checkpoints by `auto`, `align` and `all`, each with in-flight sharing on and off where
+          `cairn serve` has the flag, and with the cache off
+  pd      the same through P, D and `cairn proxy`, with the cache on and off. The bar: with it, a mean TTFT of at most
+          half of that without
+  trace   the first 30 minutes of a trace (--trace) with all lengths divided by 64, sent --speedup times as fast, with
+          the cache on and off
+More than one round goes through the cases forwards and backwards in turn; the table then shows medians.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+from benchmarks.pd_servers import SECONDS, TRANSFER_FLAGS, as_json, circumstances, make_console, metric, pair
+from demo.server import Child, running, serve_command
+from rich.progress import track
+from rich.table import Table
+
+from cairn.models.make_model import make_model
+
+PARTS = ("server", "pd", "trace")
+MODES = ("auto", "align", "all")
+SHARING = "--in-flight-sharing"
+OFF = ("--no-enable-prefix-caching",)
+REPETITION = (
+    *("--dataset-name", "prefix_repetition", "--num-prompts", "100", "--max-concurrency", "10", "--ignore-eos"),
+    *("--prefix-repetition-prefix-len", "600", "--prefix-repetition-suffix-len", "200"),
+    *("--prefix-repetition-num-prefixes", "10", "--prefix-repetition-output-len", "100"),
+)
+TRACE_SECONDS, DIVISOR, TRACE_CONCURRENCY = 1_800, 64, 32
+BENCH_SECONDS = 3_600.0
+FIGURES = (
+    "completed",
+    "failed",
+    "mean_ttft_ms",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "mean_e2el_ms",
+    "output_throughput",
+    "duration",
+    "cached_share",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`part`, what the servers have of a cache and of in-flight sharing, and the flags that say so."""
+
+    part: str
+    cache: str
+    sharing: str
+    flags: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return " ".join(word for word in (self.part, self.cache, self.sharing and f"sharing {self.sharing}") if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case once: figures of the result file by its names, and prompt tokens that the servers computed."""
+
+    case: str
+    part: str
+    cache: str
+    sharing: str
+    round: int
+    computed: int
+    figures: dict[str, float]
+
+
+def cases_of(parts: Sequence[str], has_sharing: bool) -> list[Case]:
+    """Forwards. `has_sharing`: whether `cairn serve` knows the flag of in-flight sharing."""
+    ways = (("on", (SHARING,)), ("off", (SHARING.replace("--", "--no-", 1),))) if has_sharing else (("", ()),)
+    cases = []
+    if "server" in parts:
+        cases += [
+            Case("server", mode, way, ("--mamba-cache-mode", mode, *flags)) for mode in MODES for way, flags in ways
+        ]
+        cases.append(Case("server", "off", "", OFF))
+    for part in ("pd", "trace"):
+        if part in parts:
+            cases += [Case(part, "on", "", ()), Case(part, "off", "", OFF)]
+    return cases
+
+
+def knows_sharing() -> bool:
+    """Whether this cairn's server can be told to share what is being computed."""
+    said = subprocess.run(
+        [sys.executable, "-m", "cairn", "serve", "--help"], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    return re.search(rf"(?<!\S){SHARING}\b", said.stdout) is not None
+
+
+@contextmanager
+def servers_of(case: Case, model: Path, logs: Path) -> Iterator[tuple[str, list[Child]]]:
+    """Where to send to, and the servers behind it."""
+    if case.part == "pd":
+        with pair(model, (*case.flags, *TRANSFER_FLAGS), logs, with_proxy=True) as servers:
+            assert servers.proxy is not None
+            yield servers.proxy.url, [servers.prefill, servers.decode]
+    else:
+        logs.mkdir(parents=True, exist_ok=True)
+        with running(serve_command(model, *case.flags), logs / "server.log") as server:
+            yield server.url, [server]
+
+
+def load_flags(case: Case, arguments: argparse.Namespace) -> list[str]:
+    if case.part != "trace":
+        return [*REPETITION]
+    return [
+        *("--dataset-name", "trace", "--dataset-path", str(arguments.trace), "--trace-duration", str(TRACE_SECONDS)),
+        *("--trace-length-divisor", str(DIVISOR), "--trace-speedup", str(arguments.speedup)),
+        *("--max-concurrency", str(TRACE_CONCURRENCY)),
+    ]
+
+
+def measure(case: Case, number: int, model: Path, arguments: argparse.Namespace, folder: Path) -> Row:
+    """One case on new servers, measured by `cairn bench serve` in a process of its own."""
+    where = folder / f"{case.name.replace(' ', '-')}-{number}"
+    with (
+        servers_of(case, model, where) as (url, servers),
+        httpx.Client(timeout=SECONDS, trust_env=False) as http,
+    ):
+        # every token an event of its own, also those that are half a character
+        command = [sys.executable, "-m", "cairn", "bench", "serve", "--base-url", url, "--disable-tqdm"]
+        command += ["--temperature", "0", "--seed", str(arguments.seed), "--extra-body", '{"return_token_ids": true}']
+        command += ["--save-result", "--result-dir", str(where), "--result-filename", "result.json"]
+        command += load_flags(case, arguments)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BENCH_SECONDS, check=False)
+        (where / "bench.log").write_text(done.stdout + done.stderr)
+        if done.returncode:
+            raise RuntimeError(f"{case.name}: cairn bench ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        computed = sum(int(metric(http, server, "cairn:computed_prompt_tokens_total")) for server in servers)
+    result = json.loads((where / "result.json").read_text())
+    figures = {name: result[name] for name in FIGURES}
+    return Row(case.name, case.part, case.cache, case.sharing, number, computed, figures)
+
+
+def middle(rows: Sequence[Row], case: Case, figure: str) -> float:
+    """The median over the rounds."""
+    return statistics.median(row.figures[figure] for row in rows if row.case == case.name)
+
+
+def verdicts(rows: Sequence[Row], cases: Sequence[Case]) -> dict[str, bool]:
+    """Whether the cache at least halves the mean TTFT behind the proxy, and whether every request was answered."""
+    ttft = {case.name: middle(rows, case, "mean_ttft_ms") for case in cases}
+    said = {"every request was answered": all(row.figures["failed"] == 0 for row in rows)}
+    if {"pd on", "pd off"} <= set(ttft):
+        said["P/D: at most half of the mean TTFT"] = ttft["pd on"] <= ttft["pd off"] / 2
+    return said
+
+
+def table_of(rows: Sequence[Row], cases: Sequence[Case]) -> Table:
+    columns = ("TTFT mean", "median", "P99 ms", "TPOT ms", "E2EL ms", "tok/s", "cached %", "computed")
+    table = Table("part", "cache", "sharing", *columns)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    names = (*FIGURES[2:5], *FIGURES[5:8])
+    for index, case in enumerate(cases):
+        figures = [f"{middle(rows, case, name):,.1f}" for name in names]
+        computed = statistics.median(row.computed for row in rows if row.case == case.name)
+        share = f"{100 * middle(rows, case, 'cached_share'):.1f}"
+        last = index + 1 == len(cases) or cases[index + 1].part != case.part
+        table.add_row(case.part, case.cache, case.sharing, *figures, share, f"{computed:,.0f}", end_section=last)
+    return table
+
+
+def plot(rows: Sequence[Row], cases: Sequence[Case], path: Path) -> None:
+    """Mean TTFT and cached share, one bar a case."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.45 * len(cases) + 1.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(cases))[::-1]
+    for axes, name, factor, label in (
+        (left, "mean_ttft_ms", 1.0, "mean time to first token, ms"),
+        (right, "cached_share", 100.0, "cached, % of prompt tokens"),
+    ):
+        heights = [factor * middle(rows, case, name) for case in cases]
+        bars = axes.barh(places, heights, color=[f"C{PARTS.index(case.part)}" for case in cases])
+        axes.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
+        axes.set(xlabel=label, xlim=(0, 1.2 * max(heights) or 1))
+    left.set_yticks(places, [case.name for case in cases], fontsize=9)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="checkpoint folder; a tiny Nemotron-H is made if not given")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", help="default: all, and trace where one is given")
+    parser.add_argument("--trace", type=Path, help="the trace of the part of that name")
+    parser.add_argument("--speedup", type=float, default=10.0, help="of the trace; default: %(default)g")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="keep logs and result files here")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+    arguments = parser.parse_args()
+    parts = arguments.parts or (PARTS if arguments.trace else PARTS[:2])
+    if "trace" in parts and arguments.trace is None:
+        parser.error("the part `trace` needs --trace")
+    cases = cases_of(parts, knows_sharing())
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = arguments.model or scratch / "model"
+        if arguments.model is None:
+            make_model("nemotron_h", model, seed=arguments.seed)
+        order = [
+            (case, number) for number in range(arguments.rounds) for case in cases[:: 1 if number % 2 == 0 else -1]
+        ]
+        folder = arguments.keep or scratch / "runs"
+        rows = [measure(case, number, model, arguments, folder) for case, number in track(order, transient=True)]
+    console = make_console()
+    console.print(table_of(rows, cases))
+    console.print(verdicts(rows, cases))
+    if arguments.json:
+        how = {"seed": arguments.seed, "rounds": arguments.rounds, "trace_speedup": arguments.speedup}
+        result = {**circumstances(), **how, "verdicts": verdicts(rows, cases), "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(as_json(result))
+    if arguments.plot:
+        plot(rows, cases, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""`cairn bench`: a load, its table, its files; and two results compared."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from cairn.bench.compare import compare
+from cairn.bench.endpoint import Endpoint
+from cairn.bench.flags import add_bench_flags
+from cairn.bench.load import EventLoopPace, Load, Ran
+from cairn.bench.metrics import Summary, summary_of
+from cairn.bench.options import Material, Target, goals_of, material_of, open_limit, pairs_of, target_of
+from cairn.bench.plots import plot_cached_share, plot_first_tokens
+from cairn.bench.probe import first_model, until_ready
+from cairn.bench.report import Circumstances, result_json, save, table_lines
+from cairn.bench.stream import HttpSender, Outcome
+from cairn.errors import ConfigError
+
+__all__ = ["add_bench_flags", "run_bench"]
+
+_CONNECT_SECONDS = 30.0
+# Servers close idle connections after some seconds; a request sent on one just then would be lost.
+_KEEP_ALIVE_SECONDS = 2.0
+_INTERRUPTED = 130
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run `bench serve` or `bench compare`, as `add_bench_flags` has parsed; returns the exit code.
+
+    Of a load: 0, or 1 when no request succeeded, or 130 when it was interrupted; what there is is printed in any case.
+    Raises CairnError that names the flag, the file or the server.
+    """
+    if arguments.bench_command == "compare":
+        compare(arguments.first, arguments.second, arguments.plot)
+        return 0
+    return _serve(arguments)
+
+
+def _serve(asked: argparse.Namespace) -> int:
+    target, goals, metadata = target_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
+    limit = open_limit(asked.max_concurrency)
+    material = material_of(asked, target.kind)
+    model, ran = asyncio.run(_measured(asked, target, material, limit))
+    summary = summary_of(ran, asked.metric_percentiles, goals)
+    how = _circumstances(asked, target, material, model)
+    for line in table_lines(ran, summary, how):
+        print(line)
+    if asked.save_result or asked.append_result:
+        _write(asked, metadata | result_json(ran, summary, how, with_texts=asked.save_detailed), how)
+    return _exit_code(ran, summary)
+
+
+def _exit_code(ran: Ran, summary: Summary) -> int:
+    if ran.stopped:
+        return _INTERRUPTED
+    return 0 if summary.completed else 1
+
+
+async def _measured(asked: argparse.Namespace, target: Target, material: Material, limit: int) -> tuple[str, Ran]:
+    """The model's name, and the load's end."""
+    pace = EventLoopPace()
+    limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
+    timeout = httpx.Timeout(asked.request_timeout, connect=min(_CONNECT_SECONDS, asked.request_timeout))
+    # trust_env off: a proxy of the environment would be measured as well
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=not asked.insecure) as http:
+        if asked.ready_check_timeout_sec:
+            await until_ready(http, target.base_url, target.headers, pace, asked.ready_check_timeout_sec)
+        named = asked.served_model_name or asked.model
+        model = named or await first_model(http, target.base_url, target.headers)
+        endpoint = Endpoint(
+            url=target.base_url + target.path,
+            kind=target.kind,
+            model=model,
+            ignore_eos=material.ignore_eos,
+            fields=target.fields,
+            headers=target.headers,
+            secrets=target.secrets,
+        )
+        sender = HttpSender(http, endpoint, pace, asked.request_timeout)
+        load = Load(sender, endpoint, pace, limit)
+        with _until_interrupted() as stop, _progress(asked, material) as bar:
+            if material.warmups:
+                _tell_failures(await load.run(material.warmups, [0.0] * len(material.warmups), stop))
+            return model, await load.run(material.work, material.due, stop, bar.step)
+
+
+def _tell_failures(ran: Ran) -> None:
+    failures = [outcome.failure for outcome in ran.outcomes if outcome.failure is not None]
+    if failures:
+        print(f"{len(failures)} warm-ups failed: {failures[0].kind}: {failures[0].detail}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _until_interrupted() -> Iterator[asyncio.Event]:
+    """An event that the first Ctrl-C sets; the next one ends the process as usual."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def interrupt() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@dataclass(slots=True)
+class _Bar:
+    """Requests that have ended, and how many of them failed."""
+
+    progress: Progress
+    task: TaskID
+    failed: int = 0
+
+    def step(self, outcome: Outcome) -> None:
+        self.failed += outcome.failure is not None
+        words = f"requests, {self.failed} failed" if self.failed else "requests"
+        self.progress.update(self.task, advance=1, description=words)
+
+
+@contextlib.contextmanager
+def _progress(asked: argparse.Namespace, material: Material) -> Iterator[_Bar]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    hidden = asked.disable_tqdm or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        yield _Bar(progress, progress.add_task("requests", total=material.num_requests))
+
+
+def _circumstances(asked: argparse.Namespace, target: Target, material: Material, model: str) -> Circumstances:
+    return Circumstances(
+        date=datetime.now().strftime("%Y%m%d-%H%M%S"),
+        backend=target.backend,
+        label=asked.label,
+        model=model,
+        tokenizer=None if asked.tokenizer is None else str(asked.tokenizer),
+        num_prompts=material.num_requests,
+        request_rate=asked.request_rate,
+        burstiness=asked.burstiness,
+        max_concurrency=asked.max_concurrency,
+        shown=asked.percentile_metrics,
+        has_goals=bool(asked.goodput),
+        about={
+            "dataset_name": asked.dataset_name,
+            "dataset": dict(material.settings),
+            "seed": asked.seed,
+            "num_warmups": asked.num_warmups,
+        },
+    )
+
+
+def _write(asked: argparse.Namespace, result: dict[str, Any], how: Circumstances) -> None:
+    """The JSON file, and the plots beside it."""
+    name = asked.result_filename or _file_name(how)
+    path = (asked.result_dir or Path()) / name
+    save(result, path, append=asked.append_result)
+    print(f"written: {path}")
+    try:
+        for plot, kind in ((plot_first_tokens, "ttft"), (plot_cached_share, "cached")):
+            plot(result, path.with_suffix(f".{kind}.png"))
+    except ConfigError as error:
+        print(f"cairn: {error}", file=sys.stderr)
+
+
+def _file_name(how: Circumstances) -> str:
+    concurrency = "" if how.max_concurrency is None else f"-concurrency{how.max_concurrency}"
+    model = how.model.rstrip("/").rpartition("/")[2] or "model"
+    return f"{how.label or how.backend}-{how.request_rate}qps{concurrency}-{model}-{how.date}.json".replace("/", "_")

@@ -1,0 +1,174 @@
+"""Prompts that are made up, and prompts from a ShareGPT file. The same seed gives the same prompts."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cairn.bench.work import Conversation, Speller, Turn, Vocabulary
+from cairn.errors import ConfigError
+
+__all__ = [
+    "Chats",
+    "PrefixRepetition",
+    "RandomPrompts",
+    "ShareGpt",
+    "chats",
+    "prefix_repetition",
+    "random_prompts",
+    "sharegpt",
+]
+
+_MAX_FILE_BYTES = 4 << 30
+_MIN_TOKENS = 4
+_MAX_PROMPT_TOKENS = 1024
+_MAX_TOTAL_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPrompts:
+    """Lengths in tokens; each is drawn from (1 - range_ratio, 1 + range_ratio) times what is asked for, whole."""
+
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRepetition:
+    """Lengths in tokens."""
+
+    prefix_len: int = 256
+    suffix_len: int = 256
+    num_prefixes: int = 10
+    output_len: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ShareGpt:
+    """`output_len`: tokens; None takes the length of the recorded answer."""
+
+    path: Path
+    output_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Conversations of `turns` requests; lengths in tokens, counted before the server's template."""
+
+    turns: int = 4
+    num_systems: int = 1
+    system_len: int = 256
+    user_len: int = 64
+    output_len: int = 128
+
+
+def random_prompts(
+    asked: RandomPrompts, count: int, vocabulary: Vocabulary, rng: np.random.Generator
+) -> list[Conversation]:
+    """Prompts that share nothing but a first part of `prefix_len` tokens. Raises ConfigError naming the flag."""
+    prefix = vocabulary.draw(rng, asked.prefix_len)
+    inputs, outputs = (
+        rng.integers(
+            math.floor(length * (1 - asked.range_ratio)),
+            math.ceil(length * (1 + asked.range_ratio)) + 1,
+            size=count,
+        )
+        for length in (asked.input_len, asked.output_len)
+    )
+    if asked.prefix_len + int(inputs.min()) < 1:
+        raise ConfigError("--random-input-len leaves prompts without a token: raise it, or lower --random-range-ratio")
+    work = []
+    for input_len, output_len in zip(inputs.tolist(), outputs.tolist(), strict=True):
+        prompt = prefix + vocabulary.draw(rng, input_len)
+        work.append(Conversation((Turn(prompt, len(prompt), max(1, output_len)),)))
+    return work
+
+
+def prefix_repetition(
+    asked: PrefixRepetition, count: int, vocabulary: Vocabulary, rng: np.random.Generator
+) -> list[Conversation]:
+    """Prompts of one of `num_prefixes` first parts and a suffix of their own, in random order.
+
+    Raises ConfigError when there are fewer prompts than prefixes.
+    """
+    if count < asked.num_prefixes:
+        raise ConfigError(
+            f"--num-prompts {count} is less than --prefix-repetition-num-prefixes {asked.num_prefixes}: raise it"
+        )
+    prefixes = [vocabulary.draw(rng, asked.prefix_len) for _ in range(asked.num_prefixes)]
+    work = []
+    for number in range(count):
+        prompt = prefixes[number % asked.num_prefixes] + vocabulary.draw(rng, asked.suffix_len)
+        work.append(Conversation((Turn(prompt, len(prompt), asked.output_len),)))
+    return [work[index] for index in rng.permutation(count).tolist()]
+
+
+def chats(
+    asked: Chats, count: int, vocabulary: Vocabulary, rng: np.random.Generator, speller: Speller
+) -> list[Conversation]:
+    """Conversations with `count` requests in all; every history grows by the server's own answers."""
+    systems = [speller.text(vocabulary.draw(rng, asked.system_len)) for _ in range(asked.num_systems)]
+    work = []
+    for first in range(0, count, asked.turns):
+        system = systems[int(rng.integers(asked.num_systems))]
+        turns = [
+            Turn(speller.text(vocabulary.draw(rng, asked.user_len)), asked.user_len, asked.output_len)
+            for _ in range(min(asked.turns, count - first))
+        ]
+        work.append(Conversation(tuple(turns), system=system))
+    return work
+
+
+def sharegpt(asked: ShareGpt, count: int, speller: Speller, rng: np.random.Generator) -> list[Conversation]:
+    """First questions of a ShareGPT file, in random order, at most `count`; none is sent twice.
+
+    Those that are very short or long are left out, as other load generators do: less than 4 tokens of prompt or answer,
+    more than 1024 of prompt or 2048 of both. Raises ConfigError naming the file and the field.
+    """
+    entries = _pairs(asked.path)
+    work: list[Conversation] = []
+    for index in rng.permutation(len(entries)).tolist():
+        if len(work) == count:
+            break
+        question, answer = entries[index]
+        prompt_len = speller.count(question)
+        recorded = speller.count(answer)
+        output_len = recorded if asked.output_len is None else asked.output_len
+        fits = prompt_len <= _MAX_PROMPT_TOKENS and prompt_len + output_len <= _MAX_TOTAL_TOKENS
+        long_enough = prompt_len >= _MIN_TOKENS and (asked.output_len is not None or recorded >= _MIN_TOKENS)
+        if fits and long_enough:
+            work.append(Conversation((Turn(question, prompt_len, output_len),)))
+    if not work:
+        raise ConfigError(f"--dataset-path {asked.path}: no conversation in it has a question and an answer that fit")
+    return work
+
+
+def _pairs(path: Path) -> list[tuple[str, str]]:
+    """(question, answer) of each conversation that begins with both."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"--dataset-path {path} has more than {_MAX_FILE_BYTES >> 30} GiB; cut it")
+        entries = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read: {error}") from error
+    if not isinstance(entries, list):
+        raise ConfigError(f"--dataset-path {path} must be a JSON list of conversations")
+    pairs = (_pair(entry, f"--dataset-path {path}, entry {index}") for index, entry in enumerate(entries))
+    return [pair for pair in pairs if pair is not None]
+
+
+def _pair(entry: Any, where: str) -> tuple[str, str] | None:
+    turns = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(turns, list):
+        raise ConfigError(f"{where}: `conversations` must list the turns")
+    if len(turns) < 2:
+        return None
+    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+    if not isinstance(texts[0], str) or not isinstance(texts[1], str):
+        raise ConfigError(f"{where}: `value` of a turn must be text")
+    return texts[0], texts[1]

@@ -1,0 +1,243 @@
+"""From the flags to what the parts of this room are told."""
+
+import argparse
+import math
+import os
+import re
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+
+from cairn.bench.arrivals import arrival_times
+from cairn.bench.datasets import (
+    Chats,
+    PrefixRepetition,
+    RandomPrompts,
+    ShareGpt,
+    chats,
+    prefix_repetition,
+    random_prompts,
+    sharegpt,
+)
+from cairn.bench.traces import TraceCut, trace_prompts
+from cairn.bench.work import Conversation, Speller, TokenizerSpeller, Vocabulary, Words, spelled
+from cairn.errors import ConfigError
+
+__all__ = ["Material", "Target", "goals_of", "material_of", "open_limit", "pairs_of", "target_of"]
+
+_GOALS = ("ttft", "tpot", "e2el")
+_DEFAULT_PROMPTS = 1000
+_MAX_OPEN = 4096
+_SPARE_FILES = 64
+_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server: `base_url` without a path of an endpoint, and the endpoint's. `secrets`: never printed."""
+
+    base_url: str
+    path: str
+    kind: Literal["completions", "chat"]
+    backend: str
+    headers: Mapping[str, str]
+    secrets: tuple[str, ...]
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What is sent, when (seconds after the start), and what is sent before to warm up. `settings`: of the dataset, for
+    the record."""
+
+    work: list[Conversation]
+    due: list[float]
+    warmups: list[Conversation]
+    settings: Mapping[str, Any]
+    ignore_eos: bool
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(conversation.turns) for conversation in self.work)
+
+
+def target_of(asked: argparse.Namespace) -> Target:
+    """Raises ConfigError naming the flag."""
+    base = asked.base_url if asked.base_url is not None else f"http://{_in_url(asked.host)}:{asked.port}"
+    base = base.rstrip("/")
+    try:
+        url = httpx.URL(base)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--base-url: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host or url.query or url.userinfo:
+        raise ConfigError("--base-url must be http://host:port or https://host:port, without user, password and query")
+    chat = asked.backend == "openai-chat"
+    path = asked.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
+    if not path.startswith("/"):
+        raise ConfigError(f"--endpoint {path} must begin with a slash")
+    is_chat = path.rstrip("/").endswith("/chat/completions")
+    if asked.backend is not None and is_chat != chat:
+        raise ConfigError(f"--backend {asked.backend} and --endpoint {path} do not belong together: leave one out")
+    headers = pairs_of(asked.header, "--header")
+    key = asked.api_key if asked.api_key is not None else os.environ.get("OPENAI_API_KEY", "")
+    if key:
+        headers.setdefault("Authorization", f"Bearer {key}")
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ConfigError(f"--header or --api-key: {name!r:.40} must be a header's name with visible ASCII in it")
+    return Target(
+        # A base URL with the API's version in it is what OpenAI's own clients are given.
+        base_url=base.removesuffix("/v1") if path.startswith("/v1/") else base,
+        path=path,
+        kind="chat" if is_chat else "completions",
+        backend=asked.backend or ("openai-chat" if is_chat else "openai"),
+        headers=headers,
+        secrets=tuple(secret for secret in (key, *headers.values()) if secret),
+        fields={name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None} | asked.extra_body,
+    )
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def pairs_of(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """KEY=VALUE each. Raises ConfigError naming the flag."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"{flag} takes KEY=VALUE")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def goals_of(texts: Sequence[str]) -> dict[str, float]:
+    """Milliseconds by metric. Raises ConfigError."""
+    goals = {}
+    for text in texts:
+        name, _, value = text.partition(":")
+        try:
+            goals[name] = float(value)
+        except ValueError:
+            goals[name] = -1.0
+        if name not in _GOALS or not goals[name] >= 0:
+            raise ConfigError(f"--goodput {text!r:.40}: write ttft:MS, tpot:MS or e2el:MS")
+    return goals
+
+
+def open_limit(asked: int | None) -> int:
+    """How many requests may be open at a time. Raises ConfigError when that needs more files than may be open."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = min(_MAX_OPEN, max(1, files - _SPARE_FILES)) if files != resource.RLIM_INFINITY else _MAX_OPEN
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"--max-concurrency {asked} is more than the {most} connections that can be open here (ulimit -n)"
+        )
+    return asked if asked is not None else most
+
+
+def material_of(asked: argparse.Namespace, kind: Literal["completions", "chat"]) -> Material:
+    """All prompts, made before anything is sent. Raises ConfigError naming the flag or the file."""
+    # Streams of their own: another number of prompts leaves the arrivals as they were, and warm-ups share nothing.
+    prompts, arrivals, others = (np.random.default_rng([asked.seed, stream]) for stream in range(3))
+    vocabulary, speller = _language(asked)
+    work, settings = _dataset(asked, vocabulary, speller, prompts)
+    first = work[0].turns[0]
+    shape = RandomPrompts(first.num_tokens, first.max_tokens)
+    warmups = random_prompts(shape, asked.num_warmups, vocabulary, others) if asked.num_warmups else []
+    if kind == "chat":
+        work, warmups = ([spelled(one, speller) for one in some] for some in (work, warmups))
+    if work[0].at is not None:
+        due = [one.at or 0.0 for one in work]
+    else:
+        due = arrival_times(len(work), asked.request_rate, asked.burstiness, arrivals).tolist()
+    ignore_eos = asked.ignore_eos or asked.dataset_name in ("random", "trace")
+    return Material(work, due, warmups, settings, ignore_eos)
+
+
+def _language(asked: argparse.Namespace) -> tuple[Vocabulary, Speller]:
+    if asked.tokenizer is None:
+        return Vocabulary.of_size(asked.vocab_size), Words()
+    speller = TokenizerSpeller(asked.tokenizer)
+    ids = speller.ordinary_ids()
+    if not len(ids):
+        raise ConfigError(f"--tokenizer {asked.tokenizer} has special tokens only")
+    return Vocabulary(ids), speller
+
+
+def _dataset(
+    asked: argparse.Namespace, vocabulary: Vocabulary, speller: Speller, rng: np.random.Generator
+) -> tuple[list[Conversation], dict[str, Any]]:
+    """The work, and the dataset's settings."""
+    count = asked.num_prompts or _DEFAULT_PROMPTS
+    if asked.dataset_name == "trace":
+        return _trace(asked, vocabulary)
+    if asked.dataset_name == "sharegpt":
+        recorded = ShareGpt(_needed_path(asked), asked.sharegpt_output_len or asked.output_len)
+        return sharegpt(recorded, count, speller, rng), asdict(recorded) | {"path": str(recorded.path)}
+    if asked.dataset_path is not None:
+        raise ConfigError(f"--dataset-path has no place beside --dataset-name {asked.dataset_name}")
+    if asked.dataset_name == "random":
+        drawn = RandomPrompts(
+            input_len=_first(asked.random_input_len, asked.input_len, 1024),
+            output_len=_first(asked.random_output_len, asked.output_len, 128),
+            range_ratio=asked.random_range_ratio,
+            prefix_len=asked.random_prefix_len,
+        )
+        return random_prompts(drawn, count, vocabulary, rng), asdict(drawn)
+    if asked.dataset_name == "prefix_repetition":
+        repeated = PrefixRepetition(
+            prefix_len=asked.prefix_repetition_prefix_len,
+            suffix_len=asked.prefix_repetition_suffix_len,
+            num_prefixes=asked.prefix_repetition_num_prefixes,
+            output_len=_first(asked.prefix_repetition_output_len, asked.output_len, 128),
+        )
+        return prefix_repetition(repeated, count, vocabulary, rng), asdict(repeated)
+    talks = Chats(
+        turns=asked.chat_turns,
+        num_systems=asked.chat_num_systems,
+        system_len=asked.chat_system_len,
+        user_len=asked.chat_user_len,
+        output_len=_first(asked.chat_output_len, asked.output_len, 128),
+    )
+    return chats(talks, count, vocabulary, rng, speller), asdict(talks)
+
+
+def _trace(asked: argparse.Namespace, vocabulary: Vocabulary) -> tuple[list[Conversation], dict[str, Any]]:
+    path = _needed_path(asked)
+    if not math.isinf(asked.request_rate):
+        raise ConfigError("--request-rate has no place beside a trace, which has its own times: --trace-speedup")
+    cut = TraceCut(
+        speedup=asked.trace_speedup,
+        length_divisor=asked.trace_length_divisor,
+        duration=asked.trace_duration,
+        most=asked.num_prompts,
+    )
+    return trace_prompts(path, cut, vocabulary, asked.seed), {"path": str(path), **asdict(cut)}
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _needed_path(asked: argparse.Namespace) -> Path:
+    path: Path | None = asked.dataset_path
+    if path is None:
+        raise ConfigError(f"--dataset-name {asked.dataset_name} needs --dataset-path")
+    return path

@@ -1,0 +1,43 @@
+"""A real cairn server around the fake engine, in processes of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+FAKE_CAIRN = (
+    "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
+    "sys.exit(main(core='cairn.engine.fake:build_fake_core', load_tokenizer=load_fake_tokenizer))"
+)
+KEY = "sk-test-1234"
+SECONDS = 30
+
+
+@pytest.fixture(scope="session")
+def fake_server():
+    """Its URL; it wants KEY and calls its model `echo`."""
+    command = [sys.executable, "-c", FAKE_CAIRN, "serve", "fake", "--port", "0", "--served-model-name", "echo"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "VLLM_"))}
+    process = subprocess.Popen([*command, "--api-key", KEY], stderr=subprocess.PIPE, text=True, env=environ)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")))
+    reader.start()
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (found := re.search(r"serving .* on (http://127\.0\.0\.1:\d+)", "".join(lines))):
+            assert time.monotonic() < deadline and process.poll() is None, "".join(lines)
+            time.sleep(0.02)
+        yield found.group(1)
+    finally:
+        process.terminate()
+        try:
+            process.wait(SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+            reader.join(SECONDS)
+            process.stderr.close()
