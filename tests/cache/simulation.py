@@ -37,6 +37,11 @@ def small_layout(block_size: int = 4, state_bytes: int = 100) -> CacheLayout:
     )
 
 
+def shared_tokens(a: Prefix, b: Prefix) -> int:
+    """How many tokens both begin with."""
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 @dataclass(eq=False)
 class Request:
     """One simulated request. `computed` tokens of its lease have been computed."""
@@ -68,6 +73,7 @@ class Simulation:
     offered: list[tuple[Hold, dict]] = field(default_factory=list)
     quarantine: list[Hold] = field(default_factory=list)
     step: int = 0
+    received: int = 0
 
     @classmethod
     def build(cls, num_pages: int, placement: Placement | None, eviction: Eviction, exact: bool = False, **layout: int):
@@ -95,6 +101,7 @@ class Simulation:
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
         facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
+        self.check_reasons(request)
         known, size = lease.matched, self.cache.layout.block_size
         copies = self.cache.extend(lease, len(prompt))
         file = self.cache.want_always(lease, len(prompt)) if copies is not None else None
@@ -116,6 +123,9 @@ class Simulation:
             self._to_file(page, self._tag(request, state_at - 1))
         self.cache.received(lease, position, len(prompt), state_at)
         self._note(request, position, [state_at])
+        self.received += lease.received
+        assert lease.hit + sum(lease.lost.values()) == len(prompt)
+        assert lease.reason is Reason.DISABLED or lease.reason in lease.lost or lease.reason is Reason.NONE
         request.computed = lease.hit
         request.facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
         assert lease.restore is not None and {self.files[page] for page in lease.restore.tolist()} == {
@@ -198,7 +208,39 @@ class Simulation:
 
     # -- what is checked -----------------------------------------------------------------------------------------
 
+    def check_reasons(self, request: Request) -> None:
+        """Every prompt token that was not hit has exactly one reason, and one that can be true."""
+        lease, space, keys = request.lease, request.namespace, request.keys
+        length = len(request.prompt)
+        assert min(lease.hit, length) + sum(lease.lost.values()) == length and min(lease.lost.values(), default=1) > 0
+        if not self.cache.enabled:
+            assert set(lease.lost) <= {Reason.DISABLED}
+            return
+        assert lease.reason is (Reason.NONE if lease.hit >= length else min(lease.lost, key=list(Reason).index))
+        ends = [end for end, _ in lease.missed]
+        assert ends == sorted(set(ends)) and (not ends or ends[-1] == length)
+        here = [
+            other.keys
+            for other in self.requests
+            if other is not request and other.namespace == space and other.lease.committed < len(other.prompt)
+        ]
+        running = max((shared_tokens(keys, other) for other in here), default=0)
+        for token in range(lease.hit, length):
+            reason = next(reason for end, reason in lease.missed if token < end)
+            if token < lease.seen:
+                assert (space, keys[: token + 1]) in self.committed
+                assert reason not in (Reason.NEVER_SEEN, Reason.NAMESPACE, Reason.NONE)
+                assert reason is not Reason.IN_PROGRESS or running > token
+                assert reason is not Reason.NO_CHECKPOINT or running < max(lease.seen, lease.hit + 1)
+                assert reason is not Reason.NO_CHECKPOINT or token < lease.matched or self.cache.policy.exact
+            elif token < running:
+                assert reason is Reason.IN_PROGRESS
+            else:
+                assert reason in (Reason.NEVER_SEEN, Reason.NAMESPACE)
+                assert reason is Reason.NEVER_SEEN or (PLAIN, keys[: token + 1]) in self.committed
+
     def check_hit(self, request: Request) -> None:
+        self.check_reasons(request)
         lease, keys = request.lease, request.keys
         space = request.namespace
         assert 0 <= lease.hit <= lease.num_tokens and lease.matched <= lease.seen <= lease.num_tokens
@@ -225,6 +267,8 @@ class Simulation:
 
     def check(self) -> None:
         audit(self.cache)
+        counted = self.cache.counters
+        assert counted.queries == counted.hits + self.received + counted.lost.total(), "a prompt token has no reason"
         for hold, slots in self.offered:
             assert {slot: self.slots.get(slot) for slot in slots} == slots, f"{hold.purpose}: its pages have changed"
 

@@ -1,7 +1,5 @@
 """The contracts of placement and eviction, run on every policy, and what each one is for."""
 
-import heapq
-
 import pytest
 
 from cairn.cache.checkpoint import Checkpoint, Kind, Origin
@@ -101,8 +99,8 @@ def checkpoint(kind=Kind.PROMPT_END):
     return Checkpoint(Node(None, b"", 0), None, kind, Origin.GRID, "r")
 
 
-def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0):
-    return CheckpointFacts(kind, saved, freed, hits, last_used)
+def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0, chance=0.0):
+    return CheckpointFacts(kind, saved, freed, hits, last_used, chance=chance)
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
@@ -118,9 +116,8 @@ def test_every_eviction_queue_keeps_the_contract(policy):
     queue.remove(kept[7])
     queue.remove(kept[7])
     popped = []
-    while (entry := queue.pop()) is not None:
-        popped.append(entry[0])
-        queue.evicted(entry[1])
+    while (item := queue.pop()) is not None:
+        popped.append(item)
     assert len(popped) == 49 and kept[7] not in popped and len(queue) == 0
 
 
@@ -131,7 +128,7 @@ def test_grid_checkpoints_go_first_until_they_are_hit(policy):
     queue.push(earned, facts(saved=1, last_used=1))
     queue.push(probation, facts(Kind.GRID, saved=10_000, last_used=3))
     queue.push(proven, facts(Kind.GRID, saved=10_000, hits=1, last_used=2))
-    assert [queue.pop()[0] for _ in range(3)] == [probation, earned, proven]
+    assert [queue.pop() for _ in range(3)] == [probation, earned, proven]
 
 
 def test_lru_drops_the_longest_unused():
@@ -140,20 +137,27 @@ def test_lru_drops_the_longest_unused():
     queue.push(new, facts(last_used=2))
     queue.push(old, facts(last_used=1))
     queue.push(old, facts(last_used=3))
-    assert queue.pop()[0] is new
+    assert queue.pop() is new
 
 
-def test_value_per_byte_weighs_tokens_hits_and_bytes_and_ages():
+def test_value_per_byte_weighs_chance_tokens_and_bytes():
     queue = EvictionQueue(ValuePerByte())
-    big, small, hot = checkpoint(), checkpoint(), checkpoint()
-    queue.push(big, facts(saved=100, freed=1000))
-    queue.push(small, facts(saved=100, freed=10))
-    queue.push(hot, facts(saved=100, freed=1000, hits=3))
-    first, priority = queue.pop()
-    queue.evicted(priority)
-    assert first is big
-    late = checkpoint()
-    queue.push(late, facts(saved=350, freed=1000))
-    # aged: what came after a drop stands above what came before it with slightly more value
-    assert [queue.pop()[0] for _ in range(3)] == [hot, late, small]
-    assert not heapq.nsmallest(1, queue._heap)
+    big, small, likely, deep = checkpoint(), checkpoint(), checkpoint(), checkpoint()
+    queue.push(big, facts(saved=100, freed=1000, chance=0.1))
+    queue.push(small, facts(saved=100, freed=10, chance=0.1))
+    queue.push(likely, facts(saved=100, freed=1000, chance=0.3))
+    queue.push(deep, facts(saved=200, freed=1000, chance=0.1))
+    assert [queue.pop() for _ in range(4)] == [big, deep, likely, small]
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
+def test_what_would_go_before_all_others(policy):
+    queue = EvictionQueue(policy())
+    worst, best = facts(last_used=0, chance=0.0), facts(last_used=9, chance=0.9)
+    assert queue.goes_before_all(best), "alone"
+    item = checkpoint()
+    queue.push(item, facts(last_used=5, chance=0.5))
+    assert queue.goes_before_all(worst) and not queue.goes_before_all(best)
+    assert queue.goes_before_all(facts(Kind.GRID, last_used=9, chance=0.9)), "on probation"
+    queue.remove(item)
+    assert queue.goes_before_all(best), "what was taken out does not count"

@@ -167,7 +167,8 @@ def test_a_preempted_writer_is_called_so():
 
 def test_a_prompt_below_the_stride_is_too_short():
     sim = simulation(placement=Align(64, False))
-    assert run(sim, LONG[:63])[2] is Reason.TOO_SHORT
+    assert run(sim, LONG[:63])[2] is Reason.NEVER_SEEN
+    assert run(sim, LONG[:50])[2] is Reason.TOO_SHORT
     run(sim, LONG)
     assert run(sim, LONG[:40] + (1,) * 100)[2] is Reason.TOO_SHORT
 

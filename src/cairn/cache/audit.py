@@ -35,7 +35,7 @@ def _audit_pages(cache: PrefixCache) -> None:
             np.add.at(counts, node.checkpoint.pages, 1)
     for lease in cache.leases.values():
         _check(not lease.closed, f"closed lease still listed: {lease.purpose}")
-        for pages in [table.pages for table in lease.tables] + lease.transient:
+        for pages in [table.own for table in lease.tables] + lease.transient:
             np.add.at(counts, pages, 1)
         for file in lease.files.values():
             np.add.at(counts, file.pages, 1)
@@ -66,8 +66,24 @@ def _audit_tree(cache: PrefixCache) -> None:
     _check(sum(ghost.num_tokens for ghost in ghosts) == residents.num_ghost_tokens, "ghost tokens miscounted")
     _check(barren == set(residents.barren), "the list of barren runs is not that of the tree")
     _check(checkpoints == len(residents.queue), "the eviction queue has not one entry for each checkpoint")
+    _audit_reuse(cache)
     for root in residents.roots.values():
         _check(bool(root.children) or root.locks > 0, "an empty root was not forgotten")
+
+
+def _audit_reuse(cache: PrefixCache) -> None:
+    records, checkpoints = set(), 0
+    for node in cache.residents.nodes():
+        where = f"node [{node.start}, {node.end})"
+        if node.reuse is not None:
+            _check(node.reuse.node is node, f"the record of {where} points elsewhere")
+            records.add(node.reuse)
+        if node.checkpoint is not None:
+            checkpoints += 1
+            _check(node.reuse is not None, f"the checkpoint of {where} has no record")
+    book = cache.residents.reuse
+    _check(records == set(book.records()), "the records are not those of the tree")
+    _check(book.num_ghosts == len(records) - checkpoints, "the ghosts are not the records without a checkpoint")
 
 
 def _audit_node(cache: PrefixCache, node: Node) -> None:

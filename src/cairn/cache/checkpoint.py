@@ -28,12 +28,19 @@ class Kind(StrEnum):
     JUNCTION = "junction"
     BLOCK = "block"
     PREEMPTION = "preemption"
+    OFFSET = "offset"
+    """Where, measured from its end, prompts before it were left by later ones."""
     GRID = "grid"
 
     @property
     def on_probation(self) -> bool:
         """Made from plentifully free pages or not at all, and the first to go until it is hit."""
         return self in (Kind.GRID, Kind.INNER_END)
+
+    @property
+    def is_bet(self) -> bool:
+        """Kept only if it is likely to save more than what would have to go for it: asked for by nobody."""
+        return self not in (Kind.GRID, Kind.INNER_END, Kind.BLOCK, Kind.BREAKPOINT, Kind.PREEMPTION)
 
 
 class Origin(Enum):

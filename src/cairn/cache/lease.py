@@ -4,8 +4,9 @@
              cached          keys and       computed and
              (hit)           values shared  written here
 
-Pages of tokens below m belong to the tree as well and are only read; those from m on are this lease's alone. Where m
-falls inside a page, that page is copied before the first write.
+Pages of tokens below m belong to the tree and are only read; the lock on their nodes keeps them, so that a long hit
+need not count each. Those from m on are this lease's alone. Where m falls inside a page, that page is copied before the
+first write.
 """
 
 from dataclasses import dataclass, field
@@ -14,11 +15,15 @@ import numpy as np
 
 from cairn.cache.checkpoint import Checkpoint, Kind
 from cairn.cache.layout import AttentionGroup
-from cairn.cache.reasons import Reason
+from cairn.cache.reasons import Reason, first_reason
+from cairn.cache.reuse import NO_LINEAGE, Lineage, Reuse
 from cairn.cache.tree import Node
 from cairn.types import Keys, Pages
 
-__all__ = ["Hold", "Lease", "Namespace", "PageTable", "PendingFile"]
+__all__ = ["Hold", "Lease", "Namespace", "PageTable", "PendingFile", "Stretch"]
+
+Stretch = tuple[int, Reason]
+"""Tokens up to this position, from where the stretch before it ends, and why they were not hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +35,28 @@ class Namespace:
 
 
 class PageTable:
-    """The page list of one attention group of one lease; grows at the end, in amortised O(1)."""
+    """The page list of one attention group of one lease; grows at the end, in amortised O(1).
 
-    __slots__ = ("_pages", "length")
+    The first `num_shared` pages are those of nodes that the lease has locked, which keeps them; to the others the lease
+    refers itself.
+    """
 
-    def __init__(self, pages: Pages) -> None:
+    __slots__ = ("_pages", "length", "num_shared")
+
+    def __init__(self, pages: Pages, num_shared: int = 0) -> None:
         self._pages = pages
         self.length = len(pages)
+        self.num_shared = num_shared
 
     @property
     def pages(self) -> Pages:
         """A view, shape [length]; later growth does not change it."""
         return self._pages[: self.length]
+
+    @property
+    def own(self) -> Pages:
+        """The pages that the lease itself refers to."""
+        return self._pages[self.num_shared : self.length]
 
     def append(self, pages: Pages) -> None:
         end = self.length + len(pages)
@@ -56,6 +71,7 @@ class PageTable:
         """Put another page in the last place, leaving arrays that were handed out as they are."""
         self._pages = self._pages.copy()
         self._pages[self.length - 1] = page
+        self.num_shared = min(self.num_shared, self.length - 1)
 
 
 @dataclass(slots=True)
@@ -84,7 +100,11 @@ class Lease:
     more. `checkpoint` is that of the hit, `restore` the file to go on from, `received` how much of `hit` came from
     another server. `kv_write_from` is m. `committed`: tokens that are in the tree. `decode_from`: tokens from here on
     were, or will be, computed by decode steps. `held`: positions of checkpoints that are held because this request
-    asked for it.
+    asked for it. `missed`: why the prompt's tokens behind the hit were not hit, in stretches; what they do not reach is
+    the reason's. `known`: the record of the deepest checkpoint that is or was on the path; `left`: how far before its
+    end the prompt that was here first was left by this one, 0 if it was not; `ways`: how many ways on were known from
+    there; `lineage`: what all that says of this request.
+    `kept`: positions that were given files; `refused`: those that were not worth one, until they are committed.
     """
 
     purpose: str
@@ -110,6 +130,33 @@ class Lease:
     copied: bool = False
     closed: bool = False
     held: set[int] = field(default_factory=set)
+    missed: tuple[Stretch, ...] = ()
+    known: Reuse | None = None
+    left: int = 0
+    ways: int = 0
+    lineage: Lineage = NO_LINEAGE
+    kept: list[int] = field(default_factory=list)
+    refused: dict[int, Kind] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> dict[Reason, int]:
+        """Prompt tokens that were not hit, by why: each counts once, and together with `hit` they are the prompt."""
+        lost: dict[Reason, int] = {}
+        position = self.hit
+        for end, reason in (*self.missed, (self.num_prompt_tokens, self.reason)):
+            if end > position:
+                lost[reason] = lost.get(reason, 0) + end - position
+                position = end
+        return lost
+
+    def explain(self, missed: tuple[Stretch, ...]) -> None:
+        """Set `missed`, and `reason` to the first of `Reason` that has cost tokens of the prompt."""
+        self.missed = missed
+        self.reason = first_reason({reason for end, reason in missed if end > self.hit})
+
+    def blame(self, reason: Reason) -> None:
+        """All that was not hit has this one reason."""
+        self.missed, self.reason = (), reason
 
     @property
     def keys(self) -> Keys:
@@ -129,6 +176,30 @@ class Lease:
         """Per group the pages of the first `num_tokens` tokens."""
         return tuple(
             table.pages[: group.pages_for(num_tokens)] for group, table in zip(self.groups, self.tables, strict=True)
+        )
+
+    def branch(self, state: Pages, request_id: str) -> "Lease":
+        """A lease like this one that ends with the prompt, where it goes on from the file `state`. Nothing is counted
+        for it yet."""
+        length = self.num_prompt_tokens
+        return Lease(
+            purpose=f"branch {request_id}",
+            request_id=request_id,
+            namespace=self.namespace,
+            num_prompt_tokens=length,
+            hit=length,
+            matched=length,
+            seen=length,
+            reason=Reason.NONE,
+            checkpoint=None,
+            groups=self.groups,
+            tables=tuple(PageTable(pages) for pages in self.pages_upto(length)),
+            node=self.node,
+            decode_from=length,
+            _keys=self.keys[:length],
+            num_tokens=length,
+            committed=min(self.committed, length),
+            restore=state,
         )
 
     def append(self, token: int) -> None:

@@ -2,14 +2,21 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from cairn.cache.checkpoint import Checkpoint, Origin
-from cairn.cache.lease import Lease, Namespace
+from cairn.cache.lease import Lease, Namespace, Stretch
 from cairn.cache.placement import Placement
 from cairn.cache.reasons import Reason
-from cairn.cache.tree import Node, Walk, common_prefix, walk
+from cairn.cache.reuse import Reuse
+from cairn.cache.tree import Node, Walk, walk
+from cairn.types import Keys
 
-__all__ = ["Acceptance", "miss_reason"]
+__all__ = ["Acceptance", "missed"]
+
+_BLOCK = 8192
+_MAX_COMPARED = 1 << 19
+"""Most tokens of running requests that one lookup compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,63 +45,121 @@ class Acceptance:
         """The deepest checkpoint on the matched path that may be restored."""
         for node in reversed(found.path):
             checkpoint = node.checkpoint
-            if checkpoint is not None and node.end <= found.matched and self._accepts(checkpoint):
-                return checkpoint
+            if checkpoint is not None and node.end <= found.matched:
+                if self._accepts(checkpoint.origin, node.end, checkpoint.maker):
+                    return checkpoint
         return None
 
-    def _accepts(self, checkpoint: Checkpoint) -> bool:
+    def deepest_known(self, found: Walk) -> Reuse | None:
+        """The record of the deepest checkpoint on the path that may be restored, or might if it were still there."""
+        for node in chain(reversed(found.beyond), reversed(found.path)):
+            if node.reuse is not None and node.end <= found.seen and self._accepts(node.reuse.origin, node.end, None):
+                return node.reuse
+        return None
+
+    def _accepts(self, origin: Origin, position: int, maker: str | None) -> bool:
         if not self.exact:
             return True
-        match checkpoint.origin:
+        match origin:
             case Origin.GRID:
-                return checkpoint.position <= self.num_prompt_tokens
+                return position <= self.num_prompt_tokens
             case Origin.TAIL:
-                return checkpoint.position == self.num_prompt_tokens
+                return position == self.num_prompt_tokens
             case Origin.DECODE:
-                return self.resumed and checkpoint.maker == self.request_id
+                return self.resumed and maker == self.request_id
 
 
-def miss_reason(
+def missed(
     placement: Placement,
     lease: Lease,
-    raw: bytes,
+    raw: bytes | bytearray,
     found: Walk,
     running: Iterable[Lease],
     roots: Mapping[Namespace, Node],
-) -> Reason:
-    """Why `lease.hit` is not more: the first reason of `Reason` that holds. `raw`: the bytes of the lease's keys."""
-    if lease.hit == lease.num_tokens:
-        return Reason.NONE
-    if lease.num_tokens < placement.min_cacheable:
-        return Reason.TOO_SHORT
-    if lease.hit < found.seen:
-        known = found.path + found.beyond
-        losses = [node.loss for node in known if node.loss is not None and lease.hit < node.end <= found.seen]
-        if Reason.PREEMPTED in losses:
-            return Reason.PREEMPTED
-        if found.seen < placement.min_shared:
-            return Reason.TOO_SHORT
-        if losses or any(not node.resident for node in found.beyond):
-            return Reason.EVICTED
-    if _being_computed(lease, raw, running) >= max(found.seen, lease.hit + 1):
-        return Reason.IN_PROGRESS
-    if lease.hit < found.seen:
-        return Reason.NO_CHECKPOINT
+) -> tuple[Stretch, ...]:
+    """Why each prompt token behind `lease.hit` was not hit: stretches that follow one another from the hit to the
+    prompt's end, ascending. `raw`: the bytes of the lease's keys. O(nodes behind the hit).
+
+    hit ........... matched ........ seen ............ computed now ....... n
+        no checkpoint       dropped        in progress          never seen
+
+    A checkpoint that is gone says why, and would have saved what is above it, down to the next one that is gone.
+    """
+    length, position = lease.num_prompt_tokens, lease.hit
+    if position >= length:
+        return ()
+    stretches = _known(placement, lease, found)
+    seen = max(position, min(found.seen, length))
+    computed = min(_being_computed(lease, max(seen, position + 1), running), length)
+    unkept = Reason.IN_PROGRESS if computed else Reason.NO_CHECKPOINT
+    ends = [(end, unkept if reason is None else reason) for end, reason in stretches]
+    if computed > seen:
+        ends.append((computed, Reason.IN_PROGRESS))
+    position = max(seen, computed)
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
     plain = Namespace(lease.namespace.adapter)
-    root = roots.get(plain) if lease.namespace != plain else None
-    if root is not None and walk(root, raw).seen > lease.seen:
-        return Reason.NAMESPACE
-    return Reason.NEVER_SEEN
+    root = roots.get(plain) if lease.namespace != plain and position < length else None
+    if root is not None and (elsewhere := walk(root, raw, length=length).seen) > position:
+        ends.append((elsewhere, Reason.NAMESPACE))
+        position = elsewhere
+    if position < length:
+        ends.append((length, Reason.NEVER_SEEN))
+    # where two neighbours have one reason, the later end speaks for both
+    return tuple(end for end, after in zip(ends, [*ends[1:], None], strict=True) if after is None or end[1] != after[1])
 
 
-def _being_computed(lease: Lease, raw: bytes, running: Iterable[Lease]) -> int:
-    """The longest prefix that this prompt shares with one that is still in prefill."""
-    longest = 0
+def _known(placement: Placement, lease: Lease, found: Walk) -> list[tuple[int, Reason | None]]:
+    """The stretches up to where the prompt was ever seen; None: the keys and values are there, and no checkpoint is or
+    was."""
+    length = lease.num_prompt_tokens
+    if found.seen <= lease.hit:
+        return []
+    short = lease.num_tokens < placement.min_cacheable or found.seen < placement.min_shared
+    stretches: list[tuple[int, Reason | None]] = []
+    gone: Reason | None = None
+    # a node that may be read in part stands in both lists, which makes two stretches with one end and one reason
+    for node in chain(reversed(found.beyond), reversed(found.path)):
+        if node.end <= lease.hit:
+            break
+        if node.loss is not None and node.end <= found.seen:
+            gone = node.loss
+        reason = gone
+        if short and gone is not Reason.PREEMPTED:
+            reason = Reason.TOO_SHORT
+        elif gone is None and not node.resident:
+            reason = Reason.EVICTED
+        if node.start < length:
+            stretches.append((min(node.end, found.seen, length), reason))
+    return stretches[::-1]
+
+
+def _being_computed(lease: Lease, least: int, running: Iterable[Lease]) -> int:
+    """The longest prefix, of at least `least` tokens, that this prompt shares with one that is still in prefill; 0 if
+    there is none. Compares no more than `_MAX_COMPARED` tokens."""
+    longest, compared, keys = 0, 0, lease.keys
     for other in running:
-        if other.namespace != lease.namespace or other.committed >= other.num_prompt_tokens:
+        if other.committed >= other.num_prompt_tokens:
             continue
-        if other.num_tokens > lease.hit and other.keys[lease.hit] == lease.keys[lease.hit]:
-            run = Node(None, other.keys.tobytes(), 0)
-            longest = max(longest, common_prefix(run, raw, 0))
+        # it has to go on where the longest so far ends, which one look tells of nearly all that do not
+        last = max(longest, least - 1)
+        if last >= len(keys) or compared >= _MAX_COMPARED:
+            break
+        if other.num_tokens <= last or other.keys[last] != keys[last] or other.namespace != lease.namespace:
+            continue
+        shared = _common_tokens(keys, other.keys, _MAX_COMPARED - compared)
+        compared += shared + 1
+        if shared >= least:
+            longest = max(longest, shared)
     return longest
+
+
+def _common_tokens(ours: Keys, theirs: Keys, limit: int) -> int:
+    """How many tokens both begin with, at most `limit`."""
+    length = min(len(ours), len(theirs), limit)
+    for start in range(0, length, _BLOCK):
+        end = min(start + _BLOCK, length)
+        differs = ours[start:end] != theirs[start:end]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+    return length

@@ -40,7 +40,8 @@ DENSE_TOKENS = 32_768
 class PromptFacts:
     """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
     seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
-    continued from, and how many checkpoint files idle memory has room for."""
+    continued from, how many checkpoint files idle memory has room for, and where it is likely to be left by
+    later ones, because prompts before it were (the likeliest first)."""
 
     num_tokens: int
     hit: int
@@ -49,6 +50,7 @@ class PromptFacts:
     boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     idle_files: int = 0
+    foretold: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +141,12 @@ class Junction:
 
 
 class Auto:
-    """Every position that earns a checkpoint by what it is, and a probationary grid for sharing nobody announced.
+    """Every position that earns a checkpoint by what it is, a few where prompts like this one were left by later ones,
+    and a probationary grid for sharing nobody announced.
 
     Positions off the grid are named in the order of their worth until there are `MAX_UNALIGNED`: the prompt's end, the
     end of the last message, what clients have marked, the ends of the system segment and of the last image, the
-    junction, and then the other messages and images from the last to the first.
+    junction, where prompts were left, and then the other messages and images from the last to the first.
 
     In exact mode a state off the grid serves only a prompt that ends there, so the grid point below each such
     position is kept with it.
@@ -193,6 +196,8 @@ def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
         kinds.setdefault(position, Kind.IMAGE_END)
     if facts.hit < facts.seen < n:
         kinds.setdefault(facts.seen, Kind.JUNCTION)
+    for position in facts.foretold:
+        kinds.setdefault(position, Kind.OFFSET)
     for end in ends:
         kinds.setdefault(end.position, Kind.INNER_END)
     return kinds

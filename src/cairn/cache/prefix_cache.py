@@ -1,6 +1,7 @@
 """The cache's only door: look a prompt up, extend it, commit what was computed, release it.
 
     lookup    prompt -> Lease: hit c, match m, the shared pages, the checkpoint to restore, the reason for no more
+    branch    another lease of the same prompt, once it is computed: for several answers to it
     extend    pages for more tokens, and the page copy that writing into a shared page needs
     want      a file for a checkpoint that the plan is going to keep
     received  tokens and a state that another server has computed: the lease goes on as after a hit of its own
@@ -16,25 +17,35 @@ of tensors: pages are numbers, and what is in them is the runner's affair.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
+from cairn.cache.branches import BranchDistances
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import Eviction
+from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Hold, Lease, Namespace, PageTable, PendingFile
-from cairn.cache.lookup import Acceptance, miss_reason
+from cairn.cache.lookup import Acceptance, missed
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import Placement, Wanted, hold_positions
+from cairn.cache.placement import Placement, PromptFacts, Wanted, hold_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.residents import Residents
+from cairn.cache.reuse import Lineage
 from cairn.cache.tree import KEY_BYTES, Node, Walk, common_prefix, path_pages, walk
 from cairn.errors import ConfigError
 from cairn.step import GRID, PageCopy
-from cairn.types import Boundary, Clock, Keys, Pages
+from cairn.types import Boundary, Clock, Keys, Pages, SystemClock
 
 __all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
+
+FIRST_WAYS = MappingProxyType({Kind.ANSWER_END: (0,), Kind.PROMPT_END: (0, 1)})
+"""How many ways on there may be from a new checkpoint; from others one."""
+
+MAX_FORETOLD = 4
+"""Positions kept because prompts like this one were left there, while memory is idle; else one."""
 
 GHOST_FACTOR = 4
 """Key tokens remembered of dropped runs, as a multiple of the tokens that fit the pool."""
@@ -87,6 +98,9 @@ class PrefixCache:
         self.holds: dict[int, Hold] = {}
         self.held: dict[int, list[Pages]] = {}
         self.counters = CacheCounters()
+        self.journal = Journal(clock or SystemClock())
+        self.branches = BranchDistances()
+        self._scratch = bytearray()
 
     @property
     def enabled(self) -> bool:
@@ -94,18 +108,26 @@ class PrefixCache:
 
     # -- lookup --------------------------------------------------------------------------------------------------
 
-    def lookup(self, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None = None) -> Lease:
+    def lookup(
+        self,
+        namespace: Namespace,
+        keys: Keys,
+        request_id: str,
+        resumed_from: int | None = None,
+        passed_by: bool = False,
+    ) -> Lease:
         """Find the longest usable prefix of `keys` (shape [n], n >= 1) and lease it.
 
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
-        generated. Nothing is counted before `admitted`.
+        generated. `passed_by`: find nothing, because all of the prompt has to be computed. Nothing is counted before
+        `admitted`.
         """
-        raw = keys.tobytes()
+        raw = self._as_bytes(keys)
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = Acceptance(self.policy.exact, request_id, num_prompt_tokens, resumed_from is not None)
-        root = self.residents.roots.get(namespace) if self.enabled else None
-        found = walk(root, raw, may.run_end()) if root is not None else Walk()
+        root = self.residents.roots.get(namespace) if self.enabled and not passed_by else None
+        found = walk(root, raw, may.run_end(), length) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
@@ -123,7 +145,7 @@ class PrefixCache:
             checkpoint=checkpoint,
             groups=self.layout.groups,
             tables=tuple(
-                PageTable(path_pages(found.path, index, group, found.matched))
+                PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))
                 for index, group in enumerate(self.layout.groups)
             ),
             node=found.path[-1] if found.path else None,
@@ -132,15 +154,20 @@ class PrefixCache:
             num_tokens=length,
             committed=found.matched,
             restore=checkpoint.pages if checkpoint is not None else None,
+            known=may.deepest_known(found),
+            left=found.left_before_end(),
+            ways=found.ways_on(),
         )
-        if self.policy.placement is not None:
+        if self.policy.placement is not None and not passed_by:
             running, roots = self.leases.values(), self.residents.roots
-            lease.reason = miss_reason(self.policy.placement, lease, raw, found, running, roots)
+            lease.explain(missed(self.policy.placement, lease, raw, found, running, roots))
         self._open(lease)
         return lease
 
     def admitted(self, lease: Lease, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it (a resumed request's prompt was counted before)."""
+        if not resumed:
+            self._learn(lease)
         if lease.checkpoint is not None and not lease.closed:
             self.counters.used[lease.checkpoint.kind] += 1
             if lease.checkpoint in self.residents.queue:
@@ -150,7 +177,8 @@ class PrefixCache:
             self.counters.queries += lease.num_prompt_tokens
             self.counters.hits += lease.hit - lease.received
             self.counters.reasons[lease.reason] += 1
-            self.counters.lost[lease.reason] += lease.num_prompt_tokens - lease.hit
+            self.counters.lost.update(lease.lost)
+            self.journal.admitted(lease)
 
     def hold_breakpoints(self, lease: Lease, boundaries: Iterable[Boundary]) -> None:
         """Hold what is there already of the checkpoints that the client of `lease` asks to be held: those within its
@@ -163,10 +191,52 @@ class PrefixCache:
                 lease.held.add(node.end)
             node = node.parent
 
+    def branch(self, lease: Lease, state: Pages, request_id: str) -> Lease:
+        """Another lease of the prompt of `lease`, all of which is computed, with the state at its end in the file
+        `state`: it goes on from there as after a hit, whatever the tree has. Full pages are shared."""
+        branch = lease.branch(state, request_id)
+        self._open(branch)
+        self.pool.acquire(state)
+        branch.transient.append(state)
+        return branch
+
+    def facts(self, lease: Lease, num_tokens: int, boundaries: tuple[Boundary, ...] = ()) -> PromptFacts:
+        """What the placement policy may know of `lease`, which is going to prefill up to `num_tokens`, and whose
+        messages and images end at `boundaries`."""
+        idle_files = self.idle_files()
+        most = MAX_FORETOLD if idle_files >= 2 * MAX_FORETOLD else 1
+        return PromptFacts(
+            num_tokens=num_tokens,
+            hit=lease.hit,
+            matched=lease.matched,
+            seen=lease.seen,
+            boundaries=boundaries,
+            exact=self.policy.exact,
+            idle_files=idle_files,
+            foretold=tuple(self.branches.positions(num_tokens, lease.hit, most)),
+        )
+
+    def _learn(self, lease: Lease) -> None:
+        """What this prompt teaches of the reuse of those before it."""
+        if lease.left:
+            self.branches.left(lease.left)
+        known = lease.known
+        on = known is not None and not known.branches
+        turn = min(2, known.turn + 1) if known is not None and on else 0
+        lease.lineage = Lineage(turn, lease.num_prompt_tokens - lease.seen)
+        self.residents.admitted(known, lease.checkpoint)
+
+    def _as_bytes(self, keys: Keys) -> bytearray:
+        """The bytes of `keys`, until the next call: a new array of a long prompt's size costs more than the lookup."""
+        if len(self._scratch) < keys.nbytes:
+            self._scratch = bytearray(max(keys.nbytes, 2 * len(self._scratch)))
+        np.frombuffer(self._scratch, np.int64, len(keys))[:] = keys
+        return self._scratch
+
     def _open(self, lease: Lease) -> None:
         self.leases[id(lease)] = lease
         for table in lease.tables:
-            self.pool.acquire(table.pages)
+            self.pool.acquire(table.own)
         if lease.node is not None:
             self.residents.lock(lease.node)
         if lease.checkpoint is not None:
@@ -217,14 +287,16 @@ class PrefixCache:
         assert index == table.length - 1
         source = table.pages[index : index + 1].copy()
         target = self.pool.allocate(1)
+        if table.num_shared == table.length:
+            self.pool.acquire(source)
         table.replace_last(int(target[0]))
         lease.transient.append(source)
         return PageCopy(int(source[0]), int(target[0]))
 
     def want(self, lease: Lease, wanted: Wanted) -> Pages | None:
         """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no
-        room for it, or it has one. Those on probation take free pages only, and only while a quarter of the pool is
-        free."""
+        room for it, or it has one. Those on probation take free pages only, and only while a quarter of the
+        pool is free; a bet that is worth less than what would go for it is refused."""
         size = self.layout.pages_per_checkpoint
         if wanted.position in lease.files:
             pending = lease.files[wanted.position]
@@ -234,6 +306,10 @@ class PrefixCache:
             return None
         if self.layout.state_bytes == 0 and wanted.position != lease.num_prompt_tokens and not wanted.hold_seconds:
             return None
+        if wanted.kind.is_bet and not wanted.hold_seconds and self.pool.num_free < size:
+            if not self._worth(lease, wanted):
+                lease.refused[wanted.position] = wanted.kind
+                return None
         if wanted.kind.on_probation:
             if 4 * self.pool.num_free < self.pool.num_pages or self.pool.num_free < size:
                 return None
@@ -241,7 +317,21 @@ class PrefixCache:
             return None
         pages = self.pool.allocate(size)
         lease.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
+        lease.kept.append(wanted.position)
         return pages
+
+    def _worth(self, lease: Lease, wanted: Wanted) -> bool:
+        """Whether what has to go for a checkpoint is worth less than it."""
+        position = wanted.position
+        above = max((kept for kept in lease.kept if kept < position), default=min(lease.hit, position))
+        pages = self.layout.pages_per_checkpoint
+        if wanted.kind in (Kind.PROMPT_END, Kind.ANSWER_END):
+            # without it nobody could use what is computed from the match on
+            pages += self.layout.pages_for(position) - self.layout.pages_for(max(above, min(lease.matched, position)))
+        known = lease.known if lease.known is not None and lease.known.position == position else None
+        ways = (lease.ways + 1,) if wanted.kind is Kind.JUNCTION else FIRST_WAYS.get(wanted.kind, (1,))
+        chance = self.residents.reuse.first_chance(wanted.kind, ways, lease.lineage, known)
+        return self.residents.worth(wanted.kind, position - above, pages, chance)
 
     def want_always(self, lease: Lease, position: int) -> Pages | None:
         """A file for the state at `position` that another server is going to read: whatever the policy says, also with
@@ -254,6 +344,12 @@ class PrefixCache:
         pages = self.pool.allocate(size)
         lease.files[position] = PendingFile(pages, Kind.PROMPT_END)
         return pages
+
+    def settle_file(self, lease: Lease, position: int) -> None:
+        """The state at `position` is filled and somebody else holds its file. With the cache off nothing will take it
+        from the lease, so it lets go of it."""
+        if not self.enabled and position in lease.files:
+            self.pool.release(lease.files.pop(position).pages)
 
     def received(self, lease: Lease, num_tokens: int, wanted: int, position: int) -> None:
         """The first `num_tokens` tokens lie in the lease's pages, and the state at `position` in the file that was
@@ -268,8 +364,8 @@ class PrefixCache:
         lease.restore, lease.checkpoint = file.pages, None
         lease.received, lease.hit = position - lease.hit, position
         lease.matched, lease.seen = max(lease.matched, num_tokens), max(lease.seen, num_tokens)
-        if lease.hit == lease.num_tokens:
-            lease.reason = Reason.NONE
+        if lease.hit == lease.num_tokens or lease.missed:
+            lease.explain(lease.missed)
 
     def idle_files(self) -> int:
         """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
@@ -284,12 +380,22 @@ class PrefixCache:
             return
         if num_tokens > lease.committed:
             node = self._insert(lease, num_tokens)
-            old, lease.node, lease.committed = lease.node, node, num_tokens
-            self.residents.lock(node)
-            if old is not None:
-                self.residents.unlock(old)
-        for position in sorted(kept, reverse=True):
-            self._attach(lease, position)
+            old, before, lease.node, lease.committed = lease.node, lease.committed, node, num_tokens
+            if old is not None and old.end == before:
+                self.residents.lock(node, below=old)
+            else:
+                self.residents.lock(node)
+                if old is not None:
+                    self.residents.unlock(old)
+        at, refused = lease.node, [position for position in lease.refused if position <= num_tokens]
+        for position in sorted({*kept, *refused}, reverse=True):
+            at = self._node_at(lease, position, at)
+            if position in lease.files:
+                self._attach(lease, position, at)
+            else:
+                self.residents.remember(at, lease.refused[position], self._origin(lease, position), lease.lineage)
+        for position in refused:
+            del lease.refused[position]
 
     def _insert(self, lease: Lease, upto: int) -> Node:
         if lease.node is not None and lease.node.end == lease.committed:
@@ -303,34 +409,40 @@ class PrefixCache:
             stop = upto if decoded else min(upto, lease.decode_from)
             maker = lease.request_id if decoded else None
             offset = (position - base) * KEY_BYTES
-            child = node.children.get(raw[offset : offset + KEY_BYTES])
+            child = node.children.get(int(lease.keys[position]))
             if child is None:
                 run = raw[offset : (stop - base) * KEY_BYTES]
-                node = self.residents.add(node, run, lease.span(position, stop), maker)
+                node = self.residents.add(node, run, lease.span(position, stop), maker, lease.num_prompt_tokens)
                 position = stop
                 continue
-            end = min(stop, position + common_prefix(child, raw, position - base))
+            end = min(stop, position + common_prefix(child, raw, position - base, upto - base))
             if end < child.end:
                 child = self.residents.cut(child, end)
-            better = self.policy.exact and child.decode_by is not None and not decoded
+            # while somebody has locked a run, its pages are what that lease reads
+            better = self.policy.exact and child.decode_by is not None and not decoded and not child.locks
             if child.pages is None or better:
                 self.residents.fill(child, lease.span(position, end), maker)
             node, position = child, end
         return node
 
-    def _attach(self, lease: Lease, position: int) -> None:
-        file = lease.files.pop(position)
-        node = lease.node
+    def _node_at(self, lease: Lease, position: int, node: Node | None) -> Node:
+        """The node of the committed path that ends at `position`, cut if need be; it is `node` or above it."""
         while node is not None and node.start >= position:
             node = node.parent
         assert node is not None and node.start < position <= node.end, f"{position} is not on the committed path"
-        if position < node.end:
-            node = self.residents.cut(node, position)
+        return self.residents.cut(node, position) if position < node.end else node
+
+    @staticmethod
+    def _origin(lease: Lease, position: int) -> Origin:
         if position > lease.decode_from:
-            origin = Origin.DECODE
-        else:
-            origin = Origin.TAIL if position % GRID else Origin.GRID
-        if not self.residents.attach(node, file.pages, file.kind, origin, lease.request_id):
+            return Origin.DECODE
+        return Origin.TAIL if position % GRID else Origin.GRID
+
+    def _attach(self, lease: Lease, position: int, node: Node) -> None:
+        """Hang the file wanted for `position` at the end of `node`."""
+        file = lease.files.pop(position)
+        origin = self._origin(lease, position)
+        if not self.residents.attach(node, file.pages, file.kind, origin, lease.request_id, lease.lineage):
             self.pool.release(file.pages)
         assert node.checkpoint is not None
         if file.hold_seconds and self.residents.hold(node.checkpoint, file.hold_seconds):
@@ -342,7 +454,7 @@ class PrefixCache:
         lease.closed = True
         del self.leases[id(lease)]
         for table in lease.tables:
-            self.pool.release(table.pages)
+            self.pool.release(table.own)
         for pages in [file.pages for file in lease.files.values()] + lease.transient:
             self.pool.release(pages)
         lease.files.clear()

@@ -1,12 +1,14 @@
-"""Why a prompt's cached part is not longer: a closed list, one reason per request."""
+"""Why a prompt's cached part is not longer: a closed list. Each token that was not hit has exactly one reason, and a
+request the first of its tokens' reasons."""
 
+from collections.abc import Container
 from enum import StrEnum
 
-__all__ = ["Reason"]
+__all__ = ["Reason", "first_reason"]
 
 
 class Reason(StrEnum):
-    """Ordered as a lookup decides: the first that holds is reported."""
+    """A request is given the first of these that has cost it tokens."""
 
     NONE = "none"
     """The whole prompt was cached."""
@@ -28,3 +30,8 @@ class Reason(StrEnum):
     """Another server had more, and the transfer failed."""
     NEVER_SEEN = "never_seen"
     """All that was seen before was cached; the rest is new."""
+
+
+def first_reason(reasons: Container[Reason]) -> Reason:
+    """The one that speaks for them all; NONE for none."""
+    return next((reason for reason in Reason if reason in reasons), Reason.NONE)

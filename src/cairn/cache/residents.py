@@ -16,10 +16,14 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Namespace
 from cairn.cache.pages import PagePool
 from cairn.cache.reasons import Reason
+from cairn.cache.reuse import NO_LINEAGE, Lineage, Reuse, ReuseBook
 from cairn.cache.tree import Node, split
 from cairn.types import Clock, Pages, SystemClock
 
 __all__ = ["Residents"]
+
+GHOST_FACTOR, MIN_GHOSTS = 4, 2048
+"""Records of checkpoints that are gone: so many, and as many times the files that fit the pool."""
 
 
 class Residents:
@@ -46,6 +50,7 @@ class Residents:
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         self.num_ghost_tokens = 0
         self.queue = EvictionQueue(eviction)
+        self.reuse = ReuseBook(GHOST_FACTOR * (pool.num_pages // layout.pages_per_checkpoint) + MIN_GHOSTS)
         self.held = HeldCheckpoints(layout, pool.num_pages, clock or SystemClock())
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
@@ -65,10 +70,13 @@ class Residents:
                 self._observer.root_added(root, namespace)
         return root
 
-    def add(self, parent: Node, raw: bytes, pages: tuple[Pages, ...], decode_by: str | None) -> Node:
+    def add(self, parent: Node, raw: bytes, pages: tuple[Pages, ...], decode_by: str | None, prompt_end: int) -> Node:
         """A new node below `parent` for the key tokens `raw`, referring to `pages` (per group)."""
         node = Node(parent, raw, parent.end)
+        node.prompt_end = prompt_end
         parent.children[node.key()] = node
+        if parent.reuse is not None:
+            self.reuse.changed(parent.reuse)
         self.fill(node, pages, decode_by)
         return node
 
@@ -102,11 +110,13 @@ class Residents:
             self._observer.node_cut(upper, node)
         return upper
 
-    def lock(self, node: Node) -> None:
-        """One more lease goes through `node` and all above it."""
+    def lock(self, node: Node, below: Node | None = None) -> None:
+        """One more lease goes through `node` and all above it, down from `below` if that is given: what is above has
+        its lock already."""
         self.barren.pop(node, None)  # those above have a resident child, so they are in no danger
         step: Node | None = node
-        while step is not None:
+        while step is not below:
+            assert step is not None
             step.locks += 1
             step = step.parent
 
@@ -121,7 +131,9 @@ class Residents:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def attach(self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str) -> bool:
+    def attach(
+        self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage = NO_LINEAGE
+    ) -> bool:
         """Hang a checkpoint file at the end of `node`, taking over the caller's reference to its pages.
 
         False if one hangs there already that serves as well; then the caller keeps its pages.
@@ -130,6 +142,9 @@ class Residents:
         if old is not None and not (old.origin is Origin.DECODE and origin is not Origin.DECODE):
             if old.kind.on_probation and not kind.on_probation:
                 old.kind = kind
+                if node.reuse is not None:
+                    node.reuse.kind = kind
+                    self.reuse.changed(node.reuse)
                 self.use(old, hit=False)
             return False
         if old is not None:
@@ -137,14 +152,24 @@ class Residents:
             self.pool.release(old.pages)
         node.checkpoint = checkpoint = Checkpoint(node, pages, kind, origin, maker)
         node.loss = None
+        self.reuse.made(node, kind, origin, lineage)
         if old is not None:
             self.held.replace(old, checkpoint)
         self.barren.pop(node, None)
         self.taken[kind] += 1
         self.use(checkpoint, hit=False)
+        self._rank(self._above(node))
         if self._observer is not None:
             self._observer.node_changed(node)
         return True
+
+    def admitted(self, known: Reuse | None, hit: Checkpoint | None) -> None:
+        """A request begins to run whose path has `known` as its deepest record, and that is about to use `hit`."""
+        self.reuse.now += 1
+        if known is not None and known.slot >= 0:
+            self.reuse.used(known)
+            if known.node.checkpoint is not hit:
+                self._rank(known.node.checkpoint)
 
     def use(self, checkpoint: Checkpoint, hit: bool) -> None:
         """Note that a checkpoint was hit, or made anew."""
@@ -176,41 +201,87 @@ class Residents:
 
     def _facts(self, checkpoint: Checkpoint) -> CheckpointFacts:
         node = checkpoint.node
-        above = node.parent
-        while above is not None and above.checkpoint is None:
-            above = above.parent
+        above = self._above(node)
         pages = len(checkpoint.pages)
-        if node.resident_children == 0 and node.pages is not None:
-            pages += sum(len(group) for group in node.pages)
+        if node.resident_children == 0:
+            # with it goes what is above up to the next branch or checkpoint
+            top = node
+            while top.parent is not None and top.parent.resident_children <= 1 and top.parent.checkpoint is None:
+                top = top.parent
+            pages += self.layout.pages_for(node.end) - self.layout.pages_for(top.start)
         return CheckpointFacts(
             kind=checkpoint.kind,
-            saved_tokens=node.end - (above.end if above is not None else 0),
+            saved_tokens=node.end - (above.position if above is not None else 0),
             freed_bytes=pages * self.layout.page_bytes,
             hits=checkpoint.hits,
             last_used=checkpoint.last_used,
             held=checkpoint.held_until is not None,
+            chance=self.reuse.chance(node.reuse) if node.reuse is not None else 0.0,
         )
+
+    @staticmethod
+    def _above(node: Node) -> Checkpoint | None:
+        """The next shallower checkpoint."""
+        above = node.parent
+        while above is not None and above.checkpoint is None:
+            above = above.parent
+        return above.checkpoint if above is not None else None
+
+    def _rank(self, checkpoint: Checkpoint | None) -> None:
+        """Put a checkpoint where it now belongs, if it waits to be dropped."""
+        if checkpoint is not None and checkpoint in self.queue:
+            self.queue.push(checkpoint, self._facts(checkpoint))
+
+    def remember(self, node: Node, kind: Kind, origin: Origin, lineage: Lineage) -> None:
+        """Note that a checkpoint might have been at the end of `node`, to see whether it would have been used."""
+        if node.reuse is None:
+            above = self._above(node)
+            reuse = self.reuse.made(node, kind, origin, lineage)
+            self.reuse.dropped(reuse, above.node.reuse if above is not None else None)
+
+    def worth(self, kind: Kind, saves: int, pages: int, chance: float) -> bool:
+        """Whether a checkpoint that is to be made would be worth more than what goes next. `saves`: tokens over the
+        next shallower one; `pages`: those of its file and those that only it makes useful."""
+        if self.barren or not len(self.queue):
+            return True
+        facts = CheckpointFacts(
+            kind=kind,
+            saved_tokens=saves,
+            freed_bytes=pages * self.layout.page_bytes,
+            hits=0,
+            last_used=self._tick + 1,
+            chance=chance,
+        )
+        return not self.queue.goes_before_all(facts)
 
     # -- room ----------------------------------------------------------------------------------------------------
 
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
+        if self.pool.num_free >= num_pages:
+            return True
         passed: list[Checkpoint] = []
         self.let_expired_go()
+        if self.reuse.look(len(self.queue)):
+            for ranked in list(self.queue):
+                self._rank(ranked)
         while self.pool.num_free < num_pages:
             if self.barren:
                 self._drop_run(next(iter(self.barren)))
                 continue
-            popped = self.queue.pop()
-            if popped is None:
+            checkpoint = self.queue.pop()
+            if checkpoint is None:
                 break
-            checkpoint, priority = popped
             if self.pool.counts[checkpoint.pages[0]] > 1:
                 # a step that has not been applied reads the file: dropping it would free nothing
                 passed.append(checkpoint)
                 continue
-            self.queue.evicted(priority)
-            self._drop_checkpoint(checkpoint)
+            facts = self._facts(checkpoint)
+            if self.queue.goes_before_all(facts):
+                self._drop_checkpoint(checkpoint)
+            else:
+                # it is worth more than when it was ranked: what was above it has gone since
+                self.queue.push(checkpoint, facts)
         for checkpoint in passed:
             self.queue.push(checkpoint, self._facts(checkpoint))
         return self.pool.num_free >= num_pages
@@ -242,6 +313,10 @@ class Residents:
     def _drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         node = checkpoint.node
         node.checkpoint, node.loss = None, Reason.EVICTED
+        above = self._above(node)
+        if node.reuse is not None:
+            # what is above is worth more from now on, which is seen when its turn comes
+            self.reuse.dropped(node.reuse, above.node.reuse if above is not None else None)
         self.held.forget(checkpoint)
         self.evicted[checkpoint.kind] += 1
         self.pool.release(checkpoint.pages)
@@ -272,6 +347,8 @@ class Residents:
         stack = [ghost]
         while stack:
             node = stack.pop()
+            if node.reuse is not None:
+                self.reuse.forget(node.reuse)
             del self.ghosts[node]
             self.num_ghost_tokens -= node.num_tokens
             stack.extend(node.children.values())

@@ -10,6 +10,7 @@ well, or the parent's page itself where the same request wrote on. Along a path 
 A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ import numpy as np
 from cairn.cache.checkpoint import Checkpoint
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
+from cairn.cache.reuse import Reuse
 from cairn.types import Pages
 
 __all__ = ["KEY_BYTES", "Node", "Walk", "common_prefix", "path_pages", "split", "walk"]
@@ -29,7 +31,8 @@ class Node:
     """One run of key tokens. `raw` is their bytes (int64), so that comparing a run is one memcmp.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
-    `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone.
+    `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone. `reuse` is
+    the record of the checkpoint that is or was there. `prompt_end`: where the prompt ended that this run came with.
     """
 
     __slots__ = (
@@ -41,8 +44,10 @@ class Node:
         "loss",
         "pages",
         "parent",
+        "prompt_end",
         "raw",
         "resident_children",
+        "reuse",
         "start",
     )
 
@@ -51,13 +56,15 @@ class Node:
         self.raw = raw
         self.start = start
         self.end = start + len(raw) // KEY_BYTES
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[int, Node] = {}
         self.resident_children = 0
         self.pages: tuple[Pages, ...] | None = None
         self.checkpoint: Checkpoint | None = None
         self.decode_by: str | None = None
         self.locks = 0
         self.loss: Reason | None = None
+        self.reuse: Reuse | None = None
+        self.prompt_end = 0
 
     @property
     def resident(self) -> bool:
@@ -67,9 +74,9 @@ class Node:
     def num_tokens(self) -> int:
         return self.end - self.start
 
-    def key(self) -> bytes:
-        """Under which the parent lists this node."""
-        return self.raw[:KEY_BYTES]
+    def key(self) -> int:
+        """The first key token, under which the parent lists this node."""
+        return int.from_bytes(self.raw[:KEY_BYTES], sys.byteorder, signed=True)
 
 
 @dataclass(slots=True)
@@ -85,39 +92,62 @@ class Walk:
     matched: int = 0
     seen: int = 0
 
+    def ways_on(self) -> int:
+        """How many ways on are known from where the prompt leaves what was seen."""
+        last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
+        if last is None:
+            return 0
+        return 1 if self.seen < last.end else len(last.children)
 
-def common_prefix(child: Node, raw: bytes, position: int) -> int:
-    """How many of the node's tokens equal those of `raw` from token `position` on."""
-    if raw.startswith(child.raw, position * KEY_BYTES):
-        return child.end - child.start
-    count = min(child.num_tokens, len(raw) // KEY_BYTES - position)
+    def left_before_end(self) -> int:
+        """How far before its end the prompt that was here first was left inside a run, where nobody left it before; 0
+        if it was not."""
+        last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
+        if last is None or self.seen >= last.end:
+            return 0
+        return max(0, last.prompt_end - self.seen)
+
+
+def common_prefix(child: Node, raw: bytes | bytearray, position: int, length: int) -> int:
+    """How many of the node's tokens equal those of the `length` tokens of `raw` from token `position` on."""
+    count = min(child.num_tokens, length - position)
     ours = np.frombuffer(raw, np.int64, count, position * KEY_BYTES)
     differs = ours != np.frombuffer(child.raw, np.int64, count)
     return int(differs.argmax()) if differs.any() else count
 
 
-def walk(root: Node, raw: bytes, usable: Callable[[Node], int] | None = None) -> Walk:
-    """Follow `raw` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
-    all of them."""
-    result = Walk()
-    path, node, position, length = result.path, root, 0, len(raw) // KEY_BYTES
+def walk(
+    root: Node,
+    raw: bytes | bytearray,
+    usable: Callable[[Node], int] | None = None,
+    length: int | None = None,
+) -> Walk:
+    """Follow the first `length` key tokens of `raw`, or all of them, down from `root`. `usable(node)` says up to which
+    position its keys and values may be used; None: all of them."""
+    length = len(raw) // KEY_BYTES if length is None else length
+    tokens, limit, begins = memoryview(raw).cast("q"), length * KEY_BYTES, raw.startswith
+    path: list[Node] = []
+    beyond: list[Node] = []
+    node, position, matched = root, 0, 0
     while position < length:
-        child = node.children.get(raw[position * KEY_BYTES : (position + 1) * KEY_BYTES])
+        child = node.children.get(tokens[position])
         if child is None:
             break
-        end = position + common_prefix(child, raw, position)
-        if result.matched == position and child.pages is not None:
-            limit = end if usable is None else min(end, usable(child))
-            if limit > position:
+        # nearly every node is matched whole, and this line is most of what a lookup costs
+        whole = begins(child.raw, position * KEY_BYTES, limit)
+        end = child.end if whole else position + common_prefix(child, raw, position, length)
+        if matched == position and child.pages is not None:
+            readable = end if usable is None else min(end, usable(child))
+            if readable > position:
                 path.append(child)
-                result.matched = limit
-        if result.matched < end:
-            result.beyond.append(child)
-        result.seen = end
-        if end < child.end:
+                matched = readable
+        if matched < end:
+            beyond.append(child)
+        position = end
+        if not whole and end < child.end:
             break
-        node, position = child, end
-    return result
+        node = child
+    return Walk(path, beyond, matched, position)
 
 
 def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: int) -> Pages:
@@ -127,11 +157,13 @@ def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: 
     child         | q1 | q2 |   ->  p0, q1, q2
     """
     parts: list[Pages] = []
+    tokens_per_page = group.tokens_per_page
     for node in path:
-        assert node.pages is not None
-        if node.start % group.tokens_per_page:
+        pages = node.pages
+        assert pages is not None
+        if node.start % tokens_per_page:
             parts[-1] = parts[-1][:-1]
-        parts.append(node.pages[index])
+        parts.append(pages[index])
     return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
 
 
@@ -145,7 +177,7 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
     assert node.parent is not None and node.start < at < node.end
     cut = (at - node.start) * KEY_BYTES
     upper = Node(node.parent, node.raw[:cut], node.start)
-    upper.locks, upper.decode_by = node.locks, node.decode_by
+    upper.locks, upper.decode_by, upper.prompt_end = node.locks, node.decode_by, node.prompt_end
     node.parent.children[upper.key()] = upper
     shared: list[Pages] = []
     if node.pages is not None:

@@ -1,0 +1,166 @@
+"""The cache as a page shows it: the pool, the tree folded to so many paths, and what requests found of late.
+
+    tree    o--64--64--70--+--30                paths    o=====198=====+==30==
+                           +--12--64--9                                 +==85==
+
+A *path* is a run of nodes without a fork, all with their pages or all without; its checkpoints stand along it. Of large
+trees the heaviest paths are shown one by one, and what lies below them as sums. There are no texts, tokens or salts.
+"""
+
+from dataclasses import dataclass
+
+__all__ = [
+    "MAX_SHOWN",
+    "CacheView",
+    "CheckpointView",
+    "Folded",
+    "IntervalView",
+    "LostView",
+    "PathView",
+    "PoolView",
+    "TreeView",
+    "VisitView",
+]
+
+MAX_SHOWN = 5000
+"""Most paths that a view shows one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolView:
+    """In pages of `page_bytes` each. `held_*` are of running requests, of other servers, and of steps that are not
+    applied yet, each distinct; `cached_pages`: what only the tree refers to."""
+
+    pages: int
+    page_bytes: int
+    free_pages: int
+    cached_pages: int
+    held_by_requests: int
+    held_by_transfers: int
+    held_by_steps: int
+    open_leases: int
+    open_holds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """`idle`: how many times others were used or made since this one was. `value`: tokens that it is expected to save
+    in the next 1,000 requests, per MiB that dropping it would free, from `saved_tokens` over the next shallower one and
+    `freed_bytes`."""
+
+    position: int
+    kind: str
+    bytes: int
+    hits: int
+    idle: int
+    saved_tokens: int
+    freed_bytes: int
+    value: float
+    held: bool
+    probation: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """Sums over what is not shown one by one."""
+
+    paths: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    checkpoints: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeView:
+    """Sums over the whole tree, and over the paths below the roots that are not in the list. `dropped_*`: runs and
+    checkpoints that are only remembered."""
+
+    nodes: int
+    paths: int
+    namespaces: int
+    tokens: int
+    checkpoints: int
+    checkpoint_bytes: int
+    hits: int
+    dropped_tokens: int
+    dropped_checkpoints: int
+    below: Folded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathView:
+    """Tokens [start, end) of every prompt that goes through here. `parent`: that path's place in the list, None below a
+    root, and always before this one's. `checkpoints`: the best of them, ascending; `more`: the others on this path;
+    `below`: the paths below that are not in the list. `users`: running requests that go through its end."""
+
+    name: str
+    parent: int | None
+    namespace: int
+    start: int
+    end: int
+    bytes: int
+    resident: bool
+    users: int
+    children: int
+    checkpoints: list[CheckpointView]
+    more: Folded
+    below: Folded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalView:
+    """Sums over requests that were admitted from `age` seconds ago on, for `seconds`, in prompt tokens."""
+
+    age: float
+    seconds: float
+    requests: int
+    prompt: int
+    hit: int
+    received: int
+    lost: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostView:
+    """At least `tokens` tokens below token `depth` of one prefix were not hit, in so many requests, the last one `age`
+    seconds ago. `name`: equal for equal prefixes, and that of the path that ends there."""
+
+    name: str
+    depth: int
+    namespace: int
+    tokens: int
+    requests: int
+    age: float
+    reason: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisitView:
+    """One request, in tokens of its prompt."""
+
+    number: int
+    age: float
+    namespace: int
+    prompt: int
+    hit: int
+    received: int
+    matched: int
+    reason: str
+    lost: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheView:
+    """All of it. Newest first: `visits`; oldest first: `history`; costliest first: `lost`; `unlisted_tokens`: no prefix
+    that is not in the books has cost more."""
+
+    enabled: bool
+    pool: PoolView
+    tree: TreeView
+    paths: list[PathView]
+    history: list[IntervalView]
+    lost: list[LostView]
+    unlisted_tokens: int
+    visits: list[VisitView]
