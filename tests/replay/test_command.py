@@ -3,11 +3,14 @@
 import argparse
 import json
 import random
+import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from cairn.errors import ConfigError
 from cairn.replay.command import POLICIES, add_replay_flags, run_replay
+from cairn.replay.layouts import sizes_for
 
 
 @pytest.fixture
@@ -69,6 +72,61 @@ def test_a_tenth_of_the_footprint_is_the_default(trace, tmp_path):
     assert result["budget_bytes"] == int(result["footprint_bytes"] * 0.1)
 
 
+def test_flops_are_those_of_the_hits(trace, tmp_path):
+    file, sizes = tmp_path / "out.json", sizes_for("qwen3-next-80b-a3b")
+    run(trace, "--layout", "qwen3-next-80b-a3b", "--per-request", "--json", file, "--policy", "auto,align")
+    results = json.loads(file.read_text())
+    assert [result["policy"] for result in results] == ["auto", "align", "offline", "unlimited"]
+    for result in results:
+        rows = result["per_request"]
+        assert [row["request"] for row in rows] == list(range(result["requests"]))
+        assert sum(row["prompt_tokens"] for row in rows) == result["prompt_tokens"]
+        assert sum(row["cached_tokens"] for row in rows) == result["hit_tokens"] > 0
+        assert result["flops_saved"] == sum(sizes.forward_flops(0, row["cached_tokens"]) for row in rows)
+        whole = sum(sizes.forward_flops(0, row["prompt_tokens"]) for row in rows)
+        assert result["flops_saved"] + result["prefill_flops"] == whole
+        assert result["active_weights"] == sizes.active_weights
+    auto = results[0]
+    assert auto["tree_bytes"] > 0 and 0 < auto["tree_nodes"] <= auto["tree_page_runs"]
+    assert auto["tree_ghosts"] <= auto["tree_nodes"]
+
+
+def test_requests_are_told_apart_only_when_asked_for(trace, tmp_path):
+    file = tmp_path / "out.json"
+    run(trace, "--no-bounds", "--json", file)
+    assert "per_request" not in json.loads(file.read_text())[0]
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_plot(trace, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"out.{suffix}"
+    run(trace, "--policy", "auto,lru", "--sweep", "2%,10%", "--plot", file)
+    if suffix == "png":
+        assert file.read_bytes().startswith(b"\x89PNG\r\n")
+        return
+    lines = [each for each in ElementTree.parse(file).iter() if each.get("id", "").startswith("line2d")]
+    alone = tmp_path / "alone.svg"
+    run(trace, "--policy", "auto", "--no-bounds", "--sweep", "2%,10%", "--plot", alone)
+    fewer = [each for each in ElementTree.parse(alone).iter() if each.get("id", "").startswith("line2d")]
+    # lru, offline and unlimited have a line and a sign in the legend each
+    assert len(lines) >= len(fewer) + 3
+
+
+def test_a_plot_without_matplotlib_names_the_fix(trace, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"--plot needs matplotlib: pip install 'cairn-serve\[bench\]'"):
+        run(trace, "--plot", tmp_path / "out.svg")
+    assert not (tmp_path / "out.svg").exists()
+
+
+def test_a_plot_that_cannot_be_written_is_said(trace):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match=r"--plot /nowhere/at/all\.svg cannot be written"):
+        run(trace, "--no-bounds", "--plot", "/nowhere/at/all.svg")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -82,6 +140,7 @@ def test_a_tenth_of_the_footprint_is_the_default(trace, tmp_path):
         ("--budget-fraction", "0"),
         ("--budget-fraction", "nan"),
         ("--sweep", "5%,,10%"),
+        ("--plot", "out.pdf"),
         ("--sweep", ",".join(["1%"] * 65)),
     ],
 )
@@ -98,6 +157,7 @@ def test_flags_are_checked(trace, words):
         (("--block-size", "0"), "--block-size"),
         (("--state-dtype", "int8"), "--state-dtype"),
         (("--layout", "gpt"), "--layout"),
+        (("--per-request",), "--json FILE"),
         (("--no-bounds", "--json", "/nowhere/at/all.json"), "--json"),
     ],
 )

@@ -1,6 +1,7 @@
 """The replay against the scheduler itself, and its sums."""
 
 import random
+import sys
 from collections import Counter
 
 import numpy as np
@@ -9,9 +10,13 @@ from driver import Driver, layout
 
 from cairn.cache.audit import audit
 from cairn.cache.eviction import eviction_for
-from cairn.cache.placement import placement_for
-from cairn.cache.prefix_cache import CachePolicy
+from cairn.cache.lease import Lease
+from cairn.cache.placement import Auto, placement_for
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.replay import replay as replay_module
+from cairn.replay.memory import tree_memory
+from cairn.replay.paths import Paths
 from cairn.replay.replay import Replay
 from cairn.replay.traces import Trace, TraceRequest
 from cairn.types import ManualClock
@@ -160,25 +165,96 @@ def test_an_answer_stops_where_there_is_no_room_for_it():
     assert outcome.refused == 0 and len(outcome.hits) == 2
 
 
+def test_what_even_the_ghosts_have_forgotten_counts_as_evicted():
+    first = ([1, *range(100, 109)], [], ())
+    others = [([seed, *range(1000 * seed, 1000 * seed + 19)], [], ()) for seed in range(2, 40)]
+    replay, outcome = replayed(made_trace([first, *others, first]), 30)
+    roots = replay.cache.residents.roots.values()
+    assert sum(node.num_tokens for root in roots for node in below(root)) < len(others) * 20 * UNIT, "all is remembered"
+    assert outcome.hits[-1] == 0
+    never_seen = 10 * UNIT + len(others) * 20 * UNIT
+    assert outcome.lost == {Reason.NEVER_SEEN: never_seen, Reason.EVICTED: 10 * UNIT}
+
+
 def test_a_prompt_without_a_full_unit_never_meets_the_cache():
     _, outcome = replayed(made_trace([([], [], ()), ([], [1], ())], behind=7), 30)
     assert outcome.hits == [0, 0] and outcome.lost == Counter({Reason.NEVER_SEEN: 14})
     assert outcome.forward_passes == 2
 
 
-def test_only_the_cache_is_timed():
-    class Ticks:
-        count = 0
+def test_only_the_cache_is_timed(monkeypatch):
+    """Every call of the cache and its placement takes a second here, and all else takes two."""
+    clock, calls = ManualClock(), Counter()
+    inside = {
+        PrefixCache: (
+            *("lookup", "extend", "admitted", "idle_files", "want"),
+            *("hold_until", "commit", "step_applied", "release"),
+        ),
+        Auto: ("in_prefill", "in_decode"),
+    }
+    outside = {Lease: ("append",), Paths: ("shared", "add"), replay_module: ("key_tokens", "tree_memory")}
 
-        def now(self):
-            self.count += 1
-            return float(self.count)
+    def taking(owner, name, seconds):
+        real = getattr(owner, name)
 
+        def slow(*arguments, **named):
+            clock.advance(seconds)
+            calls[name] += 1
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    for seconds, owners in ((1.0, inside), (2.0, outside)):
+        for owner, names in owners.items():
+            for name in names:
+                taking(owner, name, seconds)
     sizes = layout()
     policy = CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
-    outcome = Replay(sizes, 1000 * sizes.page_bytes, policy, Ticks(), CHUNK).run(made_trace([([1], [2, 3], ())]))
-    # in and out are 5 readings apart, two pairs of them around appending what a model would sample
-    assert outcome.seconds == 5 - 2 and outcome.microseconds_per_request == 3e6
+    rows = [([1] * 40, [2, 3, 4], ()), ([1] * 40, [], ()), ([], [], ())]
+    outcome = Replay(sizes, 100 * sizes.page_bytes, policy, clock, CHUNK).run(made_trace(rows, behind=3))
+    names = {name for names in inside.values() for name in names}
+    assert all(calls[name] for owner in (inside, outside) for names in owner.values() for name in names)
+    assert outcome.seconds == sum(calls[name] for name in names)
+    assert outcome.microseconds_per_request == 1e6 * outcome.seconds / 3
+
+
+def test_an_answer_without_room_for_all_of_it_is_kept_as_far_as_it_goes():
+    for mode in ("junction", "auto"):
+        replay, outcome = replayed(made_trace([([1] * 10, list(range(10, 60)), ())]), 30, mode)
+        deepest = max(node.end for root in replay.cache.residents.roots.values() for node in below(root))
+        # a checkpoint had been let go of to make room for the last of it
+        assert deepest == 30 * UNIT and outcome.peak_bytes == 30 * replay.cache.layout.page_bytes
+
+
+def test_what_the_tree_takes_in_memory():
+    rows = [([seed, *range(100 * seed, 100 * seed + 9)], [], ()) for seed in range(1, 40)]
+    replay, outcome = replayed(made_trace(rows), 400)
+    tree, cache = outcome.tree, replay.cache
+    nodes = [node for root in cache.residents.roots.values() for node in below(root)]
+    assert tree.nodes == len(nodes) and tree.ghosts == sum(not node.resident for node in nodes) > 0
+    assert tree.key_bytes == 8 * sum(node.num_tokens for node in nodes)
+    assert tree.page_runs == sum(-(-node.num_tokens // 16) for node in nodes)
+    own = sum(sys.getsizeof(each) for node in nodes for each in (node, node.children))
+    assert tree.key_bytes + own < tree.num_bytes < 20 * (tree.key_bytes + own)
+    assert tree.bytes_per_page_run == tree.num_bytes / tree.page_runs
+    assert tree.bytes_per_node == (tree.num_bytes - tree.key_bytes) / tree.nodes
+    # a note that nobody but a policy has, and a pool that does not count
+    placement = cache.policy.placement
+    cache.policy = CachePolicy(placement, Learned(), False)
+    assert tree_memory(cache).num_bytes > tree.num_bytes + 10_000
+    cache.pool.much = bytes(50_000)
+    assert tree_memory(cache).num_bytes < tree.num_bytes + 40_000
+
+
+class Learned:
+    def __init__(self):
+        self.table = [np.zeros(1250)[1:], bytes(1)]
+
+
+def below(root):
+    yield root
+    for child in root.children.values():
+        yield from below(child)
 
 
 def test_bounds_of_the_arguments():

@@ -6,7 +6,8 @@ the cache sees is its path, the tokens behind that are computed every time, and 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cairn.cache.checkpoint import Kind
@@ -15,6 +16,7 @@ from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.replay.memory import TreeMemory, tree_memory
 from cairn.replay.paths import Paths
 from cairn.replay.traces import Trace, TraceRequest, key_tokens
 from cairn.step import GRID
@@ -29,7 +31,8 @@ class Outcome:
 
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
     earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached
-    tokens, by request. `peak_bytes`: pages in use at most. `seconds`: inside the cache's door.
+    tokens, by request. `peak_bytes`: pages in use at most. `seconds`: inside the cache's door and its placement policy.
+    `tree`: what the cache's books take in memory at the end.
     """
 
     prompt_tokens: int = 0
@@ -44,6 +47,7 @@ class Outcome:
     taken: Counter[Kind] = field(default_factory=Counter)
     used: Counter[Kind] = field(default_factory=Counter)
     evicted: Counter[Kind] = field(default_factory=Counter)
+    tree: TreeMemory | None = None
 
     @property
     def token_hit_rate(self) -> float:
@@ -87,35 +91,40 @@ class Replay:
         residents = self.cache.residents
         self.outcome.taken, self.outcome.evicted = residents.taken, residents.evicted
         self.outcome.used = self.cache.counters.used
+        self.outcome.tree = tree_memory(self.cache)
         return self.outcome
 
     def _request(self, request: TraceRequest, unit: int, name: str) -> None:
         known = self._paths.shared(request.path) * unit
         self._paths.add(request.path, request.answer)
-        hit, reason = 0, Reason.NEVER_SEEN
-        if len(request.path):
-            keys, answer = key_tokens(request.path, unit), key_tokens(request.answer, unit)
-            start = self._clock.now()
-            hit, reason = self._through_the_cache(request, name, keys, answer, unit)
-            self.outcome.seconds += self._clock.now() - start
-        else:
+        hit, lost = 0, {Reason.NEVER_SEEN: request.num_prompt_tokens}
+        if not len(request.path):
             self.outcome.forward_passes += -(-request.num_prompt_tokens // self._budget_tokens)
-        self._count(request.num_prompt_tokens, hit, known, reason)
-
-    def _through_the_cache(
-        self, request: TraceRequest, name: str, keys: Keys, answer: Keys, unit: int
-    ) -> tuple[int, Reason]:
-        """Cached tokens, and the reason for no more."""
-        lease = self._admit(name, keys)
-        if lease is None:
+        elif (lease := self._admit(name, key_tokens(request.path, unit))) is None:
             self.outcome.refused += 1
             self.outcome.forward_passes += -(-request.num_prompt_tokens // self._budget_tokens)
-            return 0, Reason.DISABLED
-        facts = self._facts(lease, tuple(Boundary(end) for end in request.boundaries))
+            lost = {Reason.DISABLED: request.num_prompt_tokens}
+        else:
+            hit, lost = lease.hit, lease.lost
+            self._through_the_cache(lease, request, unit)
+        self._count(request.num_prompt_tokens, hit, known, lost)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """What is in here are calls of the cache, and their time counts."""
+        start = self._clock.now()
+        yield
+        self.outcome.seconds += self._clock.now() - start
+
+    def _through_the_cache(self, lease: Lease, request: TraceRequest, unit: int) -> None:
+        ends = tuple(Boundary(end) for end in request.boundaries)
+        answer = key_tokens(request.answer, unit).tolist()
+        with self._inside():
+            facts = self.cache.facts(lease, lease.num_prompt_tokens, ends)
         self._prefill(lease, facts, request.num_prompt_tokens)
         self._decode(lease, facts, answer, unit)
-        self.cache.release(lease)
-        return lease.hit, lease.reason
+        with self._inside():
+            self.cache.release(lease)
 
     def _admit(self, name: str, keys: Keys) -> Lease | None:
         """A lease with pages for the whole prompt; None, and nothing has gone, if the pool cannot hold it at all: the
@@ -123,25 +132,15 @@ class Replay:
         layout = self.cache.layout
         if layout.pages_for(len(keys)) + len(layout.groups) > self.cache.pool.num_pages:
             return None
-        for _ in range(2):
-            lease = self.cache.lookup(Namespace(), keys, name)
-            if self.cache.extend(lease, lease.num_tokens) is not None:
-                self.cache.admitted(lease)
-                return lease
-            self.cache.release(lease)
-            self.cache.clear()  # alone, and its own hit stands in its way
+        with self._inside():
+            for _ in range(2):
+                lease = self.cache.lookup(Namespace(), keys, name)
+                if self.cache.extend(lease, lease.num_tokens) is not None:
+                    self.cache.admitted(lease)
+                    return lease
+                self.cache.release(lease)
+                self.cache.clear()  # alone, and its own hit stands in its way
         raise AssertionError(f"request {name} does not fit an empty pool")
-
-    def _facts(self, lease: Lease, ends: tuple[Boundary, ...]) -> PromptFacts:
-        return PromptFacts(
-            num_tokens=lease.num_prompt_tokens,
-            hit=lease.hit,
-            matched=lease.matched,
-            seen=lease.seen,
-            boundaries=ends,
-            exact=self.cache.policy.exact,
-            idle_files=self.cache.idle_files(),
-        )
 
     def _prefill(self, lease: Lease, facts: PromptFacts, num_prompt_tokens: int) -> None:
         """Compute the prompt from the hit on, and what is behind the path with its last chunks."""
@@ -153,36 +152,52 @@ class Replay:
         while start < num_prompt_tokens:
             end = _chunk_end(start, num_prompt_tokens, most)
             low, high = min(start, path_end), min(end, path_end)
-            wanted = placement.in_prefill(facts, low, high) if placement is not None and low < high else []
-            self._commit(lease, high, wanted)
+            with self._inside():
+                wanted = placement.in_prefill(facts, low, high) if placement is not None and low < high else []
+                self._commit(lease, high, wanted)
             self.outcome.forward_passes += 1
             start = end
-        self._commit(lease, path_end, [])
+        with self._inside():
+            self._commit(lease, path_end, [])
 
-    def _decode(self, lease: Lease, facts: PromptFacts, answer: Keys, unit: int) -> None:
-        """Generate the answer, unit by unit, as far as there is room for it, and keep its end if the policy does."""
+    def _decode(self, lease: Lease, facts: PromptFacts, answer: list[int], unit: int) -> None:
+        """Generate the answer as far as there is room for it, and keep what the policy keeps of it, and its end.
+
+        Pages come for all units up to the next position that is kept: the cache drops the same for many as for one
+        after the other.
+        """
         placement, exact = self.cache.policy.placement, self.cache.policy.exact
-        position, tokens = lease.num_prompt_tokens, answer.tolist()
-        for first in range(0, len(tokens), unit):
-            if self.cache.extend(lease, position + unit) is None:
+        prompt, position = lease.num_prompt_tokens, lease.num_prompt_tokens
+        for end in range(prompt + unit, prompt + len(answer) + 1, unit):
+            with self._inside():
+                point = placement.in_decode(facts, end) if placement is not None and not exact else None
+            if point is None and end < prompt + len(answer):
+                continue
+            reached = self._grow(lease, answer[position - prompt : end - prompt], unit)
+            position += reached
+            if position < end:
                 break
-            self._append(lease, tokens[first : first + unit])
-            position += unit
-            point = placement.in_decode(facts, position) if placement is not None and not exact else None
             if point is not None:
-                self._commit(lease, position, [point])
-        at_end = placement is not None and placement.keeps_answer_end and not exact
-        if at_end and position > lease.num_prompt_tokens:
-            self._commit(lease, position, [Wanted(position, Kind.ANSWER_END)])
-        else:
-            self._commit(lease, position, [])
+                with self._inside():
+                    self._commit(lease, position, [point])
+        at_end = placement is not None and placement.keeps_answer_end and not exact and position > prompt
+        with self._inside():
+            self._commit(lease, position, [Wanted(position, Kind.ANSWER_END)] if at_end else [])
 
-    def _append(self, lease: Lease, tokens: list[int]) -> None:
-        """What a model would sample: no work of the cache's, so its time does not count."""
-        start = self._clock.now()
-        for token in tokens:
-            lease.append(token)
-        self.outcome.seconds -= self._clock.now() - start
+    def _grow(self, lease: Lease, tokens: list[int], unit: int) -> int:
+        """Append what a model would sample, if there is room for it, else as many units as there is room for. Returns
+        how many tokens that is."""
+        grown = 0
+        for step in (len(tokens), unit):
+            while grown < len(tokens):
+                with self._inside():
+                    fits = self.cache.extend(lease, lease.num_tokens + step) is not None
+                if not fits:
+                    break
+                for token in tokens[grown : grown + step]:
+                    lease.append(token)
+                grown += step
+        return grown
 
     def _commit(self, lease: Lease, num_tokens: int, wanted: list[Wanted]) -> None:
         """One step that has computed up to `num_tokens` and keeps what is wanted, planned and applied."""
@@ -194,15 +209,20 @@ class Replay:
         self.cache.commit(lease, num_tokens, kept)
         self.cache.step_applied(self._step)
 
-    def _count(self, num_prompt_tokens: int, hit: int, known: int, reason: Reason) -> None:
+    def _count(self, num_prompt_tokens: int, hit: int, known: int, lost: Mapping[Reason, int]) -> None:
+        """`known`: tokens that an earlier request had, whether or not the cache remembers them. `lost`: the cache's own
+        account of the path; what it takes for new and is not was forgotten."""
         outcome = self.outcome
         outcome.prompt_tokens += num_prompt_tokens
         outcome.hit_tokens += hit
         outcome.prefill_tokens += num_prompt_tokens - hit
         outcome.hits.append(hit)
-        if reason in (Reason.NEVER_SEEN, Reason.NONE):
-            reason = Reason.EVICTED  # what was seen before, and the cache does not even remember that
-        outcome.lost[reason] += known - hit
+        left = known - hit
+        for reason, tokens in lost.items():
+            if reason is not Reason.NEVER_SEEN:
+                outcome.lost[reason] += min(tokens, left)
+                left -= min(tokens, left)
+        outcome.lost[Reason.EVICTED] += left
         outcome.lost[Reason.NEVER_SEEN] += num_prompt_tokens - known
         outcome.lost += Counter()  # without the reasons that have cost nothing
 

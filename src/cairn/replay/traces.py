@@ -41,7 +41,8 @@ class TraceRequest:
 
     `num_prompt_tokens` counts what is behind the path, too; `path` holds the ids of its full units, shape [u]; `answer`
     the ids of the units that the answer fills behind them, shape [a], negative where nobody else has them.
-    `boundaries`: ends of messages in tokens, ascending, rounded down to the unit, within the path.
+    `boundaries`: ends of messages in tokens, ascending, rounded down to the unit, within the path. `name`: what the
+    trace calls it, if anything.
     """
 
     arrived: float
@@ -49,6 +50,7 @@ class TraceRequest:
     path: Ids
     answer: Ids
     boundaries: tuple[int, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,10 @@ def _trace(path: Path) -> Trace:
     where, first = next(lines, ("", None))
     if first is None:
         raise ConfigError(f"{path} is empty: a trace has one JSON object a line")
+    if first.get("source") == "cairn":
+        from cairn.replay.request_log import read_request_log  # which is built on this module
+
+        return read_request_log(where, first, lines)
     if "unit" in first:
         unit = _whole(first, "unit", where, 1, MAX_UNIT)
         name = str(first.get("name", path.name))

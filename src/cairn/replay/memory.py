@@ -1,0 +1,74 @@
+"""What the cache's own books take in memory: nodes, ghosts, checkpoints, queues and what the policies have learned."""
+
+import gc
+import sys
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import numpy as np
+
+from cairn.cache.prefix_cache import PrefixCache
+
+__all__ = ["TreeMemory", "tree_memory"]
+
+_SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""Kinds of objects that are there without any cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMemory:
+    """`num_bytes`: all objects that tree and policies refer to, each once, as Python counts them; `key_bytes` of them
+    are key tokens. `nodes`: runs of tokens, `ghosts` of them without pages. `page_runs`: pages' worth of tokens that
+    the nodes cover, every begun page of a node as one."""
+
+    num_bytes: int
+    key_bytes: int
+    nodes: int
+    ghosts: int
+    page_runs: int
+
+    @property
+    def bytes_per_page_run(self) -> float:
+        return self.num_bytes / max(1, self.page_runs)
+
+    @property
+    def bytes_per_node(self) -> float:
+        """Beyond the key tokens."""
+        return (self.num_bytes - self.key_bytes) / max(1, self.nodes)
+
+
+def tree_memory(cache: PrefixCache) -> TreeMemory:
+    """Count it, in O(objects). The pool's one number a page, leases and observers are not the tree's."""
+    block = cache.layout.block_size
+    nodes = ghosts = page_runs = key_bytes = 0
+    stack = list(cache.residents.roots.values())
+    while stack:
+        node = stack.pop()
+        nodes += 1
+        ghosts += not node.resident
+        page_runs += -(-node.num_tokens // block)
+        key_bytes += 8 * node.num_tokens
+        stack.extend(node.children.values())
+    return TreeMemory(_reachable_bytes(cache), key_bytes, nodes, ghosts, page_runs)
+
+
+def _reachable_bytes(cache: PrefixCache) -> int:
+    outside = [cache, cache.pool, cache.layout, cache.counters, cache.leases, cache.holds, cache.held]
+    # what only carries news, and what tells the time
+    outside += [value for name, value in _fields(cache.residents) if name.strip("_") in ("observer", "clock")]
+    seen, total = {id(each) for each in outside}, 0
+    stack: list[object] = [cache.residents, cache.policy]
+    while stack:
+        found = stack.pop()
+        if id(found) in seen or isinstance(found, _SHARED):
+            continue
+        seen.add(id(found))
+        total += sys.getsizeof(found)
+        stack.extend(gc.get_referents(found))
+        if isinstance(found, np.ndarray) and found.base is not None:
+            stack.append(found.base)
+    return total
+
+
+def _fields(owner: object) -> list[tuple[str, object]]:
+    return list(vars(owner).items()) if hasattr(owner, "__dict__") else []

@@ -1,0 +1,147 @@
+"""What replays came to, as JSON and as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from cairn.replay.model_sizes import ModelSizes
+from cairn.replay.replay import Outcome
+from cairn.replay.traces import Trace
+
+__all__ = ["OFFLINE", "UNLIMITED", "Report", "Result", "gigabytes"]
+
+OFFLINE, UNLIMITED = "offline", "unlimited"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """One policy or reference line at one budget. `hits`: cached tokens, shape [requests]; reference lines have no
+    `outcome`."""
+
+    name: str
+    budget: int
+    hits: NDArray[np.int64]
+    outcome: Outcome | None = None
+
+    @property
+    def hit_tokens(self) -> int:
+        return int(self.hits.sum())
+
+
+class Report:
+    """`layout_name`: what --layout said; `sizes` None: of a model that is known only by what it remembers.
+    `footprint`: bytes of all that the trace could keep."""
+
+    def __init__(self, trace: Trace, layout_name: str, sizes: ModelSizes | None, footprint: int) -> None:
+        self.trace = trace
+        self.layout_name = layout_name
+        self.footprint = footprint
+        self._sizes = sizes
+        self._lengths = np.array([request.num_prompt_tokens for request in trace.requests], np.int64)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self._lengths.sum())
+
+    def hit_rate(self, result: Result) -> float:
+        return result.hit_tokens / max(1, self.prompt_tokens)
+
+    def flops(self, result: Result) -> tuple[int, int] | None:
+        """Forward FLOPs that the hits have saved, and those of the tokens that were computed."""
+        if self._sizes is None:
+            return None
+        pairs = list(zip(result.hits.tolist(), self._lengths.tolist(), strict=True))
+        saved = sum(self._sizes.forward_flops(0, hit) for hit, _ in pairs)
+        return saved, sum(self._sizes.forward_flops(hit, length) for hit, length in pairs)
+
+    def as_json(self, result: Result, per_request: bool) -> dict[str, object]:
+        """Tokens, bytes, FLOPs and counts by their names; counts of kinds and reasons as objects."""
+        told: dict[str, object] = {
+            "policy": result.name,
+            "trace": self.trace.name,
+            "layout": self.layout_name,
+            "budget_bytes": result.budget,
+            "budget_fraction": result.budget / self.footprint,
+            "footprint_bytes": self.footprint,
+            "requests": len(self.trace.requests),
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": result.hit_tokens,
+            "token_hit_rate": self.hit_rate(result),
+            "prefill_tokens": self.prompt_tokens - result.hit_tokens,
+        }
+        flops = self.flops(result)
+        if flops is not None and self._sizes is not None:
+            told |= {"flops_saved": flops[0], "prefill_flops": flops[1], "active_weights": self._sizes.active_weights}
+        if result.outcome is not None:
+            told |= _counts(result.outcome)
+        if per_request:
+            told["per_request"] = self._per_request(result)
+        return told
+
+    def _per_request(self, result: Result) -> list[dict[str, object]]:
+        cached = result.hits.tolist()
+        return [
+            {"request": request.name or index, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": tokens}
+            for index, (request, tokens) in enumerate(zip(self.trace.requests, cached, strict=True))
+        ]
+
+    def table(self, results: Sequence[Result]) -> Table:
+        """One row a result."""
+        sizes = f"{len(self.trace.requests)} requests, {self.layout_name}, footprint {gigabytes(self.footprint)}"
+        table = Table(title=f"{self.trace.name}: {sizes}")
+        names = ("policy", "budget", "hit rate", "prefill tokens", "FLOPs saved")
+        for name in (*names, "passes", "taken", "hit", "evicted", "peak", "µs"):
+            table.add_column(name, justify="left" if name == "policy" else "right")
+        table.add_column("tokens lost to")
+        for result in results:
+            table.add_row(*self._cells(result))
+        return table
+
+    def _cells(self, result: Result) -> list[str]:
+        budget = f"{gigabytes(result.budget)} ({result.budget / self.footprint:.0%})"
+        flops = self.flops(result)
+        cells = [result.name, budget, f"{self.hit_rate(result):.4f}", f"{self.prompt_tokens - result.hit_tokens:,}"]
+        cells.append(f"{flops[0]:.2e} ({flops[0] / max(1, sum(flops)):.0%})" if flops is not None else "")
+        outcome = result.outcome
+        if outcome is None:
+            return cells
+        lost = (f"{reason} {number:,}" for reason, number in outcome.lost.most_common())
+        return [
+            *cells,
+            f"{outcome.forward_passes:,}",
+            f"{outcome.taken.total():,}",
+            f"{outcome.used.total():,}",
+            f"{outcome.evicted.total():,}",
+            gigabytes(outcome.peak_bytes),
+            f"{outcome.microseconds_per_request:.0f}",
+            ", ".join(lost),
+        ]
+
+
+def _counts(outcome: Outcome) -> dict[str, object]:
+    told: dict[str, object] = {
+        "forward_passes": outcome.forward_passes,
+        "checkpoints_taken": dict(sorted(outcome.taken.items())),
+        "checkpoints_hit": dict(sorted(outcome.used.items())),
+        "checkpoints_evicted": dict(sorted(outcome.evicted.items())),
+        "lost_tokens": dict(sorted(outcome.lost.items())),
+        "refused_requests": outcome.refused,
+        "peak_bytes": outcome.peak_bytes,
+        "microseconds_per_request": outcome.microseconds_per_request,
+    }
+    if outcome.tree is not None:
+        told |= {
+            "tree_bytes": outcome.tree.num_bytes,
+            "tree_nodes": outcome.tree.nodes,
+            "tree_ghosts": outcome.tree.ghosts,
+            "tree_page_runs": outcome.tree.page_runs,
+        }
+    return told
+
+
+def gigabytes(size: int) -> str:
+    """Bytes in words, decimal."""
+    return f"{size / 1e9:.1f} GB"
