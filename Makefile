@@ -1,6 +1,7 @@
 # A fresh machine needs Python 3.11 or newer, make and a package registry, then one of
 #
 #   make test    lint, types and all tests but the long ones
+#   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
 #   make demo    a tiny model, real servers, and a table of what the prefix cache did
 #   make demo-pd the same for a prefill and a decode server behind a proxy
 #
@@ -18,6 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NIXL := $(VENV)/.installed-nixl
+UI := $(VENV)/.installed-ui
 MODEL := build/model
 TORCH := $(shell grep '^torch==' constraints.txt)
 
@@ -26,10 +28,13 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-long soak lint demo demo-pd serve benchmarks clean
+.PHONY: test test-ui test-long soak soak-server lint demo demo-pd serve benchmarks clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+test-ui: $(UI)
+	@$(RUN) -m pytest -m ui -n 0 tests/ui $(TEST_ARGS)
 
 test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
@@ -37,6 +42,10 @@ test-long: $(NIXL)
 # Rounds of every fault between real processes over NIXL: build/soak.json. ROUNDS, SEED and FROM=fault_name are optional.
 soak: $(MODEL)/config.json $(NIXL)
 	@$(RUN) tests/pd/soak.py --model $(MODEL) --rounds $(or $(ROUNDS),20) --seed $(or $(SEED),0) --from "$(FROM)"
+
+# Everything that clients do, for ten minutes, at one server that is too small for it: build/soak-server.json. SECONDS, SEED.
+soak-server: $(MODEL)/config.json
+	@$(RUN) tests/server/soak.py --model $(MODEL) --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check --quiet .
@@ -88,4 +97,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The transfer library is half a gigabyte: `make serve` and `make demo` do without it.
 $(NIXL): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nixl,dev]'
+	@touch $@
+
+# It brings no browser: that is the system's.
+$(UI): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,dev]'
 	@touch $@

@@ -59,7 +59,8 @@ class Server:
                 if self.http.get("/health").status_code == 200:
                     return
             except httpx.TransportError:
-                time.sleep(0.1)
+                pass
+            time.sleep(0.1)
         raise SystemExit(f"{self.name} did not start: {self.log.read_text()[-2000:]}")
 
     def ask(self, prompt: list[int], max_tokens: int, params: dict | None = None) -> dict:

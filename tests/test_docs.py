@@ -64,7 +64,7 @@ def in_words(default) -> tuple[str, ...]:
 def test_every_metric_is_described():
     stats = EngineStats(**{name: {"x": 1} for name, hint in EngineStats.__annotations__.items() if "dict" in str(hint)})
     config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
-    info = replace(build_fake_core(config).info, reads_images=True)
+    info = replace(build_fake_core(config).info, reads_images=True, logs_requests=True, shares_in_flight=True)
     text = Metrics(info, "m").exposition(stats).decode()
     names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
     described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))

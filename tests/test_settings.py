@@ -29,7 +29,7 @@ def test_defaults():
     assert (config.model, config.block_size, config.kv_cache_memory_bytes) == ("m", 16, 1 << 30)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting) == (8, 2048, 1024)
     assert config.enable_prefix_caching and not config.exact and config.mamba_cache_mode == "auto"
-    assert (options.host, options.port, options.model_name, options.api_key) == ("127.0.0.1", 8000, "m", None)
+    assert (options.host, options.port, options.model_name, options.api_keys) == ("127.0.0.1", 8000, "m", ())
     assert (options.shutdown_seconds, options.max_open) == (30.0, 1032)
 
 
@@ -49,7 +49,7 @@ def test_every_flag_of_a_vllm_command_line():
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) == (99, 3, 4)
     assert (config.enable_prefix_caching, config.mamba_cache_mode) == (False, "align")
     assert (config.eviction, config.exact, config.kv_cache_memory_bytes) == ("lru", True, 2 << 30)
-    assert (options.host, options.port, options.model_name, options.api_key) == ("0.0.0.0", 9, "name", "key")
+    assert (options.host, options.port, options.model_name, options.api_keys) == ("0.0.0.0", 9, "name", ("key",))
     assert (options.shutdown_seconds, options.max_open) == (1.5, 7)
 
 
@@ -166,3 +166,32 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_what_is_missing(arguments, said):
     with pytest.raises(ConfigError, match=said):
         load(*arguments)
+
+
+def test_several_api_keys(tmp_path, monkeypatch):
+    def keys(*flags):
+        return server_options(load("m", *flags)).api_keys
+
+    assert keys("--api-key", "a,b") == keys("--api-key", "a", "--api-key", "b") == ("a", "b")
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: [c, d]\n")
+    assert keys("--config", str(file)) == ("c", "d")
+    monkeypatch.setenv("CAIRN_API_KEY", "e,f")
+    assert keys("--config", str(file)) == ("e", "f")
+    assert keys("--api-key", "g") == ("g",)
+
+
+@pytest.mark.parametrize("given", [",", "a,", "two words", "schl\u00fcssel", "x" * 513, ",".join("x" * 65)])
+def test_api_keys_that_are_none(given, monkeypatch):
+    """None of them is read as "no key", and none is shown."""
+    monkeypatch.setenv("CAIRN_API_KEY", given)
+    with pytest.raises(ConfigError, match="CAIRN_API_KEY") as caught:
+        load("m")
+    assert given not in str(caught.value) or given == ","
+
+
+def test_an_empty_list_of_keys_is_not_no_key(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: []\n")
+    with pytest.raises(ConfigError, match="api-key"):
+        load("m", "--config", str(file))

@@ -7,6 +7,7 @@ import re
 import pytest
 from msgspec.structs import replace
 
+from cairn.bench.command import add_bench_flags
 from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
 from cairn.engine.fake import build_fake_core
 from cairn.proxy.options import ProxyOptions
@@ -17,19 +18,35 @@ from cairn.settings import add_flags
 
 FLAGS = """
 --allowed-local-media-path --allowed-media-domains --api-key --block-size --config --cpu-threads
---disable-hybrid-kv-cache-manager --dtype --enable-prefix-caching --enforce-eager --eviction --exact
---gpu-memory-utilization --help --host --image-fetch-timeout --kv-cache-memory-bytes --kv-events-config
+--disable-hybrid-kv-cache-manager --dtype --enable-auto-tool-choice --enable-prefix-caching --enforce-eager --eviction
+--exact --gpu-memory-utilization --help --host --image-fetch-timeout --in-flight-sharing
+--kv-cache-memory-bytes --kv-events-config
 --kv-peer-allowlist --kv-secret-file --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level
 --mamba-cache-mode --max-body-bytes --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens
---max-num-seqs --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-prefix-caching
---no-enforce-eager --no-exact --no-language-model-only --no-trust-remote-code --port --request-timeout --seed
---served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size --trust-remote-code
+--max-num-seqs --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice
+--no-enable-prefix-caching --reasoning-parser --tool-call-parser
+--no-enforce-eager --no-exact --no-in-flight-sharing --no-language-model-only
+--no-trust-remote-code --port --request-log --request-log-bytes
+--request-timeout --seed --served-model-name --shutdown-timeout --start-timeout
+--tensor-parallel-size --trust-remote-code
 """
 
 PROXY_FLAGS = """
 --affinity-bytes --api-key --connect-timeout --decode --health-interval --health-timeout --help --hint-timeout --host
 --load-factor --load-slack --log-level --max-attempts --max-body-bytes --max-hints --max-open --port --prefill
 --prefill-timeout --request-timeout --shutdown-timeout --stall-timeout
+"""
+
+BENCH_FLAGS = """
+--api-key --append-result --backend --base-url --burstiness --chat-num-systems --chat-output-len --chat-system-len
+--chat-turns --chat-user-len --dataset-name --dataset-path --disable-tqdm --endpoint --extra-body --frequency-penalty
+--goodput --header --help --host --ignore-eos --input-len --insecure --label --max-concurrency --metadata
+--metric-percentiles --min-p --model --num-prompts --num-warmups --output-len --percentile-metrics --port
+--prefix-repetition-num-prefixes --prefix-repetition-output-len --prefix-repetition-prefix-len
+--prefix-repetition-suffix-len --presence-penalty --random-input-len --random-output-len --random-prefix-len
+--random-range-ratio --ready-check-timeout-sec --repetition-penalty --request-rate --request-timeout --result-dir
+--result-filename --save-detailed --save-result --seed --served-model-name --sharegpt-output-len --temperature
+--tokenizer --top-k --top-p --trace-duration --trace-length-divisor --trace-speedup --trust-remote-code --vocab-size
 """
 
 METRICS = """
@@ -39,6 +56,7 @@ cairn:held_checkpoints cairn:held_pages cairn:lost_tokens_total cairn:miss_reque
 cairn:recomputed_tokens_total
 cairn:steps_total
 vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total vllm:inter_token_latency_seconds
+vllm:iteration_tokens_total
 vllm:kv_cache_usage_perc vllm:num_preemptions_total vllm:num_requests_running vllm:num_requests_waiting
 vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_by_source_total
 vllm:prompt_tokens_total vllm:request_decode_time_seconds
@@ -58,6 +76,14 @@ IMAGE_METRICS = """
 cairn:image_bytes cairn:image_hits_total cairn:images_encoded_total
 """
 
+SHARING_METRICS = """
+cairn:in_flight_shared_requests_total cairn:in_flight_shared_tokens_total
+"""
+
+LOG_METRICS = """
+cairn:request_log_dropped_total
+"""
+
 PROXY_METRICS = """
 cairn_proxy:decode_only_total cairn_proxy:first_byte_seconds cairn_proxy:hints cairn_proxy:hints_sent_total
 cairn_proxy:hints_stored_total cairn_proxy:prefill_seconds cairn_proxy:request_seconds cairn_proxy:requests_total
@@ -67,38 +93,43 @@ cairn_proxy:retries_total cairn_proxy:upstream_failures_total cairn_proxy:upstre
 EXPORTED = {
     "cairn": "__version__",
     "cairn.errors": "AuditError CairnError ConfigError EngineDead InvalidRequest ModelError NotFound "
-    "Overloaded RequestError",
+    "Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
-    "cairn.step": "Fork FromStep GRID Image Keep PageCopy Restore Row Sample SampleOnly SampledToken Save "
-    "StepPlan StepResult",
+    "cairn.step": "Fork FromStep GRID Image Keep Logprobs PageCopy Restore Row Sample SampleOnly SampledToken Save "
+    "Score Scored StepPlan StepResult TokenMask",
     "cairn.cache.audit": "audit",
     "cairn.cache.checkpoint": "Checkpoint Kind Origin",
     "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile",
+    "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile Stretch",
     "cairn.cache.placement": "Align All Auto Granular Junction Placement PromptFacts Wanted hold_positions "
     "placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
-    "cairn.cache.reasons": "Reason",
+    "cairn.cache.reasons": "Reason first_reason",
     "cairn.scheduler.books": "Books Counters SchedulerConfig",
-    "cairn.scheduler.request": "Finish Offered Phase Request Source Spec TRANSITIONS Times",
+    "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request Source Spec TRANSITIONS Times Trunk",
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.runner": "Observe Runner",
     "cairn.runner.simulated": "SimulatedRunner",
     "cairn.models.contract": "Family ModelFacts TensorLoader",
     "cairn.models.registry": "FAMILIES OpenModel ServedFamily family_of open_model",
-    "cairn.replay.bounds": "Hold footprint_bytes offline_hits offline_schedule unlimited_hits",
+    "cairn.replay.bounds": "footprint_bytes offline_hits offline_schedule unlimited_hits",
     "cairn.replay.command": "POLICIES add_replay_flags run_replay",
-    "cairn.replay.layouts": "LAYOUT_NAMES Remembers layout_for remembers",
+    "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
+    "cairn.replay.reenact": "Reenactment",
     "cairn.replay.replay": "Outcome Replay",
+    "cairn.replay.request_log": "LoggedPolicy LoggedRequest LoggedTrace Op read_request_log",
     "cairn.replay.traces": "Ids MOONCAKE_UNIT Trace TraceRequest key_tokens read_trace",
+    "cairn.bench.command": "add_bench_flags run_bench",
+    "cairn.bench.work": "Conversation FIRST_TOKEN Ids Speller TokenizerSpeller Turn Vocabulary Words spelled",
     "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "Breakpoint CacheReport EngineClient EngineConfig EngineCore EngineInfo EngineStats "
-    "FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
-    "MAX_BREAKPOINTS MAX_HOLD_SECONDS Pixels RenderedPrompt TemplateValue TextStream "
-    "TextTokenizer Timings TransferReport",
+    "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineCore EngineInfo "
+    "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
+    "MAX_ANSWERS MAX_BREAKPOINTS MAX_HOLD_SECONDS MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
+    "Pixels RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
+    "Timings TokenLogprobs TransferReport",
     "cairn.engine.core": "Core StepRunner",
-    "cairn.engine.tokenizer": "IncrementalText ModelTokenizer",
+    "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
     "cairn.engine.fake": "FakeCore FakeFaults build_fake_core",
@@ -127,6 +158,15 @@ def test_flags(add, expected):
     assert flags == set(expected.split())
 
 
+def test_bench_flags():
+    parser = argparse.ArgumentParser()
+    add_bench_flags(parser)
+    (commands,) = (action.choices for action in parser._actions if action.dest == "bench_command")
+    flags = {flag for action in commands["serve"]._actions for flag in action.option_strings if flag.startswith("--")}
+    assert flags == set(BENCH_FLAGS.split())
+    assert set(commands) == {"serve", "compare"}
+
+
 def names_of(exposition):
     names = set(re.findall(r"^# TYPE (\S+)", exposition.decode(), flags=re.MULTILINE))
     return {name for name in names if not name.endswith("_created")}
@@ -152,6 +192,10 @@ def test_metrics():
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *TRANSFER_METRICS.split()}
     metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, reads_images=True), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *IMAGE_METRICS.split()}
+    metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, logs_requests=True), "m")
+    assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *LOG_METRICS.split()}
+    metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, shares_in_flight=True), "m")
+    assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SHARING_METRICS.split()}
 
 
 @pytest.mark.parametrize("module", EXPORTED)

@@ -19,7 +19,7 @@ from cairn.errors import CairnError, ConfigError, ModelError
 if TYPE_CHECKING:
     from pydantic_settings import CliSettingsSource
 
-    from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, TextTokenizer
+    from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig, TextTokenizer
     from cairn.proxy.options import ProxyOptions
     from cairn.proxy.run import ProxyServer
     from cairn.proxy_settings import ProxySettings
@@ -50,7 +50,7 @@ def main(
 ) -> int:
     """Run one command and return its exit code. `core` and `load_tokenizer` replace the engine that `serve` runs."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser, serve, proxy, replay = _parser()
+    parser, serve, proxy, replay, bench = _parser()
     source: CliSettingsSource[ServeSettings] | None = None
     proxy_source: CliSettingsSource[ProxySettings] | None = None
     if arguments[:1] == ["serve"]:
@@ -65,6 +65,10 @@ def main(
         from cairn.replay.command import add_replay_flags
 
         add_replay_flags(replay)
+    if arguments[:1] == ["bench"]:
+        from cairn.bench.command import add_bench_flags
+
+        add_bench_flags(bench)
     try:
         parsed = parser.parse_args(arguments)
         if parsed.command == "make-model":
@@ -75,6 +79,10 @@ def main(
             from cairn.replay.command import run_replay
 
             return run_replay(parsed)
+        if parsed.command == "bench":
+            from cairn.bench.command import run_bench
+
+            return run_bench(parsed)
         if parsed.command == "proxy":
             assert proxy_source is not None
             from cairn.proxy_settings import load_proxy_settings
@@ -97,7 +105,7 @@ def main(
 
 
 def _parser() -> tuple[argparse.ArgumentParser, ...]:
-    """The whole one, and those of serve, proxy and replay, which get their flags only when they are asked for."""
+    """The whole one, and those of serve, proxy, replay and bench, which get their flags only when asked for."""
     parser = _Parser(prog="cairn", description="A serving engine for hybrid language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"cairn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -132,7 +140,8 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
     check.add_argument("--max-num-seqs", type=_count, default=8, help="requests at once; default: %(default)s")
     replay = commands.add_parser("replay", help="run a request trace through the cache", allow_abbrev=False)
-    return parser, serve, proxy, replay
+    bench = commands.add_parser("bench", help="measure a server, or compare two measurements", allow_abbrev=False)
+    return parser, serve, proxy, replay, bench
 
 
 def _count(text: str) -> int:
@@ -188,12 +197,14 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_waiting=settings.max_waiting,
         enable_prefix_caching=settings.enable_prefix_caching,
+        in_flight_sharing=settings.in_flight_sharing,
         mamba_cache_mode=settings.mamba_cache_mode,
         eviction=settings.eviction,
         exact=settings.exact,
         seed=settings.seed,
         kv_events=_kv_events(settings),
         kv_transfer=_kv_transfer(settings),
+        request_log=_request_log(settings),
         tensor_parallel_size=settings.tensor_parallel_size,
         language_model_only=_image_options(settings).limit == 0,
         mm_encoder_cache_bytes=int(settings.mm_encoder_cache_bytes),
@@ -208,6 +219,15 @@ def _kv_events(settings: "ServeSettings") -> "KvEventsConfig | None":
     if asked is None:
         return None
     return KvEventsConfig(**asked.model_dump(exclude={"enable_kv_cache_events", "publisher"}))
+
+
+def _request_log(settings: "ServeSettings") -> "RequestLogConfig | None":
+    from cairn.engine.contract import RequestLogConfig
+
+    if settings.request_log is None:
+        return None
+    # the core's process may have another working directory
+    return RequestLogConfig(path=str(settings.request_log.absolute()), max_bytes=int(settings.request_log_bytes))
 
 
 def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
@@ -262,12 +282,15 @@ def server_options(settings: "ServeSettings") -> "ServerOptions":
         version=__version__,
         host=settings.host,
         port=settings.port,
-        api_key=settings.api_key,
+        api_keys=tuple(settings.api_key or ()),
         max_open=settings.max_num_seqs + settings.max_waiting,
         max_body_bytes=int(settings.max_body_bytes),
         request_seconds=settings.request_timeout,
         shutdown_seconds=settings.shutdown_timeout,
         images=_image_options(settings),
+        enable_auto_tool_choice=settings.enable_auto_tool_choice,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
     )
 
 

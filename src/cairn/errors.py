@@ -7,6 +7,7 @@
     │   ├── InvalidRequest     400
     │   ├── NotFound           404
     │   └── Overloaded         503, the request may be tried again later
+    │       └── QueueFull      429, and that soon: only others' requests are in the way
     ├── EngineDead             503, the engine process is gone; nothing will come any more
     └── AuditError             our own accounting does not add up: a bug in cairn, never the user's fault
 
@@ -22,6 +23,7 @@ __all__ = [
     "ModelError",
     "NotFound",
     "Overloaded",
+    "QueueFull",
     "RequestError",
 ]
 
@@ -41,11 +43,13 @@ class ModelError(ConfigError):
 class RequestError(CairnError):
     """One request is refused; the engine lives.
 
-    `param` names the field of the request, `status` is the HTTP status, `code` the OpenAI error code.
+    `param` names the field of the request, `status` is the HTTP status, `code` the OpenAI error code. `retry_after`:
+    seconds after which the same request may be sent again; None where that would not help.
     """
 
     status = 400
     code = "invalid_request_error"
+    retry_after: int | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -65,10 +69,18 @@ class NotFound(RequestError):
 
 
 class Overloaded(RequestError):
-    """The server takes no more work at the moment: its queue is full, or it is draining."""
+    """The server takes no more work at the moment: it is draining, or what the request needs is used up."""
 
     status = 503
     code = "service_unavailable"
+    retry_after = 1
+
+
+class QueueFull(Overloaded):
+    """As many requests are open or waiting as may be."""
+
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class EngineDead(CairnError):

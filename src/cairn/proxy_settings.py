@@ -70,7 +70,7 @@ class ProxySettings(BaseSettings):
         min_length=1,
         max_length=512,
     )
-    max_open: int = Field(1024, description="most requests at once; more are answered with 503", ge=1, le=65536)
+    max_open: int = Field(1024, description="most requests at once; more are answered with 429", ge=1, le=65536)
     max_body_bytes: Annotated[ByteSize, BeforeValidator(size_in_bytes)] = Field(
         ByteSize(16 << 20),
         description="largest request body: 16MiB, 1e6",

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -68,6 +69,14 @@ def _object_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
+def _split(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+ApiKey = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
+ApiKeys = Annotated[
+    Annotated[list[ApiKey], Field(min_length=1, max_length=64)] | None, NoDecode, BeforeValidator(_split)
+]
 Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
 
 
@@ -90,11 +99,9 @@ class ServeSettings(BaseSettings):
     served_model_name: str | None = Field(
         None, description="the model's name in the API; MODEL unless given", min_length=1, max_length=512
     )
-    api_key: str | None = Field(
+    api_key: ApiKeys = Field(
         None,
-        description="key that clients must send; better given as CAIRN_API_KEY, which other users cannot see",
-        min_length=1,
-        max_length=512,
+        description="key that clients must send, or several: a,b; better given as CAIRN_API_KEY: others cannot see it",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     seed: int = Field(0, description="seed of requests that send none", ge=0, lt=1 << 63)
@@ -104,11 +111,12 @@ class ServeSettings(BaseSettings):
     )
     max_num_batched_tokens: int = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
     max_num_seqs: int = Field(8, description="most requests computed at once", ge=1, le=65536)
-    max_waiting: int = Field(1024, description="most requests waiting; more are answered with 503", ge=1, le=_MAX_COUNT)
+    max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
     kv_cache_memory_bytes: Bytes = Field(
         ByteSize(1 << 30), description="size of the cache's pool: 1GiB, 512MiB, 1e9", validate_default=False
     )
     enable_prefix_caching: bool = Field(True, description="reuse what earlier requests have computed")
+    in_flight_sharing: bool = Field(True, description="a request waits for one in prefill that computes its beginning")
     mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = Field(
         "auto", description="where state checkpoints are kept"
     )
@@ -139,6 +147,21 @@ class ServeSettings(BaseSettings):
     )
     kv_events_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", ...}'
+    )
+    request_log: Path | None = Field(
+        None, description="file for a line of JSON per request, without texts, that `cairn replay` reads"
+    )
+    request_log_bytes: Bytes = Field(
+        ByteSize(256 << 20),
+        description="largest request log; then it becomes FILE.1 and a new one is begun",
+        validate_default=False,
+    )
+    enable_auto_tool_choice: bool = Field(True, description="look for tool calls in answers when the model may choose")
+    tool_call_parser: Literal["hermes", "json", "none", "qwen3_coder", "qwen3_xml", "xml"] | None = Field(
+        None, description="how tool calls are written; as in the chat template unless given"
+    )
+    reasoning_parser: Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think"] | None = Field(
+        None, description="how reasoning is written; as in the chat template unless given"
     )
     limit_mm_per_prompt: Annotated[str, BeforeValidator(_object_as_text)] | None = Field(
         None, description='most images in one prompt, as vLLM\'s: {"image": 16}; 0 switches them off', max_length=4096
@@ -200,7 +223,7 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
     flags = {name: value for name, value in vars(parsed).items() if name in ServeSettings.model_fields}
     for name, value in flags.items():
         # An empty --api-key must not mean "no key"; the settings library would take the default.
-        if value == "":
+        if value in ("", [""]):
             raise ConfigError(f"--{name.replace('_', '-')}: must not be empty; leave it out for the default, not ''")
     path = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
     from_file = _read_file(Path(path)) if path else {}

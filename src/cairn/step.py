@@ -18,7 +18,10 @@ the list of pages that holds one checkpoint. Neither slot, page nor file is reus
 has been applied.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cairn.types import Keys, Pages, SamplingParams
 
@@ -28,6 +31,7 @@ __all__ = [
     "FromStep",
     "Image",
     "Keep",
+    "Logprobs",
     "PageCopy",
     "Restore",
     "Row",
@@ -35,12 +39,18 @@ __all__ = [
     "SampleOnly",
     "SampledToken",
     "Save",
+    "Score",
+    "Scored",
     "StepPlan",
     "StepResult",
+    "TokenMask",
 ]
 
 GRID = 64
 """Prefill computes in chunks of this many tokens on an absolute grid; states at its points are exact."""
+
+TokenMask = NDArray[np.int32]
+"""Which tokens may come, one bit each, shape [(vocab + 31) // 32]: token t is bit t % 32 of word t // 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +99,40 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Draw the token at absolute position `position` of the sequence."""
+    """Draw the token at absolute position `position` of the sequence.
+
+    `allowed`: the tokens that may come, before anything else is looked at; None: all. `banned`: tokens that may not
+    come at this position. `history`: the `position` tokens before it, of which the first `num_prompt_tokens` are the
+    prompt's; given where `params` need it. `logprobs`: how many of the best tokens to tell of beside the drawn one;
+    None: of none.
+    """
 
     params: SamplingParams
     position: int
+    allowed: TokenMask | None = field(default=None, compare=False)
+    banned: tuple[int, ...] = ()
+    history: Keys | None = field(default=None, compare=False)
+    num_prompt_tokens: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely the model held `targets`, shape [n]: what follows each of a row's first n tokens. `top`: how many of
+    the best tokens to tell of beside each."""
+
+    targets: Keys = field(compare=False)
+    top: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """Logarithms of probabilities before any transform, for n tokens: `token_ids` int32 and `values` float32, both
+    [n, 1 + top], the token itself first and then the best, falling. `ranks`: int32 [n], 1 for the most likely token."""
+
+    token_ids: NDArray[np.int32]
+    values: NDArray[np.float32]
+    ranks: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +171,8 @@ class Row:
     covers [0, end). Keys and values are written for tokens >= `kv_write_from` only; those below are read from shared
     pages. A row with start 0 begins from the zero state, whatever the slot held. `decode` rows have one token and
     run the decode kernels; all others run the prefill kernels, also with one token. `sample` draws from the last
-    token's logits. `images`: all of the sequence's, in order; their placeholders are tokens below 0.
+    token's logits. `images`: all of the sequence's, in order; their placeholders are tokens below 0. `score`: also tell
+    how likely what follows its tokens was held.
     """
 
     slot: int
@@ -143,6 +184,7 @@ class Row:
     decode: bool
     sample: Sample | None
     images: tuple[Image, ...] = ()
+    score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +211,28 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What was drawn for the sequence in `slot`."""
+    """What was drawn for the sequence in `slot`. `logprobs`: of this token, where they were asked for; rank 0 alone
+    has them."""
 
     slot: int
     token: int
+    logprobs: Logprobs | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of a `Row.score`: `logprobs` of the tokens from absolute position `position` on."""
+
+    slot: int
+    position: int
+    logprobs: Logprobs = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the step with the same number gave: one entry for each `Row.sample` and each `SampleOnly`, in plan order
-    (rows first)."""
+    (rows first), and one for each `Row.score`."""
 
     step: int
     sampled: tuple[SampledToken, ...] = ()
+    scored: tuple[Scored, ...] = ()

@@ -48,14 +48,28 @@ class Boundary:
 class SamplingParams:
     """How one token is drawn from its logits.
 
-    `temperature` 0 takes the largest logit. `top_k` 0 and `top_p` 1.0 switch the filters off. The draw for the
-    token at absolute position p depends on (`seed`, p) alone, so neither batching nor preemption changes it.
+    `temperature` 0 takes the largest logit. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch the filters off. The draw for
+    the token at absolute position p depends on (`seed`, p) and on what came before it alone, so neither batching nor
+    preemption changes it.
+
+    `frequency_penalty` and `presence_penalty` (0.0: none) look at the answer so far, `repetition_penalty` (1.0: none)
+    at prompt and answer. `logit_bias`: token ids and what is added to their logits.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the draw looks at earlier tokens: then it cannot be planned before they are known."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
 
 class Clock(Protocol):

@@ -69,6 +69,21 @@ class EngineClientContract:
         finally:
             await engine.stop(0)
 
+    def test_the_cache_is_emptied_only_when_nothing_is_held(self):
+        async def scenario():
+            async with self.started(model="fake:pause_after=1") as engine:
+                stream = await first_output(engine, request("a long prompt"))
+                assert await engine.reset_cache() == 1
+                await stream.aclose()
+
+                async def let_go():
+                    return await engine.reset_cache() == 0
+
+                await until(let_go)
+                return await collect(engine, request("a long prompt", "again", max_tokens=1))
+
+        assert run(scenario())[-1].cache.cached_tokens == 0
+
     def test_an_answer_comes_in_pieces_and_ends_with_a_reason(self):
         async def scenario():
             async with self.started() as engine:

@@ -4,7 +4,7 @@ import pytest
 from test_core import core as real_core
 from test_core import request
 
-from cairn.engine.contract import EngineConfig
+from cairn.engine.contract import STEP_SIZES, EngineConfig
 from cairn.engine.fake import FakeCore
 from cairn.errors import InvalidRequest, Overloaded
 
@@ -85,3 +85,32 @@ def test_counters_only_grow(make):
     assert after.generation_tokens - before.generation_tokens == 3
     assert after.prompt_tokens - before.prompt_tokens == 100
     assert after.audits > before.audits and after.steps > before.steps
+
+
+def test_the_cache_is_emptied_only_when_nothing_is_held(make):
+    core = make()
+    core.submit(request(name="a", max_tokens=5, ignore_eos=True))
+    core.step()
+    held = core.stats().held_pages
+    assert held > 0 and core.reset_cache() == held
+    outputs_of(core)
+    core.submit(request(name="b", max_tokens=1, ignore_eos=True))
+    assert outputs_of(core)[-1].cache.cached_tokens == 100, "a refused reset has dropped something"
+    assert core.reset_cache() == 0
+    stats = core.stats()
+    assert stats.free_pages == stats.num_pages and stats.cached_pages == 0
+    core.submit(request(name="c", max_tokens=1, ignore_eos=True))
+    assert outputs_of(core)[-1].cache.cached_tokens == 0
+
+
+def test_every_step_is_counted_by_its_tokens(make):
+    core = make()
+    core.submit(request(name="a", max_tokens=3, ignore_eos=True))
+    outputs_of(core)
+    sizes = dict(zip((*STEP_SIZES, "more"), core.stats().step_sizes, strict=True))
+    # 100 tokens of the prompt, then each token but the last goes through the model
+    assert core.stats().step_tokens == 102 and sizes[1] == 2 and sum(sizes.values()) == sizes[128] + 2 == 3
+    core.submit(request(name="b", max_tokens=1, ignore_eos=True))
+    outputs_of(core)
+    grown = core.stats()
+    assert grown.step_tokens - 102 <= 1, "the prompt is cached"

@@ -34,12 +34,13 @@ from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.registry import open_model
 from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
-from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, StepPlan
+from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, Score, StepPlan
 from cairn.types import SamplingParams
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=(1 << 63) + 5)
+PENALISED = SamplingParams(0.9, 40, 0.95, 5, 0.1, 0.5, -0.5, 1.5, ((7, 1.5), (9, -100.0)))
 TABLE = np.arange(7, dtype=np.int32)
 NUM_PAGES, NUM_SLOTS = 100, 3
 DEADLINES = RankDeadlines(hello=60.0, ready=60.0, stop=10.0)
@@ -59,8 +60,9 @@ FULL_PLAN = StepPlan(
     forks=(Fork(0, 1),),
     saves=(Save(1, pages(7, 8, 99)),),
     rows=(
-        Row(0, 64, 100, PROMPT[64:], (TABLE, pages()), 70, False, Sample(DRAWN, 100)),
+        Row(0, 64, 100, PROMPT[64:], (TABLE, pages()), 70, False, Sample(PENALISED, 100)),
         Row(1, 5, 6, FromStep(6), (pages(2), pages(3)), 0, True, None),
+        Row(2, 0, 3, PROMPT[:3], (pages(2), pages(3)), 0, False, None, score=Score(PROMPT[1:4], 5)),
     ),
     keeps=(Keep(0, 96, pages(10, 11, 12)),),
     sample_only=(SampleOnly(2, Sample(GREEDY, 3)),),

@@ -1,12 +1,14 @@
 """What every runner does with a plan: run on the one of tensors and the one of tags."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
 from cairn.runner.simulated import SimulatedRunner
-from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, StepPlan
+from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, Score, StepPlan
 from cairn.types import SamplingParams
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
@@ -105,3 +107,38 @@ def test_a_token_of_another_step_is_refused(subject):
     runner.run(StepPlan(2, rows=(decode(0, 100, FromStep(1)),)))
     with pytest.raises((ValueError, LookupError)):
         runner.run(StepPlan(3, rows=(decode(0, 101, FromStep(1)),)))
+
+
+def test_what_may_come_and_what_is_told_of_it(subject):
+    runner, _ = subject
+    mask = np.zeros(128, np.int32)
+    mask[3] = 0b110  # tokens 97 and 98
+    tell = {"allowed": mask, "logprobs": 4}
+    row = replace(prefill(), sample=Sample(GREEDY, 100, **tell))
+    (one,) = runner.run(StepPlan(1, rows=(row,))).sampled
+    assert one.token in (97, 98)
+    assert one.logprobs.token_ids.shape == one.logprobs.values.shape == (1, 5) and one.logprobs.ranks.shape == (1,)
+    assert one.logprobs.token_ids[0, 0] == one.token
+    assert all(one.logprobs.values[0, 1:] <= one.logprobs.values[0, 1])
+    banned = replace(row, sample=Sample(GREEDY, 100, banned=(one.token,), **tell))
+    (other,) = runner.run(StepPlan(2, rows=(banned,))).sampled
+    assert {one.token, other.token} == {97, 98}
+
+
+def test_prompts_are_scored_the_same_in_one_row_and_in_two(subject):
+    runner, _ = subject
+    whole = replace(prefill(), score=Score(PROMPT[1:], 2))
+    result = runner.run(StepPlan(1, rows=(prefill(slot=1, table=pages(*range(10, 17))), whole)))
+    halves = [replace(prefill(end=64, sample=False), score=Score(PROMPT[1:65], 2))]
+    halves.append(replace(prefill(start=64), score=Score(PROMPT[65:], 2)))
+    parts = [
+        scored for number, half in enumerate(halves, 2) for scored in runner.run(StepPlan(number, rows=(half,))).scored
+    ]
+    for found in (result.scored, parts):
+        assert [
+            place for part in found for place in range(part.position, part.position + len(part.logprobs.ranks))
+        ] == [*range(1, 100)]
+        assert np.concatenate([part.logprobs.token_ids[:, 0] for part in found]).tolist() == PROMPT[1:].tolist()
+        assert {part.slot for part in found} == {0}
+    one, other = (np.concatenate([part.logprobs.values for part in found]) for found in (result.scored, parts))
+    assert np.array_equal(one, other)

@@ -21,6 +21,8 @@ from cairn.engine.wire import (
     Ready,
     Refusal,
     Refused,
+    Reset,
+    ResetReply,
     Shutdown,
     StatsQuery,
     StatsReply,
@@ -32,7 +34,7 @@ from cairn.engine.wire import (
     key_tokens,
     transfer_params,
 )
-from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded
+from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded, QueueFull
 from cairn.types import Boundary
 
 
@@ -56,6 +58,7 @@ def request(**fields):
         Submit(request(kv_transfer_params=b'{"do_remote_decode":true}')),
         Abort("r"),
         StatsQuery(7),
+        Reset(8),
         Shutdown(),
     ],
 )
@@ -69,6 +72,7 @@ def test_messages_to_the_core_survive(message):
     [
         Ready(build_fake_core(EngineConfig(model="fake")).info),
         Refused("model", "no config.json"),
+        ResetReply(8, 3),
         Outputs([GenerateOutput(request_id="r", token_ids=[1], text="x", finish_reason="stop", stop_reason=3)]),
         Outputs(
             [
@@ -126,7 +130,7 @@ def test_a_foreign_frame_is_an_error(frame):
         frames_to_core().decode(frame)
 
 
-@pytest.mark.parametrize("bad", [Abort(""), Abort("x" * 257), StatsQuery(-1)])
+@pytest.mark.parametrize("bad", [Abort(""), Abort("x" * 257), StatsQuery(-1), Reset(-1)])
 def test_bounds_are_checked_on_arrival(bad):
     frames = frames_to_core()
     with pytest.raises(EngineDead):
@@ -176,7 +180,7 @@ def test_transfer_params_that_cannot_be_read(text):
     assert caught.value.param == "kv_transfer_params"
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("a", "p"), NotFound("b", "model"), Overloaded("c")])
+@pytest.mark.parametrize("error", [InvalidRequest("a", "p"), NotFound("b", "model"), Overloaded("c"), QueueFull("d")])
 def test_a_refusal_is_raised_as_what_it_was(error):
     raised = Refusal.of("r", error).error()
     assert type(raised) is type(error)

@@ -13,6 +13,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.kv_transfer import KvTransfer, terms_of
 from cairn.engine.memory_channel import MemoryNetwork
+from cairn.engine.sampling import answers_to
 from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
 from cairn.scheduler.books import SchedulerConfig
@@ -124,7 +125,10 @@ class Server:
         self.ended: dict = {}
         self.count = 0
 
-    def submit(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=()) -> str:
+    def submit(
+        self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=(), n=1, **fields
+    ) -> str:
+        """With `n` answers those behind the first are called NAME/1, NAME/2, ..., as in the core."""
         self.count += 1
         name = name or f"{self.engine_id}-r{self.count}"
         terms = terms_of(params, self.kv)
@@ -132,15 +136,16 @@ class Server:
         spec = Spec(
             request_id=RequestId(name),
             prompt=np.array(prompt, np.int64),
-            sampling=SamplingParams(seed=seed),
             max_tokens=max_tokens,
             images=images,
             source=terms.source,
             hand_over=terms.hand_over,
             **named,
+            **({"sampling": SamplingParams(seed=seed)} | fields),
         )
-        self.scheduler.submit(spec)
-        self.answers[name] = []
+        answers = answers_to(spec, n)
+        self.scheduler.submit(spec, answers[1:])
+        self.answers |= {own.request_id: [] for own in answers}
         return name
 
     def turn(self) -> bool:

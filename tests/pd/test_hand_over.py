@@ -296,6 +296,7 @@ def test_the_reason_says_that_another_server_failed():
         world.run()
     assert d.answers[name] == alone(prompt)
     assert d.ended[name].first.reason is Reason.REMOTE_FAILED
+    assert set(d.ended[name].first.lost) == set(d.cache.counters.lost) == {Reason.REMOTE_FAILED}
     assert d.cache.counters.reasons[Reason.REMOTE_FAILED] == 1
 
 

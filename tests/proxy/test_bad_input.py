@@ -66,7 +66,7 @@ def test_no_more_requests_than_allowed(setting, answers):
     with proxy.http.stream("POST", proxy.url + "/v1/completions", json={"prompt": "x", "stream": True}) as response:
         answers.until(lambda: d.seen)
         refused = proxy.ask()
-        assert refused.status_code == 503 and "try again later" in refused.json()["error"]["message"]
+        assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
         assert proxy.get("/health").status_code == 200
         d.hold.set()
         response.read()

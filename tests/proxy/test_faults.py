@@ -59,7 +59,7 @@ def first_choice(proxy, pool):
 # -- prefill ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [500, 503, 302])
+@pytest.mark.parametrize("code", [429, 500, 503, 302])
 def test_a_prefill_server_that_fails_is_replaced_by_another(setting, answers, code):
     pool, d = [setting.prefill(), setting.prefill()], setting.decode()
     proxy = setting.proxy(pool, [d])
@@ -88,7 +88,7 @@ def test_prefill_attempts_are_bounded(setting, answers):
     assert sum(len(server.seen) for server in pool) == 2
 
 
-@pytest.mark.parametrize("code", [400, 401, 404, 422, 429])
+@pytest.mark.parametrize("code", [400, 401, 404, 422])
 def test_what_a_prefill_server_refuses_the_client_hears_unchanged(setting, answers, code):
     refusal = {"error": {"message": "prompt is too long", "param": "prompt"}}
     pool, d = [setting.prefill(answers.status(code, refusal)) for _ in range(2)], setting.decode()
@@ -204,7 +204,7 @@ def test_what_was_prefilled_but_used_is_prefilled_again_or_done_without(setting,
     assert "kv_transfer_params" in bad.seen[0].json and "kv_transfer_params" not in good.seen[0].json
 
 
-@pytest.mark.parametrize("code", [400, 404, 409, 429])
+@pytest.mark.parametrize("code", [400, 404, 409])
 def test_what_a_decode_server_refuses_the_client_hears_unchanged(setting, answers, code):
     pool = [setting.decode(answers.status(code)), setting.decode(answers.status(code))]
     response = setting.proxy([setting.prefill()], pool).ask()
@@ -212,10 +212,14 @@ def test_what_a_decode_server_refuses_the_client_hears_unchanged(setting, answer
     assert sum(len(server.seen) for server in pool) == 1
 
 
-def test_when_all_decode_servers_fail_the_client_hears_the_last(setting, answers):
+@pytest.mark.parametrize("code", [429, 503])
+def test_when_all_decode_servers_fail_the_client_hears_the_last(setting, answers, code):
+    pool = [setting.decode(answers.status(code, headers={"Retry-After": "1"})) for _ in range(2)]
+    response = setting.proxy([setting.prefill()], pool).ask(stream=True)
+    assert response.status_code == code and response.json()["error"]["message"] == f"told to say {code}"
+    assert response.headers["retry-after"] == "1" and [len(server.seen) for server in pool] == [1, 1]
     proxy = setting.proxy([setting.prefill()], [setting.decode(answers.status(503)) for _ in range(2)])
-    response = proxy.ask(stream=True)
-    assert response.status_code == 503 and response.json()["error"]["message"] == "told to say 503"
+    assert proxy.ask(stream=True).status_code == 503
     assert proxy.metric("requests_total", outcome="failed") == 1
 
 

@@ -15,6 +15,11 @@ CHAT = {
     "min_completion_tokens": 2,
     "stream": True,
     "stream_options": {"include_usage": True},
+    "n": 3,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "prompt_logprobs": 1,
+    "echo": True,
     "a_field_of_tomorrow": [1, {"x": None}],
 }
 

@@ -2,11 +2,21 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cairn.runner.sampler import draw
+from cairn.runner import sampler
+from cairn.runner.sampler import filters_of, transforms_of
+from cairn.runner.token_logprobs import logprobs_of, score
+from cairn.step import Sample, Score
 from cairn.types import SamplingParams
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, position: int = 0, **fields) -> int:
+    return sampler.draw(logits, Sample(params, position, **fields))
 
 
 def test_temperature_0_takes_the_lowest_of_the_largest() -> None:
@@ -60,3 +70,159 @@ def test_logits_are_left_alone() -> None:
     before = logits.clone()
     draw(logits, SamplingParams(temperature=0.3, top_k=5, top_p=0.5), 1)
     assert torch.equal(logits, before)
+
+
+# -- transforms --------------------------------------------------------------------------------------------------------
+
+
+def changed(logits: torch.Tensor, params: SamplingParams = SamplingParams(), **fields) -> torch.Tensor:  # noqa: B008
+    for transform in transforms_of(Sample(params, len(fields.get("history", ())), **fields)):
+        logits = transform(logits)
+    return logits
+
+
+def mask_of(tokens, vocab_size: int) -> np.ndarray:
+    """Bit by bit, as the layout is written down."""
+    mask = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    return mask.view(np.int32)
+
+
+def test_without_parameters_nothing_is_done() -> None:
+    assert transforms_of(Sample(SamplingParams(), 5, history=np.arange(5))) == []
+    assert filters_of(SamplingParams()) == []
+
+
+@pytest.mark.parametrize("vocab_size", [5, 32, 33, 64, 97])
+def test_only_allowed_tokens_come(vocab_size: int) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3))
+    allowed = {1, vocab_size - 1, vocab_size // 2}
+    found = {draw(logits, SamplingParams(seed=seed), allowed=mask_of(allowed, vocab_size)) for seed in range(200)}
+    assert found == allowed
+
+
+def test_bit_31_is_a_token_like_any_other() -> None:
+    assert draw(torch.zeros(40), SamplingParams(temperature=0), allowed=mask_of([31], 40)) == 31
+
+
+@pytest.mark.parametrize("mask", [np.zeros(2, np.int32), np.zeros(3, np.int32), np.ones(1, np.int32)])
+def test_a_mask_that_allows_nothing_or_does_not_fit_is_refused(mask: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="mask"):
+        draw(torch.zeros(40), SamplingParams(temperature=0), allowed=mask)
+
+
+def test_banned_tokens_do_not_come_unless_nothing_else_may() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    greedy = SamplingParams(temperature=0)
+    assert draw(logits, greedy, banned=(0,)) == 1
+    assert draw(logits, greedy, banned=(0, 1)) == 2
+    assert draw(logits, greedy, banned=(0,), allowed=mask_of([0], 3)) == 0
+
+
+def test_logit_bias_is_added() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    assert changed(logits, SamplingParams(logit_bias=((0, -100.0), (2, 0.5)))).tolist() == [-97.0, 2.0, 1.5]
+
+
+def test_a_repetition_penalty_looks_at_prompt_and_answer_and_not_at_how_often() -> None:
+    logits = torch.tensor([2.0, -2.0, 4.0, 1.0])
+    history = np.array([0, 0, -7, 1, 1, 2])
+    params = SamplingParams(repetition_penalty=2.0)
+    assert changed(logits, params, history=history, num_prompt_tokens=4).tolist() == [1.0, -4.0, 2.0, 1.0]
+
+
+def test_frequency_and_presence_look_at_the_answer_alone() -> None:
+    logits = torch.zeros(4)
+    history = np.array([0, 0, 1, 1, 1, 2])
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
+    assert changed(logits, params, history=history, num_prompt_tokens=2).tolist() == [0.0, -1.75, -0.75, 0.0]
+    assert changed(logits, params, history=history[:2], num_prompt_tokens=2).tolist() == [0.0] * 4
+
+
+def test_a_penalty_without_what_it_looks_at_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        draw(torch.zeros(4), SamplingParams(presence_penalty=1.0), 3)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10_000),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.floats(0.1, 5),
+    st.lists(st.integers(0, 30), max_size=20),
+    st.integers(0, 20),
+)
+def test_transforms_are_what_a_loop_over_the_vocabulary_says(seed, frequency, presence, repetition, history, split):
+    logits = torch.randn(31, generator=torch.Generator().manual_seed(seed))
+    split = min(split, len(history))
+    params = SamplingParams(
+        frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition, logit_bias=((3, 1.5),)
+    )
+    found = changed(logits, params, history=np.array(history, np.int64), num_prompt_tokens=split)
+    for token, value in enumerate(logits.tolist()):
+        value += 1.5 * (token == 3)
+        if token in history:
+            value = value / repetition if value > 0 else value * repetition
+        count = history[split:].count(token)
+        assert found[token].item() == pytest.approx(value - frequency * count - presence * (count > 0), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        (SamplingParams(min_p=0.5), {3}),
+        (SamplingParams(min_p=0.3), {3, 1}),  # 0.25 / 0.6 is above, 0.08 / 0.6 is not
+        (SamplingParams(min_p=0.1), {3, 1, 2}),
+        (SamplingParams(min_p=1.0), {3}),
+        (SamplingParams(min_p=0.1, top_k=2), {3, 1}),
+    ],
+)
+def test_min_p(params: SamplingParams, allowed: set[int]) -> None:
+    logits = torch.tensor([0.05, 0.25, 0.08, 0.6, 0.02]).log()
+    assert {draw(logits, params, position) for position in range(300)} == allowed
+
+
+def test_no_transform_touches_the_logits_it_is_given() -> None:
+    logits = torch.randn(40)
+    before = logits.clone()
+    params = SamplingParams(0.7, 5, 0.9, 1, 0.01, 1.0, 1.0, 2.0, ((1, 5.0),))
+    told = {"allowed": mask_of(range(30), 40), "banned": (2,), "history": np.array([1, 2, 3]), "num_prompt_tokens": 1}
+    for one in (params, SamplingParams(temperature=0)):
+        draw(logits, one, 3, **told)
+    assert torch.equal(logits, before)
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_a_softmax_with_ranks() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([7, int(logits[1].argmax()), int(logits[2].argmin())])
+    told = logprobs_of(logits, tokens, 4)
+    expected = logits.double().log_softmax(-1)
+    for row in range(3):
+        order = expected[row].argsort(descending=True).tolist()
+        assert told.token_ids[row].tolist() == [int(tokens[row]), *order[:4]]
+        assert told.values[row] == pytest.approx(expected[row][told.token_ids[row]].numpy(), abs=1e-5)
+        assert told.ranks[row] == order.index(int(tokens[row])) + 1
+    assert told.ranks[1] == 1 and told.ranks[2] == 50
+    assert logprobs_of(logits, tokens, 0).token_ids.tolist() == tokens[:, None].tolist()
+    assert logprobs_of(logits, tokens, 99).token_ids.shape == (3, 51)
+
+
+def test_prompts_are_scored_a_share_at_a_time() -> None:
+    weight, hidden = torch.randn(8, 20), torch.randn(150, 8)
+    sizes = []
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(part))
+        return part @ weight
+
+    targets = np.arange(140) % 20
+    parts = list(score(Score(targets, 2), hidden, logits))
+    assert sizes == [64, 64, 12]
+    whole = logprobs_of(hidden[:140] @ weight, torch.from_numpy(targets), 2)
+    assert np.concatenate([part.token_ids for part in parts]).tolist() == whole.token_ids.tolist()
+    assert np.concatenate([part.values for part in parts]) == pytest.approx(whole.values, abs=1e-4)

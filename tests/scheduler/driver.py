@@ -1,6 +1,7 @@
 """A scheduler with a simulated runner, turned by hand."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,20 +54,40 @@ class Driver:
         self.plans: list = []
         self.count = 0
 
-    def submit(self, prompt, max_tokens=4, seed=0, namespace=PLAIN, boundaries=(), name=None, stop=()) -> str:
+    def submit(
+        self,
+        prompt,
+        max_tokens=4,
+        seed=0,
+        namespace=PLAIN,
+        boundaries=(),
+        name=None,
+        stop=(),
+        n=1,
+        sampling=SamplingParams(),  # noqa: B008 - frozen
+        **fields,
+    ) -> str:
+        """With `n` answers those behind the first are called NAME.1, NAME.2, ..., and their seeds count up."""
         self.count += 1
         name = name or f"r{self.count}"
         spec = Spec(
             request_id=RequestId(name),
             prompt=np.array(prompt, np.int64),
-            sampling=SamplingParams(seed=seed),
+            sampling=replace(sampling, seed=seed),
             max_tokens=max_tokens,
             stop_token_ids=frozenset(stop),
             namespace=namespace,
             boundaries=tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries),
+            **fields,
         )
-        self.scheduler.submit(spec)
-        self.requests[name] = self.scheduler.books.requests[RequestId(name)]
+        names = [name, *(f"{name}.{i}" for i in range(1, n))]
+        branches = [
+            replace(spec, request_id=RequestId(own), sampling=replace(sampling, seed=seed + i), prompt_logprobs=None)
+            for i, own in enumerate(names)
+        ]
+        self.scheduler.submit(spec, branches[1:])
+        for own in names:
+            self.requests[own] = self.scheduler.books.requests[RequestId(own)]
         return name
 
     def step(self) -> list[Progress]:
@@ -86,7 +107,7 @@ class Driver:
             assert limit, "no end in sight"
             self.step()
         books = self.scheduler.books
-        assert not self.cache.leases and not self.cache.held and not books.requests
+        assert not self.cache.leases and not self.cache.held and not self.cache.holds and not books.requests
         assert sorted(books.free_slots) == list(range(self.config.max_num_seqs))
 
     def output(self, name: str) -> list[int]:

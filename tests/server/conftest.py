@@ -25,7 +25,9 @@ class RunningServer:
     `requests`: all that the core has been asked, in order.
     """
 
-    def __init__(self, options=None, tokenizer=None, images=ImageParts, **config):
+    def __init__(
+        self, options=None, tokenizer=None, images=ImageParts, deadlines=None, build=build_fake_core, **config
+    ):
         self.core = None
         self.requests = []
         self.code = None
@@ -34,11 +36,13 @@ class RunningServer:
         self._options = ServerOptions(**({"model_name": "fake", "version": "1.2.3", "port": 0} | (options or {})))
         self._tokenizer = tokenizer or FakeTokenizer()
         self._images = images
+        self._deadlines = deadlines
+        self._build = build
         self._http = httpx.Client(timeout=10, verify=False)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10), "the server did not start"
+        assert self._ready.wait(60), "the server did not start"
 
     @property
     def url(self):
@@ -83,13 +87,14 @@ class RunningServer:
 
     async def _run(self):
         def build(config):
-            self.core = build_fake_core(config)
+            self.core = self._build(config)
             take = self.core.submit
             self.core.submit = lambda request: (self.requests.append(request), take(request))[1]
             return self.core
 
         self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(LocalEngine(self._config, build, self._tokenizer), self._options, self._images)
+        engine = LocalEngine(self._config, build, self._tokenizer, deadlines=self._deadlines)
+        self._server = HttpServer(engine, self._options, self._images)
         self.code = await self._server.run(self._on_ready)
 
     def _on_ready(self, port):

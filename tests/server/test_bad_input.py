@@ -65,10 +65,23 @@ def test_token_id_out_of_range(server, tokens, said):
     assert error["param"] == "prompt" and said in error["message"]
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
-def test_several_prompts(server, prompt):
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (["a", ""], "prompt"),
+        (["a", 5], "prompt[1] must be text or a list"),
+        ([[1], [259]], "prompt[1][0] is 259"),
+        ([[1], []], "empty"),
+        (["x"] * 257, "257 prompts are too many"),
+    ],
+)
+def test_several_prompts_of_which_one_is_wrong(server, prompt, said):
     error = refused(server.post("/v1/completions", {"prompt": prompt}))
-    assert error["param"] == "prompt" and "2 prompts" in error["message"]
+    assert error["param"] == "prompt" and said in error["message"]
+
+
+def test_too_many_answers_to_too_many_prompts(server):
+    assert refused(server.post("/v1/completions", {"prompt": ["x"] * 3, "n": 128}))["param"] == "prompt"
 
 
 @pytest.mark.parametrize("prompt", [5, None, {}, True])
@@ -119,6 +132,42 @@ def test_no_prompt(server):
         ("kv_transfer_params", "{}"),
         ("kv_transfer_params", True),
         ("model", 5),
+        ("n", 0),
+        ("n", -1),
+        ("n", 129),
+        ("n", 10**6),
+        ("n", True),
+        ("stop", ["x"] * 10_000),
+        ("stop", ["x" * 100_000]),
+        ("min_tokens", -1),
+        ("min_tokens", "1"),
+        ("min_p", 1.5),
+        ("min_p", -0.1),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("presence_penalty", 3),
+        ("presence_penalty", "much"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.5),
+        ("repetition_penalty", 101),
+        ("logit_bias", {"259": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"9" * 400: 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "much"}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("logit_bias", [5]),
+        ("logprobs", 1.5),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", True),
+        ("priority", 2**31),
+        ("priority", 0.5),
+        ("skip_special_tokens", "no"),
+        ("include_stop_str_in_output", 1),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
@@ -135,36 +184,56 @@ def test_nesting_is_no_crash(server, field, depth):
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none(server, literal):
-    body = '{"prompt": "x", "temperature": ' + literal + "}"
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"]
+)
+def test_numbers_that_are_none(server, field, literal):
+    body = '{"prompt": "x", "' + field + '": ' + literal + "}"
     response = server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-    assert refused(response)["param"] == "temperature"
+    assert refused(response)["param"] == field
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity"])
+def test_a_bias_that_is_no_number(server, literal):
+    body = '{"prompt": "x", "logit_bias": {"5": ' + literal + "}}"
+    response = server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert refused(response)["param"].startswith("logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", TEXT | {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ("/v1/completions", TEXT | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("/v1/completions", TEXT | {"top_logprobs": 2}, "top_logprobs"),
+        ("/v1/completions", TEXT | {"continue_final_message": True}, "continue_final_message"),
+        ("/v1/completions", TEXT | {"echo": "yes"}, "echo"),
+        ("/v1/completions", TEXT | {"logprobs": True}, "logprobs"),
+        ("/v1/chat/completions", CHAT | {"echo": True}, "echo"),
+        ("/v1/chat/completions", CHAT | {"logprobs": 5}, "logprobs"),
+        ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ("/v1/chat/completions", CHAT | {"continue_final_message": "yes"}, "continue_final_message"),
+    ],
+)
+def test_fields_that_do_not_go_together_or_not_here(server, path, body, param):
+    error = refused(server.post(path, body))
+    assert error["param"] == param and param in error["message"]
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("best_of", 3),
-        ("logprobs", 0),
-        ("logprobs", True),
-        ("top_logprobs", 2),
-        ("prompt_logprobs", 0),
-        ("echo", True),
         ("suffix", "end"),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("min_p", 0.1),
-        ("min_tokens", 1),
-        ("logit_bias", {"5": 1}),
         ("bad_words", ["x"]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a*"}),
         ("chat_template", "{{ 1 }}"),
-        ("continue_final_message", True),
         ("prompt_embeds", "AAAA"),
         ("truncate_prompt_tokens", 5),
         ("use_beam_search", True),

@@ -84,7 +84,7 @@ def test_a_full_hit_runs_no_forward_pass_for_its_first_token(server):
 class TestApiKey:
     @pytest.fixture
     def locked(self, serve):
-        return serve(options={"api_key": "s3cret"})
+        return serve(options={"api_keys": ("0ther", "s3cret")})
 
     def test_with_the_key(self, locked):
         with locked.client(api_key="s3cret") as client:

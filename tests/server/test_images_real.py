@@ -37,7 +37,8 @@ def client(tiny_vl_model, tmp_path_factory):
                 if http.get("/health").status_code == 200:
                     break
             except httpx.TransportError:
-                time.sleep(0.1)
+                pass
+            time.sleep(0.1)
         yield http
     finally:
         http.close()

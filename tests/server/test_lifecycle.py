@@ -8,6 +8,8 @@ import time
 import openai
 import pytest
 
+from cairn.engine.fake_tokenizer import FakeTokenizer
+
 PAUSED = "fake:pause_after=2"
 BODY = {"model": "fake", "prompt": "hello"}
 PATHS = [
@@ -155,7 +157,8 @@ def test_a_server_that_is_full_says_so(serve):
     first = Background(lambda: server.post("/v1/completions", BODY))
     running(server, 1)
     refused = server.post("/v1/completions", BODY)
-    assert refused.status_code == 503 and "try again later" in refused.json()["error"]["message"]
+    assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert server.get("/health").status_code == 200
     server.core.resume()
     assert first.result().status_code == 200
@@ -167,7 +170,8 @@ def test_an_engine_that_is_full_says_so(serve):
     running(server, 1)
     second = Background(lambda: server.post("/v1/completions", BODY))
     server.until(lambda: server.core.stats().num_waiting == 1)
-    assert server.post("/v1/completions", BODY).status_code == 503
+    refused = server.post("/v1/completions", BODY)
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
     server.core.resume()
     assert first.result().status_code == second.result().status_code == 200
 
@@ -183,7 +187,7 @@ def test_an_answer_has_a_deadline(serve, stream):
 
 
 def test_the_prompt_is_made_within_the_deadline(serve):
-    class Slow:
+    class Slow(FakeTokenizer):
         def encode(self, text, add_special_tokens=True):
             time.sleep(0.4)
             return [1]
@@ -193,7 +197,7 @@ def test_the_prompt_is_made_within_the_deadline(serve):
 
 
 def test_a_bug_is_a_500_that_tells_nothing(serve, caplog):
-    class Broken:
+    class Broken(FakeTokenizer):
         def encode(self, text, add_special_tokens=True):
             raise ZeroDivisionError("secret")
 

@@ -41,7 +41,8 @@ class Served:
                 if self.http.get("/health").status_code == 200:
                     return self
             except httpx.TransportError:
-                time.sleep(0.1)
+                pass
+            time.sleep(0.1)
         raise AssertionError(f"not healthy in time: {self.log.read_text()}")
 
     def openai(self) -> openai.OpenAI:
@@ -110,6 +111,7 @@ def test_a_second_identical_prompt_is_all_cached_and_runs_no_forward_pass(served
         "cached_tokens": 777,
         "computed_tokens": 0,
         "reason": "none",
+        "lost_tokens": {},
         "received_tokens": 0,
         "prefill_cached_tokens": None,
         "held_breakpoints": 0,
@@ -153,6 +155,25 @@ def test_a_chat_grows_through_the_openai_client(served):
         messages.append({"role": "assistant", "content": text})
 
 
+def test_several_answers_to_one_prompt_and_what_is_told_of_their_tokens(served):
+    prompt, counter = ids(11, 500), "cairn:computed_prompt_tokens_total"
+    computed = served.metric(counter)
+    client, drawn = (
+        served.openai(),
+        {"temperature": 0.8, "max_tokens": 6, "logprobs": 2, "extra_body": {"ignore_eos": True}},
+    )
+    answer = client.completions.create(model="tiny", prompt=prompt, n=3, seed=5, **drawn)
+    assert served.metric(counter) == computed + 500
+    for i, choice in enumerate(answer.choices):
+        alone = client.completions.create(model="tiny", prompt=prompt, seed=5 + i, **drawn).choices[0]
+        assert (choice.text, choice.logprobs) == (alone.text, alone.logprobs)
+        assert len(choice.logprobs.tokens) == 6
+    whole = served.complete(prompt, echo=True, max_tokens=1, logprobs=0)
+    assert len(whole["choices"][0]["logprobs"]["tokens"]) == 501
+    assert cache(whole)["reason"] == "disabled"
+    served.assert_at_rest()
+
+
 def test_the_tokenizer_round_trips(served):
     text = "def main() -> None:\n    print('café')\n"
     tokens = served.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
@@ -177,7 +198,7 @@ def test_a_client_that_leaves_midstream_leaves_nothing_behind(served):
         ({"prompt": [7] * 40_000}, "prompt", "32768"),
         ({"prompt": [7, 4096]}, "prompt", "4095"),
         ({"prompt": [7, -1]}, "prompt", "4095"),
-        ({"prompt": [7], "max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+        ({"prompt": [7], "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"prompt": [7], "max_tokens": 40_000}, "max_tokens", "32768"),
     ],
 )

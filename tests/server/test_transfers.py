@@ -70,6 +70,7 @@ def test_what_was_handed_over_goes_to_the_engine_as_it_came(serve, path, body):
         "prefill_cached_tokens": 0,
         "held_breakpoints": 0,
         "reason": "none",
+        "lost_tokens": {},
     }
     hint = {"engine": "fake-engine", "host": "localhost", "port": 5600}
     assert answer["kv_transfer_params"] == {"cairn_decode_hint": hint}
@@ -236,7 +237,7 @@ def test_what_cannot_be_filled_is_absent(server):
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_a_strangers_proxy(serve, run_app, path, body, stream):
     """What the page says, and nothing else, is enough."""
-    key = {"api_key": "s3cret"}
+    key = {"api_keys": ("s3cret",)}
     prefill, decode = (serve(options=key, kv_transfer=KvTransferConfig(port=port)) for port in (5601, 5602))
     proxy = run_app(strangers_proxy(prefill.url, decode.url))
     headers = {"X-Request-Id": "one-id", "Authorization": "Bearer s3cret"}

@@ -13,11 +13,15 @@ from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.event_publisher import EventPublisher
+from cairn.engine.grammars import Grammars
 from cairn.engine.kv_transfer import KvTransfer
 from cairn.engine.rank_transfer import RankSockets, rank_service
 from cairn.engine.rank_wire import RankConfig, RankService
 from cairn.engine.ranks import build_ranked
+from cairn.engine.request_log_cache import LoggedCache
+from cairn.engine.request_log_header import open_journal
 from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.vocabulary import grammar_tokenizer
 from cairn.errors import ConfigError
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Observe, Runner
@@ -79,14 +83,20 @@ def build_core(
         exact=config.exact,
         tensor_parallel_size=config.tensor_parallel_size,
         reads_images=image_keys is not None,
+        logs_requests=config.request_log is not None,
+        shares_in_flight=config.in_flight_sharing and placement is not None,
         side_channel=None if transfer is None else f"{transfer.host}:{transfer.side_port}",
     )
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    cache = PrefixCache(layout, num_pages, policy, events, clock)
+    journal = open_journal(config, info, layout, clock)
+    if journal is None:
+        cache = PrefixCache(layout, num_pages, policy, events, clock)
+    else:
+        cache = LoggedCache(layout, num_pages, policy, journal, events, clock)
     transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, max_model_len), cache, clock, transfers)
+    scheduler = Scheduler(_scheduling(config, max_model_len), cache, clock, transfers, journal)
     return Core(
         info,
         scheduler,
@@ -98,7 +108,13 @@ def build_core(
         events=publisher,
         image_keys=image_keys,
         image_counts=ranks.own.image_counts,
+        request_log=journal,
+        grammars=_grammars(tokenizer, info.vocab_size, opened.facts.eos_token_ids, clock),
     )
+
+
+def _grammars(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...], clock: Clock) -> Grammars:
+    return Grammars(lambda: grammar_tokenizer(tokenizer.to_json(), vocab_size, eos_token_ids), vocab_size, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +185,7 @@ def _scheduling(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
         max_waiting=config.max_waiting,
         max_model_len=max_model_len,
         exact=config.exact,
+        in_flight_sharing=config.in_flight_sharing,
         on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
     )
 

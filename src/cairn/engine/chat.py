@@ -32,10 +32,15 @@ class Chat:
     tools: tuple[Message, ...] = ()
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
+    continue_final_message: bool = False
 
     def beginning(self, count: int) -> "Chat":
         """The first messages alone, with nothing behind them."""
-        return replace(self, messages=self.messages[:count], add_generation_prompt=False)
+        return self.of(self.messages[:count])
+
+    def of(self, messages: tuple[Message, ...]) -> "Chat":
+        """Other messages under the same settings, all of them ended, and nothing behind them."""
+        return replace(self, messages=messages, add_generation_prompt=False, continue_final_message=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _CLOSING = 64
 """Most characters that are taken for what is written behind a message's text."""
 
 # What a template can run into when messages have the wrong form; TemplateError includes its own raise_exception.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 Apply = Callable[..., Any]
 """`PreTrainedTokenizerFast.apply_chat_template`."""
@@ -62,6 +62,7 @@ class ChatTemplate:
                     list(chat.messages),
                     tools=list(chat.tools) or None,
                     add_generation_prompt=chat.add_generation_prompt,
+                    continue_final_message=chat.continue_final_message,
                     tokenize=False,
                     **chat.template_kwargs,
                 )
@@ -118,7 +119,7 @@ class _Search:
     def _system_end(self, turns: int) -> int:
         # Some templates write a system segment of their own; an empty system message brings it out.
         leading = self._chat.messages[:turns] or ({"role": "system", "content": ""},)
-        alone = self._render(replace(self._chat, messages=leading, add_generation_prompt=False))
+        alone = self._render(self._chat.of(leading))
         end = None if alone is None else self._end_of(alone, leading[-1])
         if end or not (turns or self._chat.tools) or turns not in self._starts:
             return end or 0
@@ -130,9 +131,9 @@ class _Search:
     def _opening_of_user(self, leading: tuple[Message, ...]) -> str:
         """What is written before a question that is not the first."""
         turns = ({"role": "user", "content": "first"}, {"role": "assistant", "content": "answer"})
-        before = self._render(replace(self._chat, messages=(*leading, *turns), add_generation_prompt=False))
+        before = self._render(self._chat.of((*leading, *turns)))
         second = {"role": "user", "content": "second"}
-        whole = self._render(replace(self._chat, messages=(*leading, *turns, second), add_generation_prompt=False))
+        whole = self._render(self._chat.of((*leading, *turns, second)))
         if before is None or whole is None:
             return ""
         # only behind the answer are both alike: a template may write more of the last one than of one before

@@ -5,17 +5,35 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import msgspec
 
-from cairn.engine.contract import EngineStats, GenerateOutput, GenerateRequest
-from cairn.engine.wire import Abort, Fatal, FromCore, Outputs, Refusal, StatsQuery, StatsReply, Submit, ToCore
-from cairn.errors import EngineDead, InvalidRequest, Overloaded, RequestError
+from cairn.engine.contract import CacheView, EngineStats, GenerateOutput, GenerateRequest
+from cairn.engine.grammar_check import GrammarCheck
+from cairn.engine.wire import (
+    Abort,
+    CacheQuery,
+    CacheReply,
+    Fatal,
+    FromCore,
+    Outputs,
+    Refusal,
+    Reset,
+    ResetReply,
+    StatsQuery,
+    StatsReply,
+    Submit,
+    ToCore,
+)
+from cairn.errors import EngineDead, InvalidRequest, Overloaded, QueueFull, RequestError
 from cairn.types import Clock, SystemClock
 
 __all__ = ["EngineDeadlines", "Mailbox", "Switchboard"]
 
 _MAX_QUERIES = 64
+
+Answer: TypeAlias = EngineStats | CacheView | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,28 +41,32 @@ class EngineDeadlines:
     """How long a client waits for its core, in seconds.
 
     `start`: to be built. `silence`: a core that owes an answer and says nothing for that long counts as dead; one step
-    has to fit. `stats`: to tell its counters. `stop`: to end once it has been told to.
+    has to fit. `stats`: to tell its counters. `view`: to show its cache, which it does between steps. `stop`: to end
+    once it has been told to.
     """
 
     start: float = 1800.0
     silence: float = 600.0
     stats: float = 5.0
+    view: float = 60.0
     stop: float = 10.0
 
 
 class Mailbox:
     """The outputs of one request on their way to its reader.
 
-    Outputs that come while the reader is busy are merged into one, so a slow reader costs at most its own answer.
+    Outputs of one answer that come while the reader is busy are merged into one, so a slow reader costs at most its own
+    answers.
     """
 
     def __init__(self) -> None:
-        self._output: GenerateOutput | None = None
+        self._outputs: dict[int, GenerateOutput] = {}
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
     def put(self, output: GenerateOutput) -> None:
-        self._output = output if self._output is None else _merged(self._output, output)
+        old = self._outputs.get(output.index)
+        self._outputs[output.index] = output if old is None else _merged(old, output)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -54,9 +76,9 @@ class Mailbox:
 
     async def get(self) -> GenerateOutput:
         await self._news.wait()
-        if self._output is not None:
-            output, self._output = self._output, None
-            if self._error is None:
+        if self._outputs:
+            output = self._outputs.pop(next(iter(self._outputs)))
+            if self._error is None and not self._outputs:
                 self._news.clear()
             return output
         assert self._error is not None
@@ -64,7 +86,13 @@ class Mailbox:
 
 
 def _merged(old: GenerateOutput, new: GenerateOutput) -> GenerateOutput:
-    return msgspec.structs.replace(new, token_ids=old.token_ids + new.token_ids, text=old.text + new.text)
+    return msgspec.structs.replace(
+        new,
+        token_ids=old.token_ids + new.token_ids,
+        text=old.text + new.text,
+        logprobs=new.logprobs if old.logprobs is None else old.logprobs.then(new.logprobs),
+        prompt_logprobs=new.prompt_logprobs if old.prompt_logprobs is None else old.prompt_logprobs,
+    )
 
 
 class Switchboard:
@@ -81,9 +109,10 @@ class Switchboard:
         self._max_open = max_open
         self._silence_seconds = deadlines.silence
         self._stats_seconds = deadlines.stats
+        self._view_seconds = deadlines.view
         self._clock = clock = clock or SystemClock()
         self._open: dict[str, Mailbox] = {}
-        self._queries: dict[int, asyncio.Future[EngineStats]] = {}
+        self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._last_heard = clock.now()
         self._closing = False
@@ -91,43 +120,59 @@ class Switchboard:
         self._died = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
+        self._grammars = GrammarCheck()
 
     @property
     def dead(self) -> str | None:
         return self._dead
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        """See EngineClient.generate. Holds its place from the first `anext` to the finish reason or `aclose`."""
+        """See EngineClient.generate. Holds its place from the first `anext` to the last finish reason or `aclose`."""
+        if request.structure is not None:
+            await self._grammars.check(request.structure)
         mailbox = self._enter(request)
-        finished = False
+        open_answers = request.n
         try:
-            while not finished:
+            while open_answers:
                 output = await mailbox.get()
-                finished = output.finish_reason is not None
+                open_answers -= output.finish_reason is not None
+                if output.finish_reason == "error":
+                    open_answers = 0
                 yield output
         except (EngineDead, RequestError):
-            finished = True
+            open_answers = 0
             raise
         finally:
-            self._leave(request.request_id, finished)
+            self._leave(request.request_id, finished=open_answers == 0)
 
     async def stats(self) -> EngineStats:
+        reply = await self._ask(StatsQuery(next(self._numbers)), "tell its counters", self._stats_seconds)
+        return cast(EngineStats, reply)
+
+    async def cache_view(self, max_paths: int) -> CacheView:
+        reply = await self._ask(CacheQuery(next(self._numbers), max_paths), "show its cache", self._view_seconds)
+        return cast(CacheView, reply)
+
+    async def reset_cache(self) -> int:
+        reply = await self._ask(Reset(next(self._numbers)), "empty its cache", self._view_seconds)
+        return cast(int, reply)
+
+    async def _ask(self, query: StatsQuery | CacheQuery | Reset, what: str, seconds: float) -> Answer:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if len(self._queries) >= _MAX_QUERIES:
-            raise EngineDead(f"{_MAX_QUERIES} questions for the engine's counters are open already")
+            raise EngineDead(f"{_MAX_QUERIES} questions to the engine are open already")
         self._mark_owed()
-        number = next(self._numbers)
-        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._queries[number] = future
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._queries[query.number] = future
         try:
-            self._send(StatsQuery(number))
-            async with asyncio.timeout(self._stats_seconds):
+            self._send(query)
+            async with asyncio.timeout(seconds):
                 return await future
         except (TimeoutError, Overloaded) as error:
-            raise EngineDead(f"the engine did not tell its counters within {self._stats_seconds} s") from error
+            raise EngineDead(f"the engine did not {what} within {seconds} s") from error
         finally:
-            del self._queries[number]
+            del self._queries[query.number]
 
     def receive(self, message: FromCore) -> None:
         """Pass a message of the core on to whom it is for."""
@@ -140,10 +185,10 @@ class Switchboard:
             case Refusal(request_id):
                 if mailbox := self._open.get(request_id):
                     mailbox.fail(message.error())
-            case StatsReply(number, stats):
+            case StatsReply(number, answer) | CacheReply(number, answer) | ResetReply(number, answer):
                 future = self._queries.get(number)
                 if future is not None and not future.done():
-                    future.set_result(stats)
+                    future.set_result(answer)
             case Fatal(text):
                 self.fail(text)
 
@@ -172,6 +217,10 @@ class Switchboard:
             async with asyncio.timeout(seconds):
                 await self._emptied.wait()
 
+    async def aclose(self) -> None:
+        """The end: the child that looks at grammars ends, too."""
+        await self._grammars.aclose()
+
     async def watch(self) -> None:
         """Fail when the core has been silent for too long. Runs until cancelled."""
         while self._dead is None:
@@ -186,7 +235,7 @@ class Switchboard:
         if self._closing:
             raise Overloaded("the engine is shutting down: no new requests")
         if len(self._open) >= self._max_open:
-            raise Overloaded(f"{len(self._open)} requests are open already: try again later")
+            raise QueueFull(f"{len(self._open)} requests are open already: try again later")
         if request.request_id in self._open:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is open already", "request_id")
         self._mark_owed()

@@ -7,20 +7,29 @@
 asynchronous face. All records are msgspec structs, so the process wire is their msgpack form and nothing else.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from cairn.cache.view import MAX_SHOWN, CacheView
+from cairn.engine.logprobs import TokenLogprobs
 from cairn.types import Boundary
 
 __all__ = [
+    "MAX_ANSWERS",
     "MAX_BREAKPOINTS",
     "MAX_HOLD_SECONDS",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_PROMPT_LOGPROBS",
+    "MAX_SHOWN",
+    "STEP_SIZES",
     "Breakpoint",
     "CacheReport",
+    "CacheView",
     "EngineClient",
     "EngineConfig",
     "EngineCore",
@@ -34,10 +43,13 @@ __all__ = [
     "KvTransferConfig",
     "Pixels",
     "RenderedPrompt",
+    "RequestLogConfig",
+    "Structure",
     "TemplateValue",
     "TextStream",
     "TextTokenizer",
     "Timings",
+    "TokenLogprobs",
     "TransferReport",
 ]
 
@@ -45,6 +57,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_BREAKPOINTS = 4
 """Places that one request may have held, as at Anthropic."""
+
+MAX_ANSWERS = 128
+"""Most answers to one prompt."""
+
+MAX_LOGPROBS = 20
+"""Most of the best tokens that are told of beside each."""
+
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Most tokens that are told of because of one prompt."""
+
+MAX_LOGIT_BIAS = 1024
+"""Most tokens whose logits one request may change."""
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Steps are counted by how many tokens they had, at most: vLLM's buckets. Larger ones have one more."""
 
 MAX_HOLD_SECONDS = 3600
 """The longest that a place may be held without being used."""
@@ -88,11 +115,20 @@ class KvTransferConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLogConfig:
+    """Where a line is written for each request that has ended. `max_bytes`: of one file; the file before it is kept."""
+
+    path: str
+    max_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All that building an engine takes. Sizes in bytes and tokens; `seed` is the default of unseeded sampling.
 
     `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
-    of encoded images that are kept.
+    of encoded images that are kept. `in_flight_sharing`: whether a request waits for one in prefill that computes its
+    beginning.
     """
 
     model: str
@@ -104,12 +140,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 1024
     enable_prefix_caching: bool = True
+    in_flight_sharing: bool = True
     mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = "auto"
     eviction: Literal["lru", "value"] = "value"
     exact: bool = False
     seed: int = 0
     kv_events: KvEventsConfig | None = None
     kv_transfer: KvTransferConfig | None = None
+    request_log: RequestLogConfig | None = None
     tensor_parallel_size: int = 1
     language_model_only: bool = False
     mm_encoder_cache_bytes: int = 256 << 20
@@ -139,6 +177,21 @@ class Pixels(msgspec.Struct, frozen=True, kw_only=True):
     rgb: bytes
 
 
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that an answer has to have.
+
+    `kind`: what `text` is: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark or
+    GBNF), or `calls`: JSON, `{"tools": [{"name", "parameters"}], "parallel"}`, one of which has to be called. `field`:
+    where the client put it. `reasoning`: the form begins behind `</think>`, because the prompt has `opened` the
+    reasoning, or it is `possible` that the answer begins with `<think>`.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar", "calls"]
+    text: str
+    field: str
+    reasoning: Literal["none", "opened", "possible"] = "none"
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to be continued.
 
@@ -146,7 +199,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     the places at which the leading system segment, messages and images end, and where clients have put breakpoints:
     ascending, each position in 1..n.
     `seed` None lets the engine choose one. `kv_transfer_params`: that JSON object of the request's body as it came;
-    the engine alone knows what it may say, and refuses what it may not.
+    the engine alone knows what it may say, and refuses what it may not. `structure`: the form of the answer.
+
+    `n`: how many answers; with seed s theirs are s, s + 1, and so on. Penalties, `min_p` and `logit_bias` (by
+    token id) are those of `cairn.types.SamplingParams`. `min_tokens`: nothing but a full context ends the answer before
+    so many tokens. `logprobs`: tell how likely each token was held, and of so many of the best beside it;
+    `prompt_logprobs`: the same of the prompt, from its second token on. `priority`: a smaller one comes before others.
     """
 
     request_id: str
@@ -163,6 +221,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     boundaries: list[Boundary] = []
     images: list[ImageInput] = []
     kv_transfer_params: bytes | None = None
+    structure: Structure | None = None
+    n: int = 1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +243,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     `computed_tokens`: prompt tokens that went through the model, recomputation after preemption included;
     `reason`: why `cached_tokens` is not more, a name of `cairn.cache.reasons.Reason`. `received_tokens`: tokens on top
     of `cached_tokens` that came from another server; `prefill_cached_tokens`: what that server said it had cached.
-    `held_breakpoints`: how many of the client's breakpoints have a checkpoint that is held for it.
+    `held_breakpoints`: how many of the client's breakpoints have a checkpoint that is held for it. `lost_tokens`:
+    prompt tokens that came from nowhere, by why: with `cached_tokens` and `received_tokens` they are the prompt.
     """
 
     prompt_tokens: int
@@ -183,6 +255,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     received_tokens: int = 0
     prefill_cached_tokens: int | None = None
     held_breakpoints: int = 0
+    lost_tokens: dict[str, int] = {}
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,12 +275,13 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request. `text` and `token_ids` are what has been added since the last output.
+    """News of answer `index` of a request. `text`, `token_ids` and `logprobs` are what has been added since the last
+    output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
 
-    `finish_reason` is set on the last output only; `cache` and `timings` come with it. `stop_reason` is the stop
-    string or stop token that ended the answer (None for end-of-sequence). With finish reason `error`, `error` says
-    what happened and `status` is the HTTP status to answer with. `kv_transfer_params`: that JSON object for the
-    response, on the last output; None where the response says null.
+    `finish_reason` is set on an answer's last output only; `timings` come with it, and `cache` with that of answer 0.
+    `stop_reason` is the stop string or stop token that ended the answer (None for end-of-sequence). With finish reason
+    `error`, `error` says what happened and `status` is the HTTP status to answer with. `kv_transfer_params`: that JSON
+    object for the response, on the last output; None where the response says null.
     """
 
     request_id: str
@@ -221,6 +295,9 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     status: int = 500
     kv_transfer_params: bytes | None = None
     transfer: TransferReport | None = None
+    index: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,7 +305,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `min_cacheable_tokens`: a prompt shorter than this cannot be hit. `side_channel`: where other servers ask for
     pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank. `reads_images`: a
-    vision model is loaded.
+    vision model is loaded. `logs_requests`: there is a request log. `shares_in_flight`: requests may wait for others'
+    prefill.
     """
 
     model: str
@@ -250,6 +328,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     side_channel: str | None = None
     reads_images: bool = False
+    logs_requests: bool = False
+    shares_in_flight: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,8 +341,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     by the same reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was
     recounted and found right.
 
+    `step_sizes`: steps that computed tokens, by how many: each one is counted once, in the first of `STEP_SIZES` that
+    it does not exceed, or behind them. `step_tokens`: all their tokens, of prompts and of answers.
+
+    `in_flight_shared_requests`: those that have waited for another one's prefill and started from it, and
+    `in_flight_shared_tokens` what that has saved them.
+
     `images_encoded`: images that went through the vision model; `image_hits`: how often one had been kept instead;
-    `image_bytes`: what is kept of them.
+    `image_bytes`: what is kept of them. `request_log_dropped`: requests that the log has no line of.
 
     Transfers: `external_prefix_cache_queries` and `_hits` are prompt tokens asked of other servers and received from
     them. `leased_pages`: held for other servers; `quarantined_pages`: given up, but a late write may still come.
@@ -286,6 +372,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     steps: int = 0
     forward_passes: int = 0
+    step_tokens: int = 0
+    step_sizes: list[int] = []
     audits: int = 0
     reasons: dict[str, int] = {}
     lost_tokens: dict[str, int] = {}
@@ -303,6 +391,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     images_encoded: int = 0
     image_hits: int = 0
     image_bytes: int = 0
+    request_log_dropped: int = 0
+    in_flight_shared_requests: int = 0
+    in_flight_shared_tokens: int = 0
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,9 +439,18 @@ class TextTokenizer(Protocol):
         text alone."""
         ...
 
+    @property
+    def chat_template(self) -> str:
+        """The chat template's text, which shows how answers are written; empty where there is none."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, as UTF-8 that may begin or end within a character."""
+        ...
 
     def render_chat(
         self,
@@ -360,13 +460,15 @@ class TextTokenizer(Protocol):
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         breakpoints: Sequence[Breakpoint] = (),
+        continue_final_message: bool = False,
     ) -> RenderedPrompt:
-        """The chat template applied, `template_kwargs` among its variables. Content is text, or parts `{"type": "text",
+        """The chat template applied, `template_kwargs` among its variables. With `continue_final_message` the prompt
+        ends within the last message, where its text does. Content is text, or parts `{"type": "text",
         "text": ...}` and `{"type": "image", "image": Pixels}`. Raises InvalidRequest when the template refuses the
         messages."""
         ...
 
-    def stream(self) -> TextStream: ...
+    def stream(self, skip_special_tokens: bool = True) -> TextStream: ...
 
 
 class EngineCore(Protocol):
@@ -410,6 +512,16 @@ class EngineCore(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
+        """Look at the prefix cache, a slice at each turn between steps: None until the last item. At most `max_paths`
+        paths of its tree are shown one by one, 1 to `MAX_SHOWN`."""
+        ...
+
+    def reset_cache(self) -> int:
+        """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
+        pages are held."""
+        ...
+
 
 class EngineClient(Protocol):
     """The engine as the server sees it."""
@@ -430,7 +542,8 @@ class EngineClient(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        """The outputs of one request, until its finish reason. Closing the iterator early aborts the request.
+        """The outputs of one request, until each of its answers has its finish reason, or one of them has `error`.
+        Closing the iterator early aborts the request.
 
         Raises RequestError when the core refuses it and EngineDead when the engine ends meanwhile.
         """
@@ -438,6 +551,15 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """Raises EngineDead, also when no answer comes within the deadline."""
+        ...
+
+    async def cache_view(self, max_paths: int) -> CacheView:
+        """What the prefix cache holds. Raises EngineDead, also when no answer comes within the deadline."""
+        ...
+
+    async def reset_cache(self) -> int:
+        """Drop all that is cached, unless pages are held: then nothing changes. How many are. Raises EngineDead, also
+        when no answer comes within the deadline."""
         ...
 
     async def wait_dead(self) -> str:

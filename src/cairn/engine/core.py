@@ -3,42 +3,42 @@
 plan = scheduler.plan()      result = runner.run(plan)      scheduler.apply(result)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import numpy as np
 
 from cairn.cache.audit import audit
-from cairn.cache.lease import Namespace
+from cairn.cache.look import look
+from cairn.engine.answer import GrowingAnswer
+from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
+    CacheView,
     EngineInfo,
     EngineStats,
     FinishReason,
     GenerateOutput,
     GenerateRequest,
-    TextStream,
     TextTokenizer,
 )
 from cairn.engine.core_report import cache_report, engine_stats, timings, with_images
+from cairn.engine.grammars import Grammars
 from cairn.engine.kv_transfer import KvTransfer, Terms, report, terms_of
-from cairn.engine.stop_strings import StopStrings
-from cairn.engine.wire import check_request, key_tokens, transfer_params
-from cairn.errors import AuditError, InvalidRequest
-from cairn.scheduler.request import Request, Spec
+from cairn.engine.logprobs import packed
+from cairn.engine.specs import SpecMaker
+from cairn.engine.step_sizes import StepSizes, tokens_of
+from cairn.engine.wire import check_request, transfer_params
+from cairn.errors import AuditError, InvalidRequest, RequestError
+from cairn.scheduler.request import Request
 from cairn.scheduler.scheduler import Progress, Scheduler
-from cairn.step import Image, StepPlan, StepResult
-from cairn.types import RequestId, SamplingParams
+from cairn.step import StepPlan, StepResult
+from cairn.types import RequestId
 
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
 
 __all__ = ["Core", "StepRunner"]
-
-
-_BAD_GATEWAY = 502
-"""The status of an answer that failed because another server did."""
 
 
 class StepRunner(Protocol):
@@ -54,6 +54,17 @@ class StepRunner(Protocol):
         ...
 
 
+class RequestLog(Protocol):
+    """What is written down of requests: `cairn.engine.request_log.RequestJournal`."""
+
+    @property
+    def dropped(self) -> int:
+        """Requests that have no line in it."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class StepEvents(Protocol):
     """Who wants to know of steps: `cairn.engine.event_publisher.EventPublisher`."""
 
@@ -62,31 +73,13 @@ class StepEvents(Protocol):
     def close(self) -> None: ...
 
 
-class _Answer:
-    """One request's text as it grows."""
-
-    def __init__(self, request: GenerateRequest, stream: TextStream, terms: Terms) -> None:
-        self.stream = stream
-        self.terms = terms
-        self.stops = StopStrings(request.stop)
-        self.stop_tokens = frozenset(request.stop_token_ids)
-
-    def push(self, tokens: tuple[int, ...]) -> tuple[str, str | None]:
-        """The text that may go out, and the stop string that was met."""
-        return self.stops.push("".join(self.stream.push(token) for token in tokens))
-
-    def finish(self) -> str:
-        """What is left when the answer ends otherwise than at a stop string."""
-        text, stop = self.stops.push(self.stream.finish())
-        return text if stop is not None else text + self.stops.finish()
-
-
 class Core:
     """Implements `EngineCore`: joins scheduler, runner and tokenizer, one thread only.
 
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
     `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end. `image_keys`:
-    None for a model that reads no images; `image_counts`: what its vision model has done.
+    None for a model that reads no images; `image_counts`: what its vision model has done. `request_log`: closed at the
+    end. `grammars`: None where no answer can be held to a form.
     """
 
     def __init__(
@@ -101,19 +94,23 @@ class Core:
         events: StepEvents | None = None,
         image_keys: ImageKeys | None = None,
         image_counts: "ImageCounts | None" = None,
+        request_log: RequestLog | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
-        self._eos = frozenset(eos_token_ids)
-        self._seeds = np.random.default_rng(seed)
-        self._answers: dict[RequestId, _Answer] = {}
+        self._specs = SpecMaker(info.vocab_size, frozenset(eos_token_ids), seed, image_keys)
+        self._answers: dict[RequestId, GrowingAnswer] = {}
+        self._ids: dict[str, list[RequestId]] = {}  # of a request's answers that have not ended
         self._audits = 0
+        self._step_sizes = StepSizes()
         self._transfer = transfer
         self._events = events
-        self._image_keys = image_keys
         self._image_counts = image_counts
+        self._request_log = request_log
+        self._grammars = grammars
 
     @property
     def info(self) -> EngineInfo:
@@ -129,66 +126,75 @@ class Core:
         """Queue a request. Raises InvalidRequest naming the field, or Overloaded; then nothing was taken."""
         check_request(request)
         terms = terms_of(transfer_params(request), self._transfer)
-        self._scheduler.submit(self._spec(request, terms))
-        self._answers[RequestId(request.request_id)] = _Answer(request, self._tokenizer.stream(), terms)
+        if request.structure is None or terms.hand_over:
+            self._take(request, terms, None)
+            return
+        if self._grammars is None:
+            raise InvalidRequest(f"{request.structure.field}: this engine holds no answer to a form", "structure")
+        constraint = self._grammars.take(request)
+        if constraint is not None:
+            self._take(request, terms, constraint)
 
-    def _spec(self, request: GenerateRequest, terms: Terms) -> Spec:
-        keys = key_tokens(request)
-        wrong = np.flatnonzero((keys < 0) | (keys >= self._info.vocab_size))
-        if wrong.size:
-            place = int(wrong[0])
-            raise InvalidRequest(
-                f"prompt[{place}] is {keys[place]}; token ids go from 0 to {self._info.vocab_size - 1}", "prompt"
-            )
-        images: tuple[Image, ...] = ()
-        if request.images:
-            if self._image_keys is None:
-                raise InvalidRequest("images: this model, or this server, reads no images", "images")
-            keys, images = self._image_keys.put_in(keys, request.images)
-        if any(not 1 <= boundary.position <= len(keys) for boundary in request.boundaries):
-            raise InvalidRequest(f"boundaries must lie between 1 and {len(keys)}", "boundaries")
-        room = self._scheduler.max_tokens_for(len(keys))
-        seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
-        stops = frozenset(request.stop_token_ids)
-        return Spec(
-            request_id=RequestId(request.request_id),
-            prompt=keys,
-            sampling=SamplingParams(request.temperature, request.top_k, request.top_p, seed),
-            max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
-            stop_token_ids=stops if request.ignore_eos else stops | self._eos,
-            namespace=Namespace(cache_salt=request.cache_salt),
-            boundaries=tuple(request.boundaries),
-            images=images,
-            source=terms.source,
-            hand_over=terms.hand_over,
-        )
+    def _take(self, request: GenerateRequest, terms: Terms, constraint: GrammarConstraint | None) -> None:
+        made = self._specs.make(request, terms, constraint, self._scheduler.max_tokens_for)
+        first, *others = [spec for spec, _ in made]
+        self._scheduler.submit(first, others)
+        self._ids[request.request_id] = [spec.request_id for spec, _ in made]
+        for index, (spec, form) in enumerate(made):
+            stream = self._tokenizer.stream(request.skip_special_tokens)
+            self._answers[spec.request_id] = GrowingAnswer(request, index, stream, terms, form)
+
+    def _take_compiled(self) -> list[GenerateOutput]:
+        """Go on with the requests that have waited for their grammar; those that cannot are answered."""
+        outputs = []
+        for request, result in () if self._grammars is None else self._grammars.poll():
+            try:
+                if isinstance(result, RequestError):
+                    raise result
+                self._take(request, terms_of(transfer_params(request), self._transfer), result)
+            except RequestError as error:
+                refused = GenerateOutput(
+                    request_id=request.request_id, finish_reason="error", error=error.message, status=error.status
+                )
+                outputs.append(refused)
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing more is put out for it."""
-        self._answers.pop(RequestId(request_id), None)
-        self._scheduler.abort(RequestId(request_id))
+        if self._grammars is not None:
+            self._grammars.forget(request_id)
+        # the last ones first: otherwise each would be the next to compute the prompt
+        for own in reversed(self._ids.pop(request_id, [])):
+            del self._answers[own]
+            self._scheduler.abort(own)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[GenerateOutput]:
         """One plan, run, apply; the outputs of the requests that moved."""
-        result = self._runner.run(self._scheduler.plan())
+        plan = self._scheduler.plan()
+        self._step_sizes.add(tokens_of(plan))
+        result = self._runner.run(plan)
         outputs = self._outputs(self._scheduler.apply(result))
         if self._events is not None:
             self._events.flush()
         return outputs
 
     def poll(self) -> list[GenerateOutput]:
-        """Look what other servers have sent; the outputs of the requests that this has ended."""
+        """Look what other servers have sent, and which grammars are there; the outputs of the requests that this has
+        ended."""
+        refused = self._take_compiled()
         if self._transfer is None:
-            return []
+            return refused
         self._transfer.check()
-        return self._outputs(self._scheduler.poll())
+        return [*refused, *self._outputs(self._scheduler.poll())]
 
     def start(self, wake: Callable[[], None]) -> None:
         """From now on other servers are answered. `wake` has the core's thread come back to `poll`."""
         if self._transfer is not None:
             self._transfer.start(wake)
+        if self._grammars is not None:
+            self._grammars.start(wake)
 
     def close(self) -> None:
         """The end: what other threads do for this core ends, too."""
@@ -196,6 +202,8 @@ class Core:
             self._transfer.close()
         if self._events is not None:
             self._events.close()
+        if self._request_log is not None:
+            self._request_log.close()
         self._runner.close()
 
     def _outputs(self, news: list[Progress]) -> list[GenerateOutput]:
@@ -217,25 +225,57 @@ class Core:
             text += answer.finish()
             if finish == "stop" and request.stop_token in answer.stop_tokens:
                 stop_reason = request.stop_token
+        elif (finish := self._judged(request, answer)) is not None:
+            text += answer.finish()
         if finish is not None:
-            del self._answers[request.id]
+            self._ended(request.id, answer.request_id, finish)
+        told, shown = progress.logprobs, request.spec.prompt_logprobs
+        first = len(request.output) == len(progress.tokens) > 0
         output = GenerateOutput(
-            request_id=request.id,
+            request_id=answer.request_id,
+            index=answer.index,
             token_ids=list(progress.tokens),
             text=text,
             finish_reason=finish,
             stop_reason=stop_reason,
+            logprobs=None if told is None else packed([told], 0),
+            prompt_logprobs=packed(request.scores, shown) if shown is not None and first else None,
         )
-        return output if finish is None else self._last(output, request, answer.terms)
+        return output if finish is None else self._last(output, request, answer)
 
-    def _last(self, output: GenerateOutput, request: Request, terms: Terms) -> GenerateOutput:
+    def _ended(self, own: RequestId, request_id: str, finish: FinishReason) -> None:
+        """An answer has ended, and with an error all others to its prompt."""
+        del self._answers[own]
+        self._ids[request_id].remove(own)
+        if finish == "error":
+            self.abort(request_id)
+        elif not self._ids[request_id]:
+            del self._ids[request_id]
+
+    def _judged(self, request: Request, answer: GrowingAnswer) -> FinishReason | None:
+        """Ends an answer that has reached the end of its form, or a place from which there is no way on."""
+        constraint = answer.constraint
+        if constraint is None:
+            return None
+        constraint.follow(request.output)
+        if constraint.failure is not None:
+            answer.failure_status = InvalidRequest.status
+            request.failure = f"the answer cannot be held to the form that was asked for: {constraint.failure}"
+            self._scheduler.finish(request, "error")
+            return "error"
+        if constraint.complete:
+            self._scheduler.finish(request, "stop")
+            return "stop"
+        return None
+
+    def _last(self, output: GenerateOutput, request: Request, answer: GrowingAnswer) -> GenerateOutput:
         well = output.finish_reason in ("stop", "length")
         return msgspec.structs.replace(
             output,
-            cache=cache_report(request, terms.prefill_cached_tokens),
+            cache=cache_report(request, answer.terms.prefill_cached_tokens) if answer.index == 0 else None,
             timings=timings(request),
             error=request.failure,
-            status=_BAD_GATEWAY,
+            status=answer.failure_status,
             kv_transfer_params=self._transfer.answer(request) if well and self._transfer is not None else None,
             transfer=report(request),
         )
@@ -254,7 +294,24 @@ class Core:
             raise AuditError(f"{len(cache.holds)} holds with {outside} transfers open and no request running")
         self._audits += 1
 
+    def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
+        """See `EngineCore.cache_view`."""
+        return look(self._scheduler.books.cache, max_paths)
+
+    def reset_cache(self) -> int:
+        """See `EngineCore.reset_cache`."""
+        cache = self._scheduler.books.cache
+        held = cache.num_held_pages()
+        if not held:
+            cache.clear()
+            if self._events is not None:
+                self._events.flush()
+        return held
+
     def stats(self) -> EngineStats:
         """Counters since the start, and gauges of this moment."""
         stats = engine_stats(self._scheduler.books, self._transfer, self._runner.forward_passes, self._audits)
+        stats = self._step_sizes.told(stats)
+        if self._request_log is not None:
+            stats = msgspec.structs.replace(stats, request_log_dropped=self._request_log.dropped)
         return stats if self._image_counts is None else with_images(stats, self._image_counts)

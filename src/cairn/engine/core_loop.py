@@ -4,14 +4,20 @@ The same loop serves a core in a thread (`local`) and one in a process (`worker`
 """
 
 import logging
+from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
-from cairn.engine.contract import EngineCore, GenerateRequest
+from cairn.engine.contract import CacheView, EngineCore, GenerateRequest
 from cairn.engine.wire import (
     Abort,
+    CacheQuery,
+    CacheReply,
     FromCore,
     Outputs,
     Refusal,
+    Reset,
+    ResetReply,
     Shutdown,
     StatsQuery,
     StatsReply,
@@ -59,20 +65,49 @@ def run_core(core: EngineCore, link: CoreLink, clock: Clock | None = None) -> No
         core.close()
 
 
+class _Views:
+    """Looks at the cache that have been asked for: one slice of the oldest at a time. The client bounds how many."""
+
+    def __init__(self, core: EngineCore, link: CoreLink) -> None:
+        self._core = core
+        self._link = link
+        self._asked: deque[CacheQuery] = deque()
+        self._looking: Iterator[CacheView | None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    def ask(self, query: CacheQuery) -> None:
+        self._asked.append(query)
+
+    def advance(self) -> None:
+        """Look a little further; send the view when it is complete."""
+        if self._looking is None:
+            self._looking = self._core.cache_view(self._asked[0].max_paths)
+        view = next(self._looking)
+        if view is not None:
+            self._looking = None
+            self._link.send(CacheReply(self._asked.popleft().number, view))
+
+
 def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
     audited, changed = False, clock.now()
+    views = _Views(core, link)
     while True:
-        message = link.receive(0.0 if core.has_work else _IDLE_SECONDS if audited else _SETTLE_SECONDS)
+        busy = core.has_work or views
+        message = link.receive(0.0 if busy else _IDLE_SECONDS if audited else _SETTLE_SECONDS)
         taken = 0
         while message is not None:
             if isinstance(message, Shutdown):
                 return
-            if _take(core, link, message):
+            if _take(core, link, views, message):
                 audited, changed = False, clock.now()
             taken += 1
             message = link.receive(0.0) if taken < _MESSAGES_PER_TURN else None
         if outputs := core.poll():
             link.send(Outputs(outputs))
+        if views:
+            views.advance()
         if core.has_work:
             link.send(Outputs(core.step()))
             audited, changed = False, clock.now()
@@ -81,7 +116,7 @@ def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
             audited = True
 
 
-def _take(core: EngineCore, link: CoreLink, message: ToCore) -> bool:
+def _take(core: EngineCore, link: CoreLink, views: _Views, message: ToCore) -> bool:
     """Carry one message out; True when it may have changed the core."""
     match message:
         case Submit(request):
@@ -91,6 +126,11 @@ def _take(core: EngineCore, link: CoreLink, message: ToCore) -> bool:
         case StatsQuery(number):
             link.send(StatsReply(number, core.stats()))
             return False
+        case CacheQuery():
+            views.ask(message)
+            return False
+        case Reset(number):
+            link.send(ResetReply(number, core.reset_cache()))
     return True
 
 

@@ -23,7 +23,7 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
     cache.residents.let_expired_go()
     return EngineStats(
         num_running=len(books.running),
-        num_waiting=len(books.waiting) + len(transfers.fetching) + len(transfers.ready),
+        num_waiting=books.num_waiting,
         num_pages=cache.pool.num_pages,
         free_pages=cache.pool.num_free,
         held_pages=held,
@@ -52,6 +52,8 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         open_transfers=len(transfers.fetching),
         failed_transfers=counters.failed_pulls,
         expired_leases=counters.expired_offers,
+        in_flight_shared_requests=counters.shared.requests,
+        in_flight_shared_tokens=counters.shared.tokens,
         side_channel_dropped=0 if transfer is None else transfer.loop.dropped,
     )
 
@@ -75,6 +77,7 @@ def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheRe
         reason=first.reason.value,
         received_tokens=first.received,
         held_breakpoints=len(first.held),
+        lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
         prefill_cached_tokens=None if request.remote_failed else prefill_cached_tokens,
     )
 

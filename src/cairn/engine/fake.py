@@ -1,15 +1,15 @@
 """An engine core in memory: no model, no torch, the same behaviour every time.
 
 For tests of everything above the core, and for trying the HTTP surface. The answer to a prompt is the prompt: its byte
-tokens one by one, then end-of-sequence, and with `ignore_eos` all over again. Requests for transfers are read as a
-real engine reads them, and answered in its form: see `fake_transfer`.
+tokens one by one, then end-of-sequence, and with `ignore_eos` all over again; answer number i begins with byte i.
+Requests for transfers are read as a real engine reads them, and answered in its form: see `fake_transfer`.
 """
 
 import os
 import signal
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy as np
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import (
     CacheReport,
+    CacheView,
     EngineConfig,
     EngineInfo,
     EngineStats,
@@ -28,9 +29,12 @@ from cairn.engine.contract import (
 from cairn.engine.fake_answer import FakeAnswer
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
 from cairn.engine.fake_transfer import FakeTransfers, RemoteRole
+from cairn.engine.fake_view import FakeVisits, fake_view
+from cairn.engine.sampling import check_token_ids
+from cairn.engine.step_sizes import StepSizes
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
-from cairn.errors import AuditError, ConfigError, InvalidRequest, ModelError, Overloaded
+from cairn.errors import AuditError, ConfigError, InvalidRequest, ModelError, QueueFull
 from cairn.transfer.params import RemotePrefill
 from cairn.types import Clock, Keys, SystemClock
 
@@ -90,10 +94,12 @@ class FakeCore:
         self._transfers = FakeTransfers(config, _BYTES_PER_TOKEN)
         self._info = _fake_info(config, self._transfers.side_channel)
         self._waiting: deque[FakeAnswer] = deque()
-        self._running: dict[str, FakeAnswer] = {}
+        self._running: dict[tuple[str, int], FakeAnswer] = {}
         self._paths: OrderedDict[tuple[str | None, bytes], None] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._visits = FakeVisits(self._clock)
+        self._step_sizes = StepSizes()
 
     @property
     def info(self) -> EngineInfo:
@@ -113,28 +119,32 @@ class FakeCore:
         if len(wrong):
             raise InvalidRequest(f"prompt[{wrong[0]}] is no token id of this model", "prompt")
         if len(self._waiting) >= self._config.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting already: try again later")
+            raise QueueFull(f"{len(self._waiting)} requests are waiting already: try again later")
+        check_token_ids(request, info.vocab_size)
         role = self._transfers.role_of(request)
         cached = self._look_up(request.cache_salt, keys)
         received = self._receive(role, len(keys) - cached)
         echo = [token for token in keys.tolist() if token < END_OF_SEQUENCE]
-        answer = FakeAnswer(
-            request=request,
-            keys=keys,
-            source=[*echo, END_OF_SEQUENCE],
-            cached_tokens=cached,
-            received_tokens=received,
-            role=role,
-            room=info.max_model_len - len(keys),
-            stream=FakeTokenizer().stream(),
-            stops=StopStrings(request.stop),
-            submitted=self._clock.now(),
-        )
-        self._waiting.append(answer)
+        for index in range(request.n):
+            turned = echo[index % max(1, len(echo)) :] + echo[: index % max(1, len(echo))]
+            answer = FakeAnswer(
+                request=request,
+                index=index,
+                keys=keys,
+                source=[*turned, END_OF_SEQUENCE],
+                cached_tokens=cached,
+                received_tokens=received,
+                role=role,
+                room=info.max_model_len - len(keys),
+                stream=FakeTokenizer().stream(request.skip_special_tokens),
+                stops=StopStrings(request.stop, request.include_stop_str_in_output),
+                submitted=self._clock.now(),
+            )
+            self._waiting.append(answer)
         self._counts.update(prefix_cache_queries=len(keys), prefix_cache_hits=cached)
 
     def abort(self, request_id: str) -> None:
-        self._running.pop(request_id, None)
+        self._running = {key: answer for key, answer in self._running.items() if key[0] != request_id}
         self._waiting = deque(answer for answer in self._waiting if answer.request.request_id != request_id)
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -155,6 +165,8 @@ class FakeCore:
         if not moving:
             self._sleep(_PAUSED_SECONDS)
             return []
+        first = sum(len(a.keys) - a.cached_tokens for a in moving if not (a.num_tokens or a.index))
+        self._step_sizes.add(first + sum(a.num_tokens > 0 for a in moving))
         self._counts["forward_passes"] += any(a.num_tokens or a.cached_tokens < len(a.keys) for a in moving)
         return [self._fail(answer) if self._is_lost(answer) else self._advance(answer) for answer in moving]
 
@@ -167,7 +179,7 @@ class FakeCore:
         block_size, num_pages = self._info.block_size, self._info.num_pages
         held = sum(-(-(len(a.keys) + a.num_tokens) // block_size) for a in self._running.values())
         return msgspec.structs.replace(
-            msgspec.convert(self._counts, EngineStats),
+            self._step_sizes.told(msgspec.convert(self._counts, EngineStats)),
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_pages=num_pages,
@@ -175,7 +187,18 @@ class FakeCore:
             free_pages=num_pages - held,
             open_leases=len(self._running),
             reasons=dict(self._reasons),
+            lost_tokens=dict(self._visits.lost),
         )
+
+    def reset_cache(self) -> int:
+        held = self.stats().held_pages
+        if not held:
+            self._paths.clear()
+        return held
+
+    def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
+        yield None
+        yield fake_view(self._info, self.stats(), self._paths, self._visits, max_paths)
 
     def resume(self) -> None:
         """Let paused answers grow on. May be called from another thread."""
@@ -196,7 +219,7 @@ class FakeCore:
         return bool(lost and not self._transfers.recomputes)
 
     def _fail(self, answer: FakeAnswer) -> GenerateOutput:
-        del self._running[answer.request.request_id]
+        self.abort(answer.request.request_id)
         return GenerateOutput(
             request_id=answer.request.request_id,
             finish_reason="error",
@@ -223,7 +246,9 @@ class FakeCore:
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             answer = self._waiting.popleft()
             answer.started = self._clock.now()
-            self._running[answer.request.request_id] = answer
+            self._running[answer.request.request_id, answer.index] = answer
+            if answer.index:
+                continue
             self._paths[answer.request.cache_salt, answer.request.prompt] = None
             while len(self._paths) > _REMEMBERED_PATHS:
                 self._paths.popitem(last=False)
@@ -237,12 +262,14 @@ class FakeCore:
         self._counts["generation_tokens"] += 1
         if output.finish_reason is None:
             return output
-        del self._running[output.request_id]
+        del self._running[output.request_id, output.index]
         timings = Timings(
             queue=answer.started - answer.submitted,
             prefill=answer.first - answer.started,
             decode=self._clock.now() - answer.first,
         )
+        if answer.index:
+            return msgspec.structs.replace(output, timings=timings)
         cache, received = self._report(answer), answer.received_tokens
         return msgspec.structs.replace(
             output,
@@ -259,7 +286,7 @@ class FakeCore:
         if not self._config.enable_prefix_caching:
             reason = Reason.DISABLED
         self._reasons[reason.value] += 1
-        return CacheReport(
+        report = CacheReport(
             prompt_tokens=len(answer.keys),
             matched_tokens=cached,
             cached_tokens=cached,
@@ -267,7 +294,10 @@ class FakeCore:
             reason=reason.value,
             received_tokens=answer.received_tokens,
             prefill_cached_tokens=remote.cached_tokens if remote and not missing else None,
+            lost_tokens={reason.value: missing} if missing else {},
         )
+        self._visits.note(answer.request.cache_salt, report)
+        return report
 
 
 def _common_prefix(a: Keys, b: Keys) -> int:

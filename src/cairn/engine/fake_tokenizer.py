@@ -19,12 +19,18 @@ _MESSAGE_END = 258
 FAKE_VOCAB_SIZE = 259
 
 
+_SPECIAL = MappingProxyType({END_OF_SEQUENCE: b"<end>", _MESSAGE_START: b"<start>", _MESSAGE_END: b"<stop>"})
+
+
 class _ByteStream:
-    def __init__(self) -> None:
+    def __init__(self, skip_special_tokens: bool) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._skips = skip_special_tokens
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(bytes([token_id])) if token_id < 256 else ""
+        if token_id in _SPECIAL:
+            return "" if self._skips else self._decoder.decode(b"", final=True) + _SPECIAL[token_id].decode()
+        return self._decoder.decode(bytes([token_id]))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -64,8 +70,14 @@ class FakeTokenizer:
     With `image_tokens` it takes images, too, each as so many tokens 0, whatever its size.
     """
 
-    def __init__(self, image_tokens: int = 0) -> None:
+    def __init__(self, image_tokens: int = 0, chat_template: str = "") -> None:
+        """`chat_template`: what the chats are said to be written by."""
         self._image_tokens = image_tokens
+        self._chat_template = chat_template
+
+    @property
+    def chat_template(self) -> str:
+        return self._chat_template
 
     @property
     def image_markers(self) -> tuple[str, ...]:
@@ -85,6 +97,7 @@ class FakeTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         breakpoints: Sequence[Breakpoint] = (),
+        continue_final_message: bool = False,
     ) -> RenderedPrompt:
         chat = _FakeChat(self._image, {(point.message, point.part): point.seconds for point in breakpoints})
         if tools:
@@ -95,7 +108,10 @@ class FakeTokenizer:
                 raise InvalidRequest(f"this chat template does not know the role {role!r}", "messages")
             kind: BoundaryKind = "system_end" if i == 0 and role == "system" else "message_end"
             chat.write(role, message["content"], i, kind, message.get("tool_calls"))
-        if add_generation_prompt:
+        if continue_final_message:
+            chat.token_ids.pop()
+            chat.boundaries.pop()
+        elif add_generation_prompt:
             chat.token_ids += [_MESSAGE_START, *b"assistant\n"]
             if template_kwargs.get("enable_thinking"):
                 chat.token_ids += b"<think>"
@@ -112,8 +128,11 @@ class FakeTokenizer:
             rgb=pixels.rgb,
         )
 
-    def stream(self) -> TextStream:
-        return _ByteStream()
+    def token_bytes(self, token_id: int) -> bytes:
+        return _SPECIAL.get(token_id) or bytes([token_id])
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        return _ByteStream(skip_special_tokens)
 
 
 def load_fake_tokenizer(folder: str) -> FakeTokenizer:

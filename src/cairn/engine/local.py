@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from cairn.engine.client import EngineDeadlines, Switchboard
 from cairn.engine.contract import (
+    CacheView,
     EngineConfig,
     EngineCore,
     EngineInfo,
@@ -123,6 +124,12 @@ class LocalEngine:
     async def stats(self) -> EngineStats:
         return await self._switchboard.stats()
 
+    async def cache_view(self, max_paths: int) -> CacheView:
+        return await self._switchboard.cache_view(max_paths)
+
+    async def reset_cache(self) -> int:
+        return await self._switchboard.reset_cache()
+
     async def wait_dead(self) -> str:
         return await self._switchboard.wait_dead()
 
@@ -133,6 +140,7 @@ class LocalEngine:
         self._link.inbox.put(Shutdown())
         await asyncio.to_thread(self._thread.join, self._deadlines.stop)
         self._switchboard.fail("the engine has been stopped", asked_for=True)
+        await self._switchboard.aclose()
         if self._watching is not None:
             self._watching.cancel()
 

@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from cairn.engine.client import EngineDeadlines, Switchboard
 from cairn.engine.contract import (
+    CacheView,
     EngineConfig,
     EngineInfo,
     EngineStats,
@@ -166,6 +167,12 @@ class ProcessEngine:
     async def stats(self) -> EngineStats:
         return await self._switchboard.stats()
 
+    async def cache_view(self, max_paths: int) -> CacheView:
+        return await self._switchboard.cache_view(max_paths)
+
+    async def reset_cache(self) -> int:
+        return await self._switchboard.reset_cache()
+
     async def wait_dead(self) -> str:
         return await self._switchboard.wait_dead()
 
@@ -230,6 +237,7 @@ class ProcessEngine:
 
     async def _tear_down(self) -> None:
         self._switchboard.fail("the engine has been stopped", asked_for=True)
+        await self._switchboard.aclose()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

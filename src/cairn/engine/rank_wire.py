@@ -25,6 +25,7 @@ from cairn.step import (
     Sample,
     SampleOnly,
     Save,
+    Score,
     StepPlan,
 )
 from cairn.types import Pages, SamplingParams
@@ -124,11 +125,15 @@ ToRankZero: TypeAlias = Hello | RankReady | RankRefused | StepDone | RankFailed
 
 
 class _Sample(msgspec.Struct, frozen=True, array_like=True):
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    """Without what only the draw needs: rank 0 alone draws."""
+
+    params: SamplingParams
     position: _Step
+
+
+class _Score(msgspec.Struct, frozen=True, array_like=True):
+    targets: _Bytes
+    top: _Number
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
@@ -159,6 +164,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     decode: bool
     sample: _Sample | None
     images: tuple[_Image, ...] = ()
+    score: _Score | None = None
 
 
 class PlanFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -224,6 +230,7 @@ def _row_frame(row: Row) -> _Row:
         decode=row.decode,
         sample=None if row.sample is None else _sample_frame(row.sample),
         images=tuple(_Image(image.start, image.length, image.grid) for image in row.images),
+        score=None if row.score is None else _Score(_bytes(row.score.targets, "<i8"), row.score.top),
     )
 
 
@@ -238,17 +245,16 @@ def _row(row: _Row) -> Row:
         decode=row.decode,
         sample=None if row.sample is None else _sample(row.sample),
         images=tuple(Image(image.start, image.length, image.grid, b"", 0, 0, b"") for image in row.images),
+        score=None if row.score is None else Score(_numbers(row.score.targets, "<i8"), row.score.top),
     )
 
 
 def _sample_frame(sample: Sample) -> _Sample:
-    params = sample.params
-    return _Sample(params.temperature, params.top_k, params.top_p, params.seed, sample.position)
+    return _Sample(sample.params, sample.position)
 
 
 def _sample(sample: _Sample) -> Sample:
-    params = SamplingParams(sample.temperature, sample.top_k, sample.top_p, sample.seed)
-    return Sample(params, sample.position)
+    return Sample(sample.params, sample.position)
 
 
 def _bytes(numbers: NDArray[np.integer[Any]], dtype: str) -> bytes:

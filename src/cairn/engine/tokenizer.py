@@ -14,11 +14,15 @@ from cairn.engine.chat import Chat, first_turn, pictures, plain
 from cairn.engine.chat_template import ChatTemplate
 from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
 from cairn.engine.images import ImagePrompts
+from cairn.engine.token_spelling import TokenSpelling
 from cairn.errors import InvalidRequest, ModelError
 
-__all__ = ["IncrementalText", "ModelTokenizer"]
+__all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]
 
 Messages = Sequence[dict[str, Any]]
+
+MARKS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+"""Part of an answer's text, also where a checkpoint calls them special: what they enclose is told by them."""
 
 _REPLACEMENT = "\ufffd"
 _OPEN_TOKENS = 4
@@ -49,8 +53,11 @@ class ModelTokenizer:
         self._text.no_truncation()
         self._text.no_padding()
         self._special = frozenset(
-            token_id for token_id, token in self._text.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in self._text.get_added_tokens_decoder().items()
+            if token.special and token.content not in MARKS
         )
+        self._spelling = TokenSpelling(self._text)
         self._images = ImagePrompts.read(folder, self._text.id_to_token)
 
     @property
@@ -73,6 +80,17 @@ class ModelTokenizer:
         token_id: int | None = self._chat.eos_token_id
         return token_id
 
+    @property
+    def chat_template(self) -> str:
+        """See `TextTokenizer`."""
+        template = self._chat.chat_template
+        return template if isinstance(template, str) else ""
+
+    def to_json(self) -> str:
+        """What tokenizer.json holds, with the tokens that other files of the folder have added."""
+        written: str = self._text.to_str()
+        return written
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
         return self._encode(text, add_special_tokens, "prompt")
@@ -81,9 +99,13 @@ class ModelTokenizer:
         """The whole text, special tokens included; ids beyond the vocabulary give nothing."""
         return self._text.decode(list(token_ids), skip_special_tokens=False)
 
-    def stream(self) -> "IncrementalText":
-        """The text of an answer: special tokens are left out."""
-        return IncrementalText(self._text, self._special)
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `TextTokenizer`; an id beyond the vocabulary gives nothing."""
+        return self._spelling.token_bytes(token_id)
+
+    def stream(self, skip_special_tokens: bool = True) -> "IncrementalText":
+        """The text of an answer; special tokens are left out unless they are asked for."""
+        return IncrementalText(self._text, self._special if skip_special_tokens else frozenset())
 
     def render_chat(
         self,
@@ -93,6 +115,7 @@ class ModelTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         breakpoints: Sequence[Breakpoint] = (),
+        continue_final_message: bool = False,
     ) -> RenderedPrompt:
         """The chat template applied; `boundaries` are the ends of the leading system segment (tools included), of each
         message and of each image, and `breakpoints`, as far as they can be found and what comes before them has the
@@ -104,7 +127,7 @@ class ModelTokenizer:
         images = pictures(messages)
         if images and self._images is None:
             raise InvalidRequest("this model reads text alone, no images", "messages")
-        chat = Chat(plain(messages), tuple(tools or ()), add_generation_prompt, template_kwargs)
+        chat = Chat(plain(messages), tuple(tools or ()), add_generation_prompt, template_kwargs, continue_final_message)
         text = self._template.render(chat)
         token_ids = self._encode(text, False, "messages")
         ends = self._template.ends(chat, text, messages, breakpoints)

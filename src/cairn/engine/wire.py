@@ -1,7 +1,7 @@
 """The process wire: msgpack frames between an engine client and its core, nothing else.
 
-    client -> core   Submit, Abort, StatsQuery, Shutdown                       (`ToCore`)
-    core -> client   Ready, Refused | Outputs, Refusal, StatsReply, Fatal      (`FromCore`)
+    client -> core   Submit, Abort, StatsQuery, CacheQuery, Reset, Shutdown                        (`ToCore`)
+    core -> client   Ready, Refused | Outputs, Refusal, StatsReply, CacheReply, ResetReply, Fatal  (`FromCore`)
 
 The first frame to the core is its EngineConfig; it answers Ready or Refused. Key tokens travel as the raw bytes of
 `GenerateRequest.prompt` and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
@@ -15,12 +15,15 @@ import numpy as np
 from cairn.engine.contract import (
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
+    MAX_SHOWN,
+    CacheView,
     EngineConfig,
     EngineInfo,
     EngineStats,
     GenerateOutput,
     GenerateRequest,
 )
+from cairn.engine.sampling import check_sampling
 from cairn.errors import (
     ConfigError,
     EngineDead,
@@ -28,6 +31,7 @@ from cairn.errors import (
     ModelError,
     NotFound,
     Overloaded,
+    QueueFull,
     RequestError,
 )
 from cairn.types import Keys
@@ -35,6 +39,8 @@ from cairn.types import Keys
 __all__ = [
     "MAX_FRAME_BYTES",
     "Abort",
+    "CacheQuery",
+    "CacheReply",
     "Fatal",
     "Frames",
     "FromCore",
@@ -42,6 +48,8 @@ __all__ = [
     "Ready",
     "Refusal",
     "Refused",
+    "Reset",
+    "ResetReply",
     "Shutdown",
     "StatsQuery",
     "StatsReply",
@@ -85,6 +93,19 @@ class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
     number: Number
 
 
+class CacheQuery(msgspec.Struct, frozen=True, tag="cache"):
+    """Answered, some steps later, by the CacheReply with the same number."""
+
+    number: Number
+    max_paths: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHOWN)]
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Drop what is cached. Answered by the ResetReply with the same number."""
+
+    number: Number
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End now. The client drains first where it wants to."""
 
@@ -119,15 +140,17 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """The core did not take a request."""
 
     request_id: RequestIdText
-    kind: Literal["invalid", "not_found", "overloaded"]
+    kind: Literal["invalid", "not_found", "overloaded", "queue_full"]
     message: str
     param: str | None
 
     @classmethod
     def of(cls, request_id: str, error: RequestError) -> "Refusal":
-        kind: Literal["invalid", "not_found", "overloaded"] = "invalid"
+        kind: Literal["invalid", "not_found", "overloaded", "queue_full"] = "invalid"
         if isinstance(error, NotFound):
             kind = "not_found"
+        elif isinstance(error, QueueFull):
+            kind = "queue_full"
         elif isinstance(error, Overloaded):
             kind = "overloaded"
         return cls(request_id, kind, error.message, error.param)
@@ -138,6 +161,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
                 return NotFound(self.message, self.param)
             case "overloaded":
                 return Overloaded(self.message, self.param)
+            case "queue_full":
+                return QueueFull(self.message, self.param)
             case _:
                 return InvalidRequest(self.message, self.param)
 
@@ -149,14 +174,28 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats_reply"):
     stats: EngineStats
 
 
+class CacheReply(msgspec.Struct, frozen=True, tag="cache_reply"):
+    """The answer to the CacheQuery with this number."""
+
+    number: Number
+    view: CacheView
+
+
+class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
+    """The answer to the Reset with this number. `held_pages`: those that stood in its way."""
+
+    number: Number
+    held_pages: Number
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The core has ended, and why. Its last frame."""
 
     text: str
 
 
-ToCore: TypeAlias = Submit | Abort | StatsQuery | Shutdown
-FromCore: TypeAlias = Ready | Refused | Outputs | Refusal | StatsReply | Fatal
+ToCore: TypeAlias = Submit | Abort | StatsQuery | CacheQuery | Reset | Shutdown
+FromCore: TypeAlias = Ready | Refused | Outputs | Refusal | StatsReply | CacheReply | ResetReply | Fatal
 
 Message = TypeVar("Message")
 
@@ -238,6 +277,7 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidRequest(f"{holds} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries")
     if any(not 0 <= boundary.hold_seconds <= MAX_HOLD_SECONDS for boundary in request.boundaries):
         raise InvalidRequest(f"boundaries can be held for at most {MAX_HOLD_SECONDS} seconds", "boundaries")
+    check_sampling(request)
     size = len(request.kv_transfer_params or b"")
     if size > _MAX_TRANSFER_PARAMS:
         raise InvalidRequest(

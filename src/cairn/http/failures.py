@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from cairn.errors import RequestError
 
-__all__ = ["ClientGone", "error_body", "error_content", "error_response", "failed", "internal_error"]
+__all__ = ["ClientGone", "error_body", "error_content", "error_response", "failed", "internal_error", "retry_headers"]
 
 
 class ClientGone(Exception):
@@ -31,8 +31,13 @@ def error_content(error: RequestError) -> bytes:
     return msgspec.json.encode(error_body(error.message, error.status, error.code, error.param))
 
 
+def retry_headers(error: RequestError) -> dict[str, str]:
+    """When the request may be sent again, where that is known."""
+    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+
+
 def error_response(error: RequestError) -> Response:
-    return Response(error_content(error), error.status, media_type="application/json")
+    return Response(error_content(error), error.status, retry_headers(error), media_type="application/json")
 
 
 def internal_error() -> RequestError:

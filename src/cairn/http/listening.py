@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import uvicorn
 
 from cairn.errors import ConfigError
+from cairn.http.connections import Connection, ConnectionDeadlines
 
 __all__ = ["first_of", "listen", "until_started", "web_server"]
 
@@ -44,13 +46,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def web_server(app: Any) -> uvicorn.Server:
-    """A server for one ASGI application; it leaves the process's signals alone."""
+def web_server(
+    app: Any, *, lifespan: Literal["on", "off"] = "on", deadlines: ConnectionDeadlines | None = None
+) -> uvicorn.Server:
+    """A server for one ASGI application; it leaves the process's signals alone. `lifespan`: whether the application is
+    told of its start and end."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=partial(Connection, deadlines=deadlines or ConnectionDeadlines()),  # type: ignore[arg-type]
         ws="none",
-        lifespan="on",
+        lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from cairn.errors import RequestError
 from cairn.http.failures import error_response, failed
-from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
+from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, HeadLimit, RequestIds
+from cairn.http.unread import UnreadBodies
 from cairn.proxy import routes
 from cairn.proxy.service import ProxyService
 
@@ -18,6 +19,7 @@ __all__ = ["create_app"]
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/version"})
 _GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+_MAX_HEAD_BYTES = 1 << 15
 
 
 def create_app(service: ProxyService) -> FastAPI:
@@ -53,9 +55,11 @@ def create_app(service: ProxyService) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
     app.add_middleware(GateKeeper, gate=service, paths=_GATED_PATHS)
     if options.api_key is not None:
-        app.add_middleware(ApiKey, api_key=options.api_key, open_paths=_OPEN_PATHS)
+        app.add_middleware(ApiKey, api_keys=(options.api_key,), open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
     app.add_middleware(RequestIds, new_id=service.new_id)
+    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
+    app.add_middleware(UnreadBodies)
     return app
 
 

@@ -1,8 +1,8 @@
 """One request's way: to a prefill server, with what it hands over to a decode server, and from there to the client.
 
-prefill   5xx, time-out, broken connection: the next prefill server; none left: the decode server does it alone
-          4xx: the client gets it as it is
-decode    5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
+prefill   429, 5xx, time-out, broken connection: the next prefill server; none left: the decode server does it alone
+          other 4xx: the client gets it as it is
+decode    429, 5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
           good for one use, so it is prefilled again, unless the request cannot have arrived
           after the first byte: no second try, ever; a stream ends with an error event
 """
@@ -26,6 +26,8 @@ from cairn.proxy.upstream import CallFailed, Headers, Reply, read_whole
 __all__ = ["Forwarding", "GeneratePath", "Job", "job_of"]
 
 GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
+
+_FULL = 429
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class Forwarding:
             reply = await service.client.whole(
                 "POST", url, content, job.headers, options.prefill_seconds, options.max_body_bytes
             )
-        if 400 <= reply.status < 500:
+        if 400 <= reply.status < 500 and reply.status != _FULL:
             raise _PassOn(reply)
         if reply.status != 200:
             raise CallFailed(f"it answers with {reply.status}", kind="status")
@@ -152,7 +154,7 @@ class Forwarding:
         try:
             with upstream.hold():
                 async with service.client.open(url, content, job.headers, silence) as (reply, chunks):
-                    if reply.status >= 500 or 300 <= reply.status < 400:
+                    if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
                         await self._keep_failure(reply, chunks)
                         raise CallFailed(f"it answers with {reply.status}", kind="status")
                     await self._pass_through(reply, chunks)
@@ -196,8 +198,8 @@ class Forwarding:
             self._service.metrics.hints_stored.inc()
 
     async def _keep_failure(self, reply: Reply, chunks: AsyncGenerator[bytes, None]) -> None:
-        """Keep a 5xx, in case nobody can do better. A redirect is never passed on: it is not for the client."""
-        if reply.status >= 500:
+        """Keep a 429 or 5xx, in case nobody can do better. A redirect is never passed on: it is not for the client."""
+        if reply.status >= 500 or reply.status == _FULL:
             content = await read_whole(chunks, self._service.options.max_body_bytes)
             self._last_answer = Reply(reply.status, reply.headers, content)
 

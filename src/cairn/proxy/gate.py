@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from cairn.errors import Overloaded
+from cairn.errors import Overloaded, QueueFull
 from cairn.http.failures import failed
 
 __all__ = ["Gate"]
@@ -24,11 +24,11 @@ class Gate:
         self.num_open = 0
 
     def enter(self) -> None:
-        """Raises Overloaded when closed or full; otherwise `leave` has to follow."""
+        """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
         if self.closed:
             raise Overloaded("the proxy is shutting down: send the request to another one")
         if self.num_open >= self._max_open:
-            raise Overloaded(f"{self.num_open} requests are open already: try again later")
+            raise QueueFull(f"{self.num_open} requests are open already: try again later")
         self.num_open += 1
         self._emptied.clear()
 

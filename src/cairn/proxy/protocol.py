@@ -35,7 +35,11 @@ Body = dict[str, msgspec.Raw]
 """A JSON object with its values as they were written."""
 
 _MAX_HINT_BYTES = 2048
-_PREFILL_LEAVES_OUT = ("stream_options", "min_tokens", "min_completion_tokens")
+_PREFILL_LEAVES_OUT = (
+    *("stream_options", "min_tokens", "min_completion_tokens"),
+    # nobody reads that answer, and a prompt that is told of would be computed whatever is cached
+    *("n", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
+)
 _REMOTE_DECODE = (
     ("do_remote_decode", True),
     ("do_remote_prefill", False),

@@ -71,6 +71,8 @@ class PlanLimits:
         if row.kv_write_from < 0:
             raise ValueError(f"{name}: kv_write_from {row.kv_write_from} is negative")
         self._tokens(name, row, steps[row.slot])
+        if row.score is not None and not (1 <= len(row.score.targets) <= count and row.score.top >= 0):
+            raise ValueError(f"{name}: {len(row.score.targets)} tokens are to be scored, it has {count}")
         if len(row.pages) != len(self.layout.groups):
             raise ValueError(f"{name}: {len(row.pages)} page lists for {len(self.layout.groups)} attention groups")
         for group, pages in zip(self.layout.groups, row.pages, strict=True):

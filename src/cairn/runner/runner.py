@@ -3,7 +3,7 @@
 Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from cairn.runner.memory import LiveStates, paged_layers
 from cairn.runner.plan_check import PlanLimits
 from cairn.runner.sampler import draw
 from cairn.runner.self_test import check_row_independence
-from cairn.step import FromStep, Keep, Row, Sample, SampledToken, StepPlan, StepResult
+from cairn.runner.token_logprobs import logprobs_of, score
+from cairn.step import FromStep, Keep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
 from cairn.types import Pages
 
 __all__ = ["Observe", "Runner"]
@@ -113,12 +114,11 @@ class Runner:
         self.validate(plan)
         with torch.inference_mode():
             self._move(plan)
-            if plan.rows:
-                self._forward(plan.rows, plan.keeps)
+            scored = self._forward(plan.rows, plan.keeps) if plan.rows else ()
             sampled = self._sample(plan)
         self._last_step = plan.step
         self.steps += 1
-        return StepResult(plan.step, sampled)
+        return StepResult(plan.step, sampled, scored)
 
     @property
     def image_counts(self) -> ImageCounts | None:
@@ -151,7 +151,7 @@ class Runner:
         for number, layer in enumerate(self._live.recurrent):
             self._files.write_layer(pages, number, layer.conv[slot], layer.state[slot])
 
-    def _forward(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> None:
+    def _forward(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> tuple[Scored, ...]:
         for row in rows:
             if row.start == 0:
                 self._live.clear(row.slot)
@@ -168,6 +168,16 @@ class Runner:
             self._sampled_steps[row.slot] = None
         for keep in keeps:
             self._files.write_hidden(keep.pages, hidden[places.row_of(keep.row, keep.position - 1)])
+        return tuple(part for index, row in enumerate(rows) for part in self._score(row, hidden[places.first[index] :]))
+
+    def _score(self, row: Row, hidden: Tensor) -> Iterator[Scored]:
+        """`hidden`: from the row's first token on. All ranks take part: each has a share of the logits."""
+        if row.score is None:
+            return
+        position = row.start + 1
+        for logprobs in score(row.score, hidden, self._model.logits):
+            yield Scored(row.slot, position, logprobs)
+            position += len(logprobs.ranks)
 
     def _tokens(self, row: Row) -> Ints:
         if isinstance(row.tokens, FromStep):
@@ -185,10 +195,16 @@ class Runner:
                 self._observe(sample, row)
         communicator = self._model.communicator
         drawn = [0] * len(wanted)
+        told: list[Logprobs | None] = [None] * len(wanted)
         if communicator.rank == 0:
-            drawn = [draw(row, own.params, own.position) for (_, own), row in zip(wanted, logits, strict=True)]
+            drawn = [draw(row, own) for (_, own), row in zip(wanted, logits, strict=True)]
+            told = [_told(row, own, token) for (_, own), row, token in zip(wanted, logits, drawn, strict=True)]
         sampled = []
-        for (slot, _), token in zip(wanted, communicator.broadcast(drawn), strict=True):
+        for (slot, _), token, logprobs in zip(wanted, communicator.broadcast(drawn), told, strict=True):
             self._sampled_steps[slot], self._sampled_tokens[slot] = plan.step, token
-            sampled.append(SampledToken(slot, token))
+            sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
+
+
+def _told(logits: Tensor, sample: Sample, token: int) -> Logprobs | None:
+    return None if sample.logprobs is None else logprobs_of(logits[None], torch.tensor([token]), sample.logprobs)

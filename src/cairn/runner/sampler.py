@@ -1,43 +1,72 @@
-"""One token from one row of logits."""
+"""One token from one row of logits: a chain of small transforms, none of them by default, and the draw."""
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.runner.filters import MinP, TopK, TopP
+from cairn.runner.penalties import FrequencyPenalty, RepetitionPenalty
+from cairn.runner.token_rules import AllowedTokens, BannedTokens, LogitBias
+from cairn.step import Sample
 from cairn.types import SamplingParams
 
-__all__ = ["draw"]
+__all__ = ["Transform", "draw", "filters_of", "transforms_of"]
+
+Transform = Callable[[Tensor], Tensor]
+"""Logits, [vocab] -> a new tensor of the same shape; the given one is left alone."""
 
 
-def draw(logits: Tensor, params: SamplingParams, position: int) -> int:
-    """The token for absolute position `position`; logits float32 [vocab].
+def draw(logits: Tensor, sample: Sample) -> int:
+    """The token for `sample`; logits float32 [vocab].
 
     Temperature 0 takes the largest logit, the lowest id among equals. Otherwise the largest of logit / temperature
-    plus Gumbel noise, which is a draw from the softmax (Gumbel 1954), among the tokens that top_k and top_p leave. The
+    plus Gumbel noise, which is a draw from the softmax (Gumbel 1954), among the tokens that the filters leave. The
     noise comes from a generator seeded with (seed, position), so it is the same in any batch and after any preemption.
     """
+    params = sample.params
+    for transform in transforms_of(sample):
+        logits = transform(logits)
     if params.temperature == 0:
         # numpy promises the first of equal maxima, torch does not.
         return int(np.argmax(logits.numpy()))
     scaled = logits.double().sub_(logits.max()).div_(params.temperature)
-    return int(np.argmax((_filtered(scaled, params) + _gumbel(logits.shape[0], params.seed, position)).numpy()))
+    for keep in filters_of(params):
+        scaled = keep(scaled)
+    return int(np.argmax((scaled + _gumbel(scaled.shape[0], params.seed, sample.position)).numpy()))
 
 
-def _filtered(scaled: Tensor, params: SamplingParams) -> Tensor:
-    """Tokens outside the `top_k` best, or outside the smallest set that holds `top_p` of the probability, get -inf."""
-    if 0 < params.top_k < scaled.shape[0]:
-        least = scaled.topk(params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+def transforms_of(sample: Sample) -> list[Transform]:
+    """What is done to the logits whatever the temperature, in vLLM's order: what is allowed at all comes first."""
+    params, chain = sample.params, list[Transform]()
+    if sample.allowed is not None:
+        chain.append(AllowedTokens(sample.allowed))
+    if sample.banned:
+        chain.append(BannedTokens(sample.banned))
+    if params.logit_bias:
+        chain.append(LogitBias(params.logit_bias))
+    if params.needs_history:
+        assert sample.history is not None, f"position {sample.position}: a penalty without what it looks at"
+        if params.repetition_penalty != 1:
+            chain.append(RepetitionPenalty(sample.history, params.repetition_penalty))
+        answer = sample.history[sample.num_prompt_tokens :]
+        if len(answer) and (params.frequency_penalty or params.presence_penalty):
+            chain.append(FrequencyPenalty(answer, params.frequency_penalty, params.presence_penalty))
+    return chain
+
+
+def filters_of(params: SamplingParams) -> list[Transform]:
+    """Which tokens may be drawn, given their logits at the temperature."""
+    chain = list[Transform]()
+    if params.min_p > 0:
+        chain.append(MinP(params.min_p))
+    if params.top_k > 0:
+        chain.append(TopK(params.top_k))
     if params.top_p < 1:
-        ranked, order = scaled.sort(descending=True, stable=True)
-        probabilities = ranked.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        # The best token always stays: nothing is before it.
-        out = order[(before >= params.top_p).logical_and_(before > 0)]
-        scaled = scaled.index_fill(0, out, -torch.inf)
-    return scaled
+        chain.append(TopP(params.top_p))
+    return chain
 
 
 def _gumbel(count: int, seed: int, position: int) -> Tensor:

@@ -8,8 +8,10 @@ in a hundred lines what a step has to do.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cairn.cache.layout import CacheLayout
-from cairn.step import GRID, FromStep, Row, Sample, SampledToken, StepPlan, StepResult
+from cairn.step import GRID, FromStep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
 from cairn.types import Pages
 
 __all__ = ["SimulatedRunner"]
@@ -49,21 +51,27 @@ class SimulatedRunner:
             self._slots[fork.target] = self._slots[fork.source]
         for save in plan.saves:
             self._write_file(save.pages, self._slots[save.slot])
-        sampled = []
+        sampled, scored = [], []
         self.forward_passes += bool(plan.rows)
         for index, row in enumerate(plan.rows):
             keeps = {keep.position: keep.pages for keep in plan.keeps if keep.row == index}
-            self._row(row, keeps)
+            hidden = self._row(row, keeps)
+            if row.score is not None:
+                targets = row.score.targets.tolist()
+                told = [self._logprobs(tag, token, row.score.top) for tag, token in zip(hidden, targets, strict=False)]
+                scored += [Scored(row.slot, position, one) for position, one in enumerate(told, row.start + 1)]
             if row.sample is not None:
                 sampled.append(self._draw(row.slot, row.sample, plan.step))
         for only in plan.sample_only:
             sampled.append(self._draw(only.slot, only.sample, plan.step))
-        return StepResult(plan.step, tuple(sampled))
+        return StepResult(plan.step, tuple(sampled), tuple(scored))
 
     def close(self) -> None:
         """Nothing runs beside it."""
 
-    def _row(self, row: Row, keeps: dict[int, Pages]) -> None:
+    def _row(self, row: Row, keeps: dict[int, Pages]) -> list[int]:
+        """The hidden states after each of the row's tokens."""
+        hidden = []
         state, _ = FRESH if row.start == 0 else self._slots[row.slot]
         context = sum(self._read(row, position) for position in range(row.start))
         for position, token in enumerate(self._inputs(row), row.start):
@@ -76,9 +84,11 @@ class SimulatedRunner:
                 self._write(row, position, hash((state, token)))
             context += self._read(row, position)
             live = (state, hash((state, context)))
+            hidden.append(live[1])
             if position + 1 in keeps:
                 self._write_file(keeps[position + 1], live)
         self._slots[row.slot] = live
+        return hidden
 
     def _inputs(self, row: Row) -> Sequence[int]:
         if isinstance(row.tokens, FromStep):
@@ -93,9 +103,30 @@ class SimulatedRunner:
 
     def _draw(self, slot: int, sample: Sample, step: int) -> SampledToken:
         _, hidden = self._slots[slot]
-        token = hash((hidden, sample.params.seed, sample.position)) % self._vocab_size
+        seen: tuple[int, ...] = ()
+        if sample.params.needs_history:
+            if sample.history is None or len(sample.history) != sample.position:
+                raise LookupError(f"slot {slot}: a penalty at {sample.position} without the tokens before it")
+            seen = (*sample.history.tolist(), sample.num_prompt_tokens)
+        token = hash((hidden, sample.params.seed, sample.position, *seen)) % self._vocab_size
+        others = ((token + step) % self._vocab_size for step in range(self._vocab_size))
+        token = next((other for other in others if self._may_come(other, sample)), token)
         self._sampled[slot] = (step, token)
-        return SampledToken(slot, token)
+        told = None if sample.logprobs is None else self._logprobs(hidden, token, sample.logprobs)
+        return SampledToken(slot, token, told)
+
+    def _may_come(self, token: int, sample: Sample) -> bool:
+        allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
+        return allowed and token not in sample.banned
+
+    def _logprobs(self, hidden: int, token: int, top: int) -> Logprobs:
+        """What depends on the same things as the real ones do."""
+        values = {other: -(hash((hidden, other)) % 1000) / 100 - 0.01 for other in range(self._vocab_size)}
+        best = sorted(values, key=lambda other: (-values[other], other))[:top]
+        rank = 1 + sum(value > values[token] for value in values.values())
+        told = [token, *best]
+        numbers = np.array([[values[other] for other in told]], np.float32)
+        return Logprobs(np.array([told], np.int32), numbers, np.array([rank], np.int32))
 
     # -- memory --------------------------------------------------------------------------------------------------
 

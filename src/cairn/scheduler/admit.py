@@ -1,41 +1,52 @@
 """Into a slot: from the queue by a lookup, or with what has been fetched; the restore, and the first chunk."""
 
 from cairn.cache.lease import Lease
-from cairn.cache.placement import PromptFacts
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
 from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.fetch import give_way, note_failure
 from cairn.scheduler.hand_over import has_room, hold_state, needs_file, set_aside
 from cairn.scheduler.request import Phase, Request
-from cairn.step import PageCopy, Restore, Sample, SampleOnly
+from cairn.scheduler.sampling import sample_at
+from cairn.step import PageCopy, Restore, SampleOnly
 
 __all__ = ["admit"]
 
 
 def admit(books: Books, draft: Draft) -> None:
     """Take requests in while there are slots, tokens and pages for all that is known of them: first those whose pages
-    have been fetched, which hold them already, then from the head of the queue."""
+    have been fetched, which hold them already, then from the head of the queue. Those that wait for what another one
+    computes are passed over, and leave a slot free each."""
+    books.in_flight.refresh()
     _admit_ready(books, draft)
-    while books.free_slots and draft.budget > 0 and (request := books.waiting.head) is not None:
+    held = 0
+    while len(books.free_slots) > held and (request := books.waiting.at(held)) is not None:
         if request.source is not None:
             return  # it is asked for elsewhere as soon as there is room
+        if _held_back(books, draft, request):
+            held += 1
+            continue
+        if draft.budget <= 0:
+            return
         if _try(books, draft, request):
             continue
         if books.running or books.ending or books.cache.held or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
+        while books.branches.give_way():
+            pass
         books.cache.clear()
         if not _try(books, draft, request):
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
 
 
 def _admit_ready(books: Books, draft: Draft) -> None:
-    for request in sorted(books.transfers.ready, key=lambda request: request.arrival):
+    for request in sorted(books.transfers.ready, key=lambda request: request.turn):
         lease = request.lease
         assert lease is not None
         request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
-        if not books.free_slots or draft.budget <= 0 or (request.spec.hand_over and not has_room(books, request)):
+        num_free = len(books.free_slots) - books.in_flight.num_before(request)
+        if num_free <= 0 or draft.budget <= 0 or (request.spec.hand_over and not has_room(books, request)):
             return
         place = len(draft.copies)
         if not _first_step(books, draft, request, lease):
@@ -45,10 +56,16 @@ def _admit_ready(books: Books, draft: Draft) -> None:
         draft.copies[place:place] = books.transfers.ready.pop(request)
 
 
+def _held_back(books: Books, draft: Draft, request: Request) -> bool:
+    if books.branches.holds_for(request):
+        return False
+    return books.in_flight.holds_back(draft, request, lambda request: _lookup(books, request))
+
+
 def _try(books: Books, draft: Draft, request: Request) -> bool:
     if request.spec.hand_over and not has_room(books, request):
         return False
-    lease = _lookup(books, request)
+    lease = books.branches.lease(request) or _lookup(books, request)
     request.lease, request.num_scheduled = lease, lease.hit
     by_prompt = books.config.exact or request.spec.hand_over
     request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
@@ -64,7 +81,8 @@ def _lookup(books: Books, request: Request) -> Lease:
     resumed_from = request.num_prompt_tokens if request.resumed else None
     # what is handed over is the state at the prompt's end: a deeper one would pass it by
     keys = spec.prompt if spec.hand_over else request.keys()
-    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from)
+    passed_by = spec.prompt_logprobs is not None and not request.output
+    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, passed_by)
     for token in request.output[len(keys) - request.num_prompt_tokens :]:
         lease.append(token)
     note_failure(request, lease)
@@ -75,7 +93,7 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
     """Plan the request's first share; False if it has to go on waiting."""
     if lease.hit == request.num_known:
         _take(books, draft, request, lease)
-        draft.sample_only.append(SampleOnly(request.slot, Sample(request.spec.sampling, lease.hit)))
+        draft.sample_only.append(SampleOnly(request.slot, sample_at(request, lease.hit)))
         draft.parts.append(Part(request, lease.hit, samples=True))
         request.in_flight += 1
         request.sampling_step = draft.step
@@ -89,12 +107,17 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
     end = next_prefill_end(books, request, draft.budget)
     if end == lease.hit:
         return False
-    if not books.cache.could_extend(lease, request.num_known, needs_file(request, lease)):
+    num_files = needs_file(request, lease)
+    if not books.cache.could_extend(lease, request.num_known, num_files):
+        return False
+    if not books.in_flight.leaves_room(request, lease, num_files):
         return False
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice
     copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
     if copies is None or not set_aside(books, request, lease):
         return False
+    if books.branches.wants_state(request):
+        books.cache.want_always(lease, request.num_prompt_tokens)
     _take(books, draft, request, lease)
     add_prefill(draft, request, end, copies)
     return True
@@ -103,7 +126,11 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
 def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     if request.phase is Phase.WAITING:
         books.waiting.remove(request)
-    books.cache.admitted(lease, resumed=request.resumed)
+    branches = books.branches
+    if not branches.holds_for(request):
+        # a branch's prompt has been counted as its leader's
+        books.cache.admitted(lease, resumed=request.resumed)
+        books.counters.prompt_tokens += 0 if request.resumed else request.num_prompt_tokens
     if request.resumed:
         books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
         assert request.first is not None
@@ -111,23 +138,21 @@ def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     else:
         request.first = lease
         request.times.scheduled = books.clock.now()
-        books.counters.prompt_tokens += request.num_prompt_tokens
+    request.scores.clear()
     books.cache.hold_breakpoints(lease, request.spec.boundaries)
     request.num_computed = lease.hit
-    request.facts = PromptFacts(
-        num_tokens=request.prefill_until,
-        hit=lease.hit,
-        matched=lease.matched,
-        seen=lease.seen,
-        boundaries=request.spec.boundaries,
-        exact=books.config.exact,
-        idle_files=books.cache.idle_files(),
-    )
+    request.facts = books.cache.facts(lease, request.prefill_until, request.spec.boundaries)
     request.slot = books.free_slots.pop()
     request.to(Phase.RUNNING)
     books.running.append(request)
-    books.running.sort(key=lambda other: other.arrival)
+    books.running.sort(key=lambda other: other.turn)
+    books.in_flight.started(request)
     if lease.restore is not None:
         draft.restores.append(Restore(request.slot, lease.restore))
-    if request.spec.hand_over and lease.hit == request.num_prompt_tokens:
-        hold_state(books, request)
+    if lease.hit == request.num_prompt_tokens:
+        if request.spec.hand_over:
+            hold_state(books, request)
+        if branches.leads(request):
+            branches.keep_state(request)
+            branches.let_start(request)
+    branches.started(request)

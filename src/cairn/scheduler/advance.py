@@ -5,7 +5,8 @@ from cairn.scheduler.budget import chunk_end
 from cairn.scheduler.draft import Draft
 from cairn.scheduler.preempt import make_room
 from cairn.scheduler.request import Request
-from cairn.step import FromStep, PageCopy, Row, Sample
+from cairn.scheduler.sampling import sample_at, score_of, waits_for_its_token
+from cairn.step import FromStep, PageCopy, Row
 from cairn.types import Keys
 
 __all__ = ["add_prefill", "advance", "next_prefill_end"]
@@ -56,6 +57,8 @@ def add_prefill(draft: Draft, request: Request, end: int, copies: list[PageCopy]
 def _decode_ready(request: Request) -> bool:
     if request.num_scheduled < request.num_known:
         return True
+    if waits_for_its_token(request):
+        return False
     # fed by a token that a step still out samples; not if that token is the last one allowed
     return request.sampling_step is not None and len(request.output) + 1 < request.spec.max_tokens
 
@@ -78,7 +81,7 @@ def _add_row(
     lease = request.lease
     assert lease is not None
     fed_ahead = isinstance(tokens, FromStep)
-    sample = Sample(request.spec.sampling, end) if end >= request.num_known + fed_ahead else None
+    sample = sample_at(request, end) if end >= request.num_known + fed_ahead else None
     row = Row(
         slot=request.slot,
         start=request.num_scheduled,
@@ -89,6 +92,7 @@ def _add_row(
         decode=decode,
         sample=sample,
         images=request.spec.images,
+        score=None if decode else score_of(request, request.num_scheduled, end),
     )
     draft.copies += copies
     draft.add_row(request, row)

@@ -6,6 +6,9 @@ from typing import Literal
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
+from cairn.scheduler.branches import Branches
+from cairn.scheduler.in_flight import InFlight, SharedCounters
+from cairn.scheduler.observer import RequestObserver
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.transfers import Transfers
@@ -17,7 +20,8 @@ __all__ = ["Books", "Counters", "SchedulerConfig"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Bounds, in requests and tokens. `max_in_flight`: steps that may be out at once. `exact`: see DESIGN 6.
-    `on_load_failure`: whether a request whose pages do not arrive from another server is computed here, or fails."""
+    `on_load_failure`: whether a request whose pages do not arrive from another server is computed here, or fails.
+    `in_flight_sharing`: whether a request waits for one in prefill that computes its beginning."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 2048
@@ -26,6 +30,7 @@ class SchedulerConfig:
     max_in_flight: int = 1
     exact: bool = False
     on_load_failure: Literal["recompute", "fail"] = "recompute"
+    in_flight_sharing: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_waiting", "max_model_len", "max_in_flight"):
@@ -54,12 +59,14 @@ class Counters:
     external_hits: int = 0
     failed_pulls: int = 0
     expired_offers: int = 0
+    shared: SharedCounters = field(default_factory=SharedCounters)
 
 
 @dataclass(eq=False)
 class Books:
-    """`running` is in order of arrival; requests that are being saved or finished are in `ending`. `transfers`: what is
-    under way between this server and others."""
+    """`running` is in order of turns; requests that are being saved or finished are in `ending`. `transfers`: what is
+    under way between this server and others. `branches`: prompts that are to have several answers. `in_flight`: who
+    waits for what another one computes."""
 
     config: SchedulerConfig
     cache: PrefixCache
@@ -70,7 +77,20 @@ class Books:
     running: list[Request] = field(default_factory=list)
     ending: list[Request] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
+    observer: RequestObserver | None = None
     counters: Counters = field(default_factory=Counters)
+    branches: Branches = field(init=False)
+    in_flight: InFlight = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.branches = Branches(self.cache, self.waiting)
+        config = self.config
+        self.in_flight = InFlight(self.cache, self.counters.shared, config.exact, config.in_flight_sharing)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been admitted, or wait again."""
+        return len(self.waiting) + self.branches.num_parked + len(self.transfers.fetching) + len(self.transfers.ready)
 
     def leave_slot(self, request: Request) -> None:
         """Give back slot and lease of a request that no step names any more."""
@@ -87,7 +107,7 @@ class Books:
         again, because what waits must not keep from those that run what they were promised when they were submitted."""
         self._release(request, loss)
         request.to(Phase.WAITING)
-        self.waiting.put_back(request)
+        self.waiting.put(request)
 
     def _release(self, request: Request, loss: Reason | None = None) -> None:
         if request.lease is not None:
@@ -103,3 +123,7 @@ class Books:
         self._release(request)
         request.to(Phase.FINISHED)
         self.requests.pop(request.id, None)
+        self.branches.ended(request)
+        self.in_flight.ended(request)
+        if self.observer is not None:
+            self.observer.ended(request)

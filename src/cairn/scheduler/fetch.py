@@ -50,6 +50,11 @@ def start_pulls(books: Books) -> bool:
 def _start(books: Books, request: Request, source: Source) -> bool:
     """False if there is no room now. Otherwise the request is being fetched, or has nothing to fetch any more."""
     cache, length = books.cache, request.num_prompt_tokens
+    if request.spec.prompt_logprobs is not None:
+        # all of it has to be computed here
+        request.source = None
+        _release(books, request, source)
+        return True
     lease = cache.lookup(request.spec.namespace, request.keys(), request.id)
     if lease.hit == length or (source.nonce is None and source.reach(length) <= lease.matched):
         cache.release(lease)
@@ -202,7 +207,7 @@ def pages_free(books: Books, free: PagesFree) -> None:
 def give_way(books: Books) -> bool:
     """Send the youngest request that holds pages and does not run back to the queue: what it has fetched stays cached,
     and may be dropped. False if there is none."""
-    youngest = max(books.transfers.ready, key=lambda request: request.arrival, default=None)
+    youngest = max(books.transfers.ready, key=lambda request: request.turn, default=None)
     if youngest is None:
         return False
     del books.transfers.ready[youngest]
@@ -213,4 +218,4 @@ def give_way(books: Books) -> bool:
 def note_failure(request: Request, lease: Lease) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
     if request.remote_failed and lease.hit < request.num_prompt_tokens:
-        lease.reason = Reason.REMOTE_FAILED
+        lease.blame(Reason.REMOTE_FAILED)

@@ -30,7 +30,7 @@ def has_room(books: Books, request: Request) -> bool:
     side = books.transfers.side
     assert side is not None
     ready = books.transfers.ready
-    if any(other.spec.hand_over and other.arrival < request.arrival for other in ready):
+    if any(other.spec.hand_over and other.turn < request.turn for other in ready):
         return False
     promised = promised_pages(books)
     if not promised and not books.transfers.offers:

@@ -14,14 +14,14 @@ __all__ = ["make_room", "preempt"]
 def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy] | None:
     """Pages for `num_tokens` tokens of a running request, preempting younger ones if need be.
 
-    Requests that hold fetched pages and do not run yet give way first. A request preempts each other one at most
-    once; after that it waits for it, without giving up what it holds. The youngest of all gives way itself. So the
-    oldest always goes on, or waits for one that does, or for another server. None: the request does not run in this
-    step.
+    Requests that hold fetched pages and do not run yet give way first, then what branches are to start from. A request
+    preempts each other one at most once; after that it waits for it, without giving up what it holds. The youngest of
+    all gives way itself. So the oldest always goes on, or waits for one that does, or for another server. None: the
+    request does not run in this step.
     """
     assert request.lease is not None
     while (copies := books.cache.extend(request.lease, num_tokens)) is None:
-        if give_way(books):
+        if give_way(books) or books.branches.give_way():
             continue
         place = books.running.index(request)
         younger = books.running[place + 1 :]

@@ -1,10 +1,9 @@
-"""The waiting requests: first come, first served, and preempted ones before all others."""
+"""The waiting requests: first come, first served among those of one priority, and preempted ones in their old place."""
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from cairn.scheduler.request import Request
-from cairn.types import RequestId
 
 __all__ = ["WaitingQueue"]
 
@@ -14,13 +13,13 @@ class WaitingQueue:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._requests: OrderedDict[RequestId, Request] = OrderedDict()
+        self._requests: list[Request] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self._requests)
 
     @property
     def full(self) -> bool:
@@ -29,16 +28,21 @@ class WaitingQueue:
     @property
     def head(self) -> Request | None:
         """Whose turn it is."""
-        return next(iter(self._requests.values()), None)
+        return self._requests[0] if self._requests else None
 
-    def append(self, request: Request) -> None:
-        self._requests[request.id] = request
+    def at(self, place: int) -> Request | None:
+        """Whose turn it is when `place` others have been passed over."""
+        return self._requests[place] if place < len(self._requests) else None
 
-    def put_back(self, request: Request) -> None:
-        """A request that has been out of the queue, to where its arrival puts it: before all that came later."""
-        self._requests[request.id] = request
-        for other in [other for other in self._requests.values() if other.arrival > request.arrival]:
-            self._requests.move_to_end(other.id)
+    def put(self, request: Request) -> None:
+        """To where its turn puts it, also when it has been out of the queue before."""
+        insort(self._requests, request, key=_turn)
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.id]
+        place = bisect_left(self._requests, request.turn, key=_turn)
+        assert self._requests[place] is request, f"{request.id} does not wait"
+        del self._requests[place]
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    return request.turn

@@ -1,22 +1,37 @@
 """One request inside the scheduler: its life as a table of transitions, and what it has got so far."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import PromptFacts
-from cairn.step import GRID, Image
+from cairn.step import GRID, Image, Logprobs, TokenMask
 from cairn.transfer.contract import Offer, PullEnded
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
-__all__ = ["TRANSITIONS", "Finish", "Offered", "Phase", "Request", "Source", "Spec", "Times"]
+__all__ = [
+    "PATIENCE",
+    "TRANSITIONS",
+    "Constraint",
+    "Finish",
+    "Offered",
+    "Phase",
+    "Request",
+    "Source",
+    "Spec",
+    "Times",
+    "Trunk",
+]
 
 Finish = Literal["stop", "length", "abort", "error"]
+
+PATIENCE = 4096
+"""One step of priority is worth this many arrivals: no more than these can overtake a request for it."""
 
 
 class Phase(Enum):
@@ -72,11 +87,24 @@ class Source:
         return num_prompt_tokens // GRID * GRID
 
 
+class Constraint(Protocol):
+    """What may come next in an answer that has to keep to a form. Kept by whoever makes the request; a function of the
+    answer so far, so that preemption and several answers need no care."""
+
+    def allowed(self, output: Sequence[int]) -> TokenMask | None:
+        """The tokens that may follow `output`, one at least; None: all. Asked when the next draw is planned."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
     `images`: what stands behind negative key tokens. `source`: where to look for the prompt before computing it.
-    `hand_over`: keep the prompt for another server."""
+    `hand_over`: keep the prompt for another server.
+
+    `min_tokens`: no stop token comes before so many have. `logprobs`: tell how likely each token was held, and of so
+    many of the best; `prompt_logprobs`: the same of the prompt's, all of which is computed for it. `priority`: a
+    smaller one comes before. `constraint`: what may come next."""
 
     request_id: RequestId
     prompt: Keys
@@ -88,6 +116,11 @@ class Spec:
     images: tuple[Image, ...] = ()
     source: Source | None = None
     hand_over: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +142,13 @@ class Times:
 
 
 @dataclass(slots=True, eq=False)
+class Trunk:
+    """What several answers to one prompt have in common. `branches`: those that have not started yet."""
+
+    branches: "list[Request]"
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request and its progress, in tokens of prompt + output:
 
@@ -125,6 +165,9 @@ class Request:
     `source` is the spec's until it has been asked; `remote_failed`: it had promised more and did not deliver.
     `pulled`: what it gave, and `pull_seconds` how long that took. `failure`: why the request ended with an error.
     `handed`: the hand-over checkpoint's file, `offered`: what became of it.
+
+    `trunk`: where its prompt is to have several answers. `scores`: how likely its prompt was held, from the second
+    token on.
     """
 
     spec: Spec
@@ -155,6 +198,13 @@ class Request:
     failure: str | None = None
     handed: Hold | None = None
     offered: Offered | None = None
+    trunk: Trunk | None = None
+    scores: list[Logprobs] = field(default_factory=list)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Whose turn comes first: by priority and arrival, so that nobody waits for ever."""
+        return self.arrival + PATIENCE * self.spec.priority, self.arrival
 
     @property
     def id(self) -> RequestId:

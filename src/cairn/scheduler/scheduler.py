@@ -2,13 +2,13 @@
 its own, no thread."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.errors import InvalidRequest, Overloaded
+from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit
 from cairn.scheduler.advance import advance
 from cairn.scheduler.books import Books, SchedulerConfig
@@ -17,11 +17,13 @@ from cairn.scheduler.content import remember
 from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.fetch import abandon
 from cairn.scheduler.hand_over import hold_state, offer
+from cairn.scheduler.keeps import add_keeps, add_saves
+from cairn.scheduler.observer import RequestObserver
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.remote import take_events
 from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
 from cairn.scheduler.transfers import Transfers
-from cairn.step import Keep, Save, StepPlan, StepResult
+from cairn.step import Logprobs, SampledToken, StepPlan, StepResult
 from cairn.types import Clock, RequestId
 
 __all__ = ["Progress", "Scheduler"]
@@ -29,26 +31,33 @@ __all__ = ["Progress", "Scheduler"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """News of one request: the tokens that a step brought, and how it ended, if it did."""
+    """News of one request: the tokens that a step brought, with their `logprobs` where they were asked for, and how it
+    ended, if it did."""
 
     request: Request
     tokens: tuple[int, ...]
     finish: Finish | None
+    logprobs: Logprobs | None = None
 
 
 class Scheduler:
     """Continuous batching with a token budget, chunked prefill, first come first served, and preemption.
 
     At most `config.max_in_flight` plans are out at a time; results are applied in the order of their plans.
-    `transfers`: the way to other servers, if there is one.
+    `transfers`: the way to other servers, if there is one. `observer`: told of requests and plans.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, transfers: Transfers | None = None
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        clock: Clock,
+        transfers: Transfers | None = None,
+        observer: RequestObserver | None = None,
     ) -> None:
         slots = list(range(config.max_num_seqs - 1, -1, -1))
         queue = WaitingQueue(config.max_waiting)
-        self.books = Books(config, cache, clock, queue, slots, transfers=transfers or Transfers())
+        self.books = Books(config, cache, clock, queue, slots, transfers=transfers or Transfers(), observer=observer)
         self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
         self._flying: deque[Draft] = deque()
         self._step = 0
@@ -57,11 +66,13 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, spec: Spec) -> None:
-        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
+    def submit(self, spec: Spec, branches: Sequence[Spec] = ()) -> None:
+        """Queue a request. `branches`: further answers to the same prompt, which are requests of their own but for
+        that. Raises InvalidRequest if it can never run, QueueFull if too many wait."""
         books = self.books
-        if spec.request_id in books.requests:
-            raise InvalidRequest(f"request id {spec.request_id!r} is in use", "request_id")
+        for own in (spec, *branches):
+            if own.request_id in books.requests:
+                raise InvalidRequest(f"request id {own.request_id!r} is in use", "request_id")
         length = len(spec.prompt)
         if length < 1:
             raise InvalidRequest("the prompt is empty: it needs at least one token", "prompt")
@@ -76,13 +87,24 @@ class Scheduler:
                 "--kv-cache-memory-bytes",
                 "prompt",
             )
-        if books.waiting.full:
-            raise Overloaded(f"{books.config.max_waiting} requests are waiting already: try again later")
+        if len(branches) >= books.config.max_waiting:
+            raise InvalidRequest(f"{1 + len(branches)} answers are more than may wait: lower n", "n")
+        if len(books.waiting) + books.branches.num_parked + len(branches) >= books.config.max_waiting:
+            raise QueueFull(f"{books.num_waiting} requests are waiting already: try again later")
+        leader, *others = [self._arrived(own) for own in (spec, *branches)]
+        if others:
+            books.branches.park(leader, others)
+        books.waiting.put(leader)
+        self._stalled = False
+
+    def _arrived(self, spec: Spec) -> Request:
+        books = self.books
         self._arrivals += 1
         request = Request(spec, Times(arrived=books.clock.now()), arrival=self._arrivals, source=spec.source)
         books.requests[request.id] = request
-        books.waiting.append(request)
-        self._stalled = False
+        if books.observer is not None:
+            books.observer.submitted(request)
+        return request
 
     def max_tokens_for(self, num_prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt can have at most; below 1 if it does not fit at all."""
@@ -134,7 +156,8 @@ class Scheduler:
         books = self.books
         match request.phase:
             case Phase.WAITING:
-                books.waiting.remove(request)
+                if not books.branches.is_parked(request):
+                    books.waiting.remove(request)
             case Phase.FETCHING:
                 abandon(books, request)
             case Phase.READY:
@@ -172,8 +195,10 @@ class Scheduler:
         draft = Draft(self._step, self.books.config.max_num_batched_tokens)
         if advance(self.books, draft):
             admit(self.books, draft)
-        self._add_saves(draft)
-        self._add_keeps(draft)
+        add_saves(self.books, draft)
+        add_keeps(self.books, draft)
+        if self.books.observer is not None:
+            self.books.observer.planned(draft)
         for part in draft.parts:
             if part.request.lease is not None:
                 self.books.cache.hold_until(draft.step, part.request.lease)
@@ -181,48 +206,16 @@ class Scheduler:
         self._flying.append(draft)
         return draft.plan()
 
-    def _add_saves(self, draft: Draft) -> None:
-        for request in self.books.ending:
-            if request.save_at is None or request.in_flight:
-                continue
-            assert request.lease is not None
-            draft.saves.append(Save(request.slot, request.lease.files[request.save_at].pages))
-            draft.parts.append(Part(request, request.save_at, False, kept=[request.save_at]))
-            request.save_at = None
-            request.in_flight += 1
-
-    def _add_keeps(self, draft: Draft) -> None:
-        """Files for checkpoints, once all rows have their pages."""
-        placement = self.books.cache.policy.placement
-        for part in draft.parts:
-            if part.row is None:
-                continue
-            row, request = draft.rows[part.row], part.request
-            assert request.lease is not None and request.facts is not None
-            end = request.num_prompt_tokens
-            if request.spec.hand_over and request.handed is None and row.start < end <= row.end:
-                draft.keeps.append(Keep(part.row, end, request.lease.files[end].pages))
-                part.kept.append(end)
-            if placement is None:
-                continue
-            if not row.decode:
-                wanted: Iterable[Wanted] = placement.in_prefill(request.facts, row.start, row.end)
-            elif self.books.config.exact or (point := placement.in_decode(request.facts, row.end)) is None:
-                continue
-            else:
-                wanted = [point]
-            for want in wanted:
-                if (pages := self.books.cache.want(request.lease, want)) is not None:
-                    draft.keeps.append(Keep(part.row, want.position, pages))
-                    part.kept.append(want.position)
-
     def apply(self, result: StepResult) -> list[Progress]:
         """Take in the result of the oldest plan that is out; returns what came of it, in plan order."""
         draft = self._flying.popleft()
         assert result.step == draft.step, f"step {result.step} applied, {draft.step} is next"
         books = self.books
         books.counters.steps += 1
-        tokens = {sampled.slot: sampled.token for sampled in result.sampled}
+        tokens = {sampled.slot: sampled for sampled in result.sampled}
+        owners = {part.request.slot: part.request for part in draft.parts}
+        for scored in result.scored:
+            owners[scored.slot].scores.append(scored.logprobs)
         progress = []
         # every part has a slot of its own, so their order does not matter
         for part in draft.parts:
@@ -232,7 +225,7 @@ class Scheduler:
         books.cache.step_applied(draft.step)
         return progress
 
-    def _apply_part(self, part: Part, tokens: dict[int, int]) -> Progress | None:
+    def _apply_part(self, part: Part, tokens: dict[int, SampledToken]) -> Progress | None:
         request, books = part.request, self.books
         assert request.lease is not None
         request.in_flight -= 1
@@ -243,10 +236,14 @@ class Scheduler:
         request.furthest = max(request.furthest, request.num_computed)
         # a step that was out when the request ended may have gone on with tokens that are not part of it
         known = part.end <= request.num_known
-        if request.spec.hand_over and request.num_prompt_tokens in part.kept:
-            hold_state(books, request)
+        if request.num_prompt_tokens in part.kept:
+            if request.spec.hand_over:
+                hold_state(books, request)
+            books.branches.keep_state(request)
         if part.end <= request.prefill_until or (part.kept and known):
             books.cache.commit(request.lease, part.end, part.kept)
+        if books.branches.leads(request) and request.num_computed >= request.num_prompt_tokens:
+            books.branches.let_start(request)
         news = None
         if request.phase is Phase.RUNNING and sampled is not None:
             news = self._take_token(request, sampled)
@@ -259,9 +256,9 @@ class Scheduler:
         request.num_prompt_computed += computed
         self.books.counters.computed_prompt_tokens += computed
 
-    def _take_token(self, request: Request, token: int) -> Progress:
+    def _take_token(self, request: Request, sampled: SampledToken) -> Progress:
         assert request.lease is not None
-        books = self.books
+        books, token = self.books, sampled.token
         books.counters.generation_tokens += 1
         if request.times.first_token is None:
             request.times.first_token = books.clock.now()
@@ -275,7 +272,7 @@ class Scheduler:
             finish = "length"
         if finish is not None:
             self.finish(request, finish)
-        return Progress(request, (token,), finish)
+        return Progress(request, (token,), finish, sampled.logprobs)
 
     def _settle(self, request: Request) -> None:
         """No step names a request that is ending: save its last state if that is worth it, or let it go."""

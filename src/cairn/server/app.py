@@ -4,22 +4,27 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
 
 from fastapi import FastAPI
 
 from cairn.engine.contract import EngineClient
-from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, RequestIds
-from cairn.server import routes, status_routes
+from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, HeadLimit, RequestIds
+from cairn.http.unread import UnreadBodies
+from cairn.server import cache_routes, routes, status_routes
 from cairn.server.failures import install_error_handlers
 from cairn.server.gate import ImageShares
 from cairn.server.log_lines import ThroughputLine
+from cairn.server.openapi import document
 from cairn.server.options import ServerOptions
 from cairn.server.service import Service
 
 __all__ = ["create_app"]
 
-_OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/version"})
+# The page has nothing in it: what it shows it asks for with the key that is typed into it.
+_OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "/ready", "/version"})
 _GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
+_MAX_HEAD_BYTES = 1 << 15
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +59,19 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
     app.state.service = service
     app.include_router(routes.router())
     app.include_router(status_routes.router())
+    app.include_router(cache_routes.router())
     install_error_handlers(app)
+    app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
     app.add_middleware(ImageShares, room=service.image_room)
     app.add_middleware(GateKeeper, gate=service.gate, paths=_GATED_PATHS)
-    if options.api_key is not None:
-        app.add_middleware(ApiKey, api_key=options.api_key, open_paths=_OPEN_PATHS)
+    if options.api_keys:
+        app.add_middleware(ApiKey, api_keys=options.api_keys, open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
     app.add_middleware(RequestIds, new_id=service.new_id)
+    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
+    app.add_middleware(UnreadBodies)
     return app
 
 

@@ -9,7 +9,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from cairn.errors import CairnError, EngineDead, RequestError
-from cairn.http.failures import ClientGone, error_body
+from cairn.http.failures import ClientGone, error_body, retry_headers
+from cairn.server.unreadable import why_unreadable
 
 __all__ = ["describe", "install_error_handlers", "response_for"]
 
@@ -30,7 +31,7 @@ def describe(error: CairnError) -> tuple[dict[str, Any], int]:
 
 def response_for(error: CairnError) -> JSONResponse:
     body, status = describe(error)
-    return JSONResponse(body, status)
+    return JSONResponse(body, status, retry_headers(error) if isinstance(error, RequestError) else None)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -65,6 +66,11 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        # the body that could not be parsed: the framework keeps it, and does not say what was wrong
+        found = why_unreadable(getattr(request, "_body", b""))
+        if found is not None:
+            return JSONResponse(error_body(found[0], 400, "invalid_request_error", found[1]), 400)
     code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
     return JSONResponse(error_body(error.detail, error.status_code, code), error.status_code, error.headers)
 

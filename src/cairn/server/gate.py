@@ -4,7 +4,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.errors import Overloaded
+from cairn.errors import Overloaded, QueueFull
 
 __all__ = ["Gate", "ImageRoom", "ImageShare", "ImageShares"]
 
@@ -28,11 +28,11 @@ class Gate:
         return self._num_open
 
     def enter(self) -> None:
-        """Raises Overloaded when closed or full; otherwise `leave` has to follow."""
+        """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
         if self._closed:
             raise Overloaded("the server is shutting down: send the request to another one")
         if self._num_open >= self._max_open:
-            raise Overloaded(f"{self._num_open} requests are open already: try again later")
+            raise QueueFull(f"{self._num_open} requests are open already: try again later")
         self._num_open += 1
         self._emptied.clear()
 

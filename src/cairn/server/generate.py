@@ -4,20 +4,24 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cairn.engine.contract import GenerateOutput, GenerateRequest
-from cairn.errors import CairnError
+from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.failures import failed
 from cairn.http.leaving import unless_gone
-from cairn.server.answers import Answer, AnswerShape, cairn_part, usage_part
+from cairn.server.answers import Answer, cairn_part, usage_part
 from cairn.server.failures import describe
 from cairn.server.metrics import RequestMeter
 from cairn.server.requests import SamplingFields
 from cairn.server.service import Service
+from cairn.server.shapes import AnswerShape
+from cairn.server.side_by_side import side_by_side
 from cairn.server.streaming import DONE_EVENT, EventStream, event
 
 __all__ = ["Deadline", "Job", "respond"]
@@ -46,93 +50,121 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A validated request, how to write its answer, and by when. `arrived`: seconds of the service's clock."""
+    """Validated requests, one for each prompt, how to write their answers, and by when. `arrived`: seconds of the
+    service's clock."""
 
-    request: GenerateRequest
+    requests: tuple[GenerateRequest, ...]
     shape: AnswerShape
     body: SamplingFields
     arrived: float
     deadline: Deadline
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt) // 8
+    def answer(self) -> Answer:
+        """Nothing has come of it yet."""
+        return Answer([len(request.prompt) // 8 for request in self.requests], self.requests[0].n)
+
+
+News: TypeAlias = tuple[int, GenerateOutput]
+"""An output, behind the number of its prompt."""
 
 
 async def respond(http: Request, service: Service, job: Job) -> Response:
     """The answer to a job. Raises CairnError when it fails before its first byte, ClientGone when nobody waits."""
     if not job.body.stream:
-        answer = await unless_gone(http.receive, _whole(service, job))
-        return Response(msgspec.json.encode(job.shape.whole(answer)), media_type="application/json")
-    outputs = _outputs(service, job)
+        content = await unless_gone(http.receive, _whole(service, job))
+        return Response(content, media_type="application/json")
+    news = side_by_side([_outputs(service, job, request) for request in job.requests])
     # Wait for the first output: until then a failure still has an HTTP status of its own.
-    first = await unless_gone(http.receive, _first(outputs))
-    return EventStream(_events(job, first, outputs), job.deadline.seconds_left + _LAST_EVENT_SECONDS)
+    first = await unless_gone(http.receive, _first(news))
+    return EventStream(_events(service, job, first, news), job.deadline.seconds_left + _LAST_EVENT_SECONDS)
 
 
-async def _first(outputs: AsyncGenerator[GenerateOutput, None]) -> GenerateOutput:
-    return await anext(outputs)
+async def _first(news: AsyncGenerator[News, None]) -> News:
+    return await anext(news)
 
 
-async def _whole(service: Service, job: Job) -> Answer:
-    answer = Answer(job.prompt_tokens)
-    async with aclosing(_outputs(service, job)) as outputs:
-        async for output in outputs:
-            answer.add(output)
-    return answer
+async def _whole(service: Service, job: Job) -> bytes:
+    answer = job.answer()
+    async with aclosing(side_by_side([_outputs(service, job, request) for request in job.requests])) as news:
+        async for prompt, output in news:
+            answer.add(prompt, output)
+    if any(told is not None for told in answer.prompt_logprobs):
+        return await service.beside(lambda: msgspec.json.encode(job.shape.whole(answer)))
+    return msgspec.json.encode(job.shape.whole(answer))
 
 
-async def _outputs(service: Service, job: Job) -> AsyncGenerator[GenerateOutput, None]:
+async def _outputs(service: Service, job: Job, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
     """The engine's outputs, measured; closing this aborts the request."""
-    meter = RequestMeter(service.metrics, job.arrived, job.prompt_tokens)
-    outputs = service.engine.generate(job.request)
+    num_tokens = len(request.prompt) // 8
+    meters = [RequestMeter(service.metrics, job.arrived, num_tokens) for _ in range(request.n)]
+    outputs = service.engine.generate(request)
     outcome = "abort"
     try:
-        finished = False
-        while not finished:
+        left = request.n
+        while left:
             try:
                 async with job.deadline.limit():
                     output = await anext(outputs)
             except TimeoutError:
                 raise job.deadline.missed() from None
+            meter = meters[output.index]
             meter.transfer(output)
             if output.finish_reason == "error":
-                raise failed(output.error or "the engine could not answer", output.status, "engine_error")
+                raise _failure(output)
             meter.output(output, service.clock.now())
-            finished = output.finish_reason is not None
-            yield output
+            left -= output.finish_reason is not None
+            yield _without_tokens(output) if job.body.max_tokens == 0 else output
     except CairnError:
         outcome = "error"
         raise
     finally:
-        meter.end(outcome)
+        for meter in meters:
+            meter.end(outcome)
         if isinstance(outputs, AsyncGenerator):
             await outputs.aclose()
 
 
+def _failure(output: GenerateOutput) -> RequestError:
+    text = output.error or "the engine could not answer"
+    for kind in (InvalidRequest, QueueFull):
+        if output.status == kind.status:
+            return kind(text)
+    return failed(text, output.status, "engine_error")
+
+
+def _without_tokens(output: GenerateOutput) -> GenerateOutput:
+    """Of a request that wants its prompt echoed and nothing else."""
+    finish = None if output.finish_reason is None else "length"
+    return msgspec.structs.replace(output, token_ids=[], text="", logprobs=None, finish_reason=finish, stop_reason=None)
+
+
 async def _events(
-    job: Job, first: GenerateOutput, outputs: AsyncGenerator[GenerateOutput, None]
+    service: Service, job: Job, first: News, news: AsyncGenerator[News, None]
 ) -> AsyncGenerator[bytes, None]:
     """The whole stream, from the opening to [DONE]; a failure on the way is an event of its own."""
-    shape, answer = job.shape, Answer(job.prompt_tokens)
+    shape, answer = job.shape, job.answer()
     options = job.body.stream_options
     include_usage = options is not None and bool(options.include_usage)
     usage_everywhere = include_usage and options is not None and bool(options.continuous_usage_stats)
-    async with aclosing(outputs):
-        for chunk in shape.opening():
+    async with aclosing(news):
+        for chunk in shape.opening(answer):
             yield event(chunk)
         try:
-            output: GenerateOutput | None = first
-            while output is not None:
-                answer.add(output)
-                if output.text or output.finish_reason is not None or job.body.return_token_ids:
-                    chunk = shape.chunk(output, output is first)
+            latest: News | None = first
+            while latest is not None:
+                prompt, output = latest
+                choice = answer.choice(prompt, output)
+                begins = not choice.begun
+                answer.add(prompt, output)
+                write = partial(shape.chunk, choice, output, begins)
+                piece = write() if output.prompt_logprobs is None else await service.beside(write)
+                if piece is not None:
                     if usage_everywhere:
-                        chunk["usage"] = usage_part(answer)
-                    if output.finish_reason is not None and not include_usage:
-                        chunk["cairn"] = cairn_part(answer)
-                    yield event(chunk)
-                output = await anext(outputs, None)
+                        piece["usage"] = usage_part(answer)
+                    if answer.complete and not include_usage:
+                        piece["cairn"] = cairn_part(answer)
+                    yield event(piece)
+                latest = await anext(news, None)
             if include_usage:
                 yield event(shape.usage_chunk(answer))
         except CairnError as error:

@@ -38,16 +38,24 @@ class Conversation:
     template_kwargs: dict[str, TemplateValue]
     breakpoints: list[Breakpoint]
     add_generation_prompt: bool
+    continue_final_message: bool
 
 
 def conversation(body: TemplateFields, messages: list[Message], breakpoints: list[Breakpoint]) -> Conversation:
     """`messages`: those of `body` with their images decoded. Raises InvalidRequest naming the part that is wrong."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt contradict each other: send one of them",
+            "continue_final_message",
+        )
     return Conversation(
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
         template_kwargs=_template_kwargs(body.chat_template_kwargs or {}),
         breakpoints=breakpoints,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
     )
 
 

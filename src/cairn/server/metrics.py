@@ -5,12 +5,13 @@ to this object, so two servers in one process do not mix.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cairn.engine.contract import CacheReport, EngineInfo, EngineStats, GenerateOutput, TransferReport
+from cairn.engine.contract import STEP_SIZES, CacheReport, EngineInfo, EngineStats, GenerateOutput, TransferReport
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics", "RequestMeter", "TransferMetrics"]
 
@@ -67,6 +68,17 @@ _IMAGE_COUNTERS = (
     ("cairn:images_encoded", "images_encoded", "Images that went through the vision model."),
     ("cairn:image_hits", "image_hits", "How often an image was found encoded, in the steps that needed it."),
 )
+# Only where requests wait for others' prefill.
+_SHARING_COUNTERS = (
+    (
+        "cairn:in_flight_shared_requests",
+        "in_flight_shared_requests",
+        "Requests that waited for another one's prefill and started from it.",
+    ),
+    ("cairn:in_flight_shared_tokens", "in_flight_shared_tokens", "Prompt tokens that this waiting has saved."),
+)
+# Only where there is a request log.
+_LOG_COUNTERS = (("cairn:request_log_dropped", "request_log_dropped", "Requests that the request log has no line of."),)
 _COUNTERS_BY = (
     ("cairn:miss_requests", "reason", "reasons", "Requests by why their cached part was not longer."),
     ("cairn:lost_tokens", "reason", "lost_tokens", "Prompt tokens that were not cached, by why."),
@@ -104,7 +116,9 @@ class _EngineCollector(Collector):
         joined = self._info.side_channel is not None
         sees = self._info.reads_images
         transfers, images = _TRANSFER_COUNTERS if joined else (), _IMAGE_COUNTERS if sees else ()
-        for name, field, text in (*_COUNTERS, *transfers, *images):
+        logged = _LOG_COUNTERS if self._info.logs_requests else ()
+        shared = _SHARING_COUNTERS if self._info.shares_in_flight else ()
+        for name, field, text in (*_COUNTERS, *transfers, *images, *logged, *shared):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, getattr(stats, field))
             yield counter
@@ -117,12 +131,20 @@ class _EngineCollector(Collector):
             yield self._gauge(name, text, getattr(stats, field))
         usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages that running requests hold, 0 to 1.", usage)
+        yield self._step_tokens()
         yield self._cache_config()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=_LABELS)
         gauge.add_metric(self._labels, value)
         return gauge
+
+    def _step_tokens(self) -> Metric:
+        counts = accumulate(self.stats.step_sizes or [0] * (len(STEP_SIZES) + 1))
+        bounds = [*(str(float(size)) for size in STEP_SIZES), "+Inf"]
+        histogram = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in one step.", labels=_LABELS)
+        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), self.stats.step_tokens)
+        return histogram
 
     def _cache_config(self) -> Metric:
         info = self._info

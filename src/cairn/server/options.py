@@ -35,20 +35,30 @@ class ImageOptions:
 class ServerOptions:
     """Sizes in bytes, times in seconds.
 
-    `max_open`: requests being answered at once, those that wait in the engine included. `body_seconds`: how long a
-    client may take to send its request. `request_seconds`: how long an answer may take. `shutdown_seconds`: how long
-    open requests may go on after SIGTERM. `log_seconds`: between two throughput lines.
+    `enable_auto_tool_choice`: calls of a model that may choose are looked for. `tool_call_parser`, `reasoning_parser`:
+    how calls and reasoning are written; None: as the chat template writes them.
+
+    `api_keys`: one of them must come with a request; none: anybody may ask. `max_open`: requests being answered at
+    once, those that wait in the engine included. `head_seconds`, `body_seconds`: how long a client may take to send
+    headers and body of its request. `stall_seconds`: how long it may leave unread what it was sent. `request_seconds`:
+    how long an answer may take. `shutdown_seconds`: how long open requests may go on after SIGTERM. `log_seconds`:
+    between two throughput lines.
     """
 
     model_name: str
     version: str
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_open: int = 1032
     max_body_bytes: int = 16 << 20
+    head_seconds: float = 30.0
     body_seconds: float = 60.0
+    stall_seconds: float = 60.0
     request_seconds: float = 3600.0
     shutdown_seconds: float = 30.0
     log_seconds: float = 10.0
     images: ImageOptions = field(default_factory=ImageOptions)
+    enable_auto_tool_choice: bool = True
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None

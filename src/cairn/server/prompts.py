@@ -18,7 +18,9 @@ from cairn.server.requests import (
     TemplateFields,
     refuse_unsupported,
 )
+from cairn.server.sampling import answers_per_prompt, max_tokens_of, sampling_of
 from cairn.server.service import Service
+from cairn.server.shapes import Shown
 from cairn.server.transfers import transfer_params
 from cairn.types import Boundary
 
@@ -26,24 +28,27 @@ __all__ = [
     "Prompt",
     "chat_prompt",
     "check_model",
-    "completion_prompt",
+    "completion_prompts",
     "conversation_of",
     "engine_request",
+    "shown_of",
     "valid_tokens",
 ]
 
-_GREEDY_BELOW = 1e-5
-_COMPLETION_MAX_TOKENS = 16
+_MAX_CHOICES = 256
+"""Most answers to all prompts of one request together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it."""
+    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it; `text`: what
+    it said there, None where that was no text."""
 
     field: str
     token_ids: list[int]
     boundaries: list[Boundary]
     images: Sequence[ImageInput] = ()
+    text: str | None = None
 
 
 def check_model(service: Service, model: str | None) -> None:
@@ -54,15 +59,15 @@ def check_model(service: Service, model: str | None) -> None:
 
 def valid_tokens(service: Service, values: list[Any], name: str) -> list[int]:
     """Token ids of the model's vocabulary, else InvalidRequest that names the first wrong position."""
-    vocab_size = service.engine.info.vocab_size
+    vocab_size, field = service.engine.info.vocab_size, name.partition("[")[0]
     if not values or (all(type(value) is int for value in values) and min(values) >= 0 and max(values) < vocab_size):
         return values
     for i, value in enumerate(values):
         if type(value) is not int:
-            raise InvalidRequest(f"{name}[{i}] is {_kind(value)}, not a token id", name)
+            raise InvalidRequest(f"{name}[{i}] is {_kind(value)}, not a token id", field)
         if not 0 <= value < vocab_size:
             shown = value if abs(value) < 1 << 64 else "a huge number"
-            raise InvalidRequest(f"{name}[{i}] is {shown}; token ids of this model are 0 to {vocab_size - 1}", name)
+            raise InvalidRequest(f"{name}[{i}] is {shown}; token ids of this model are 0 to {vocab_size - 1}", field)
     return values
 
 
@@ -70,25 +75,36 @@ def _kind(value: Any) -> str:
     return "null" if value is None else {"str": "text", "bool": "a boolean"}.get(type(value).__name__, "no integer")
 
 
-async def completion_prompt(service: Service, body: CompletionRequest) -> Prompt:
-    prompt = body.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidRequest(f"{len(prompt)} prompts in one request are not supported yet: send one each", "prompt")
-        prompt = prompt[0]
+async def completion_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+    """One or more. Raises InvalidRequest naming the place of the one that is wrong."""
+    given = body.prompt
+    if not (isinstance(given, list) and given and isinstance(given[0], str | list)):
+        return [await _completion_prompt(service, body, given, "prompt")]
+    most = _MAX_CHOICES // answers_per_prompt(body)
+    if len(given) > most:
+        raise InvalidRequest(
+            f"{len(given)} prompts are too many: with this n, at most {most} can be answered", "prompt"
+        )
+    if len(given) > 1 and body.kv_transfer_params:
+        raise InvalidRequest(f"kv_transfer_params are for one prompt, not {len(given)}", "kv_transfer_params")
+    if len(given) == 1:
+        return [await _completion_prompt(service, body, given[0], "prompt")]
+    return [await _completion_prompt(service, body, one, f"prompt[{i}]") for i, one in enumerate(given)]
+
+
+async def _completion_prompt(service: Service, body: CompletionRequest, prompt: Any, where: str) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        check_text(prompt, "prompt", "prompt")
-        return Prompt("prompt", await service.encode(prompt, body.add_special_tokens is not False), [])
+            raise InvalidRequest(f"{where} is empty", "prompt")
+        check_text(prompt, where, "prompt")
+        tokens = await service.encode(prompt, body.add_special_tokens is not False)
+        return Prompt("prompt", tokens, [], text=prompt)
     if isinstance(prompt, list):
-        return Prompt("prompt", valid_tokens(service, prompt, "prompt"), [])
-    raise InvalidRequest(f"prompt must be text or a list of token ids, not {_kind(prompt)}", "prompt")
+        return Prompt("prompt", valid_tokens(service, prompt, where), [])
+    raise InvalidRequest(f"{where} must be text or a list of token ids, not {_kind(prompt)}", "prompt")
 
 
 async def chat_prompt(service: Service, body: ChatRequest, share: ImageShare) -> Prompt:
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest("tool_choice is not supported yet but for auto and none: leave it out", "tool_choice")
     rendered = await service.render_chat(await conversation_of(service, body, body.messages, share))
     return Prompt("messages", rendered.token_ids, rendered.boundaries, rendered.images)
 
@@ -106,20 +122,13 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
     """Raises InvalidRequest when the request does not fit the model."""
     refuse_unsupported(body)
     _check_stream_options(body)
-    max_tokens = _max_tokens(body)
-    _check_length(service.engine.info.max_model_len, prompt, max_tokens)
-    temperature = 1.0 if body.temperature is None else body.temperature
+    _check_length(service.engine.info.max_model_len, prompt, max_tokens_of(body))
     return GenerateRequest(
         request_id=request_id,
         prompt=np.array(prompt.token_ids, dtype="<i8").tobytes(),
-        max_tokens=max_tokens,
-        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=max(body.top_k or 0, 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=body.seed,
+        **sampling_of(body),
         stop=body.stop or [],
         stop_token_ids=valid_tokens(service, body.stop_token_ids or [], "stop_token_ids"),
-        ignore_eos=bool(body.ignore_eos),
         cache_salt=body.cache_salt,
         boundaries=prompt.boundaries,
         images=list(prompt.images),
@@ -127,15 +136,24 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
     )
 
 
+async def shown_of(service: Service, body: SamplingFields, prompts: Sequence[Prompt]) -> Shown:
+    """What the answers show besides their text."""
+    echo = [""] * len(prompts)
+    if isinstance(body, CompletionRequest) and body.echo:
+        echo = [await service.decode(one.token_ids) if one.text is None else one.text for one in prompts]
+    return Shown(
+        prompts=tuple(prompt.token_ids for prompt in prompts),
+        echo=tuple(echo),
+        token_ids=bool(body.return_token_ids),
+        logprobs=sampling_of(body)["logprobs"] is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        texts=service.token_texts,
+    )
+
+
 def _check_stream_options(body: SamplingFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
-
-
-def _max_tokens(body: SamplingFields) -> int | None:
-    if isinstance(body, ChatRequest):
-        return body.max_completion_tokens or body.max_tokens
-    return body.max_tokens or _COMPLETION_MAX_TOKENS
 
 
 def _check_length(limit: int, prompt: Prompt, max_tokens: int | None) -> None:

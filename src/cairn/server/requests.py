@@ -4,11 +4,13 @@ Unknown fields are ignored, as vLLM does. Fields that would change the answer an
 name, unless they hold a value that changes nothing.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from cairn.engine.contract import MAX_ANSWERS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from cairn.errors import InvalidRequest
 
 __all__ = [
@@ -23,12 +25,13 @@ __all__ = [
     "refuse_unsupported",
 ]
 
+_INT32 = 1 << 31
 _INT64 = 1 << 63
 _MAX_TOKENS = (1 << 31) - 1
 _MAX_MESSAGES = 16_384
 _MAX_TOOLS = 1024
 
-_NEUTRAL = MappingProxyType(
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "allowed_token_ids": (None,),
         "audio": (None,),
@@ -39,33 +42,16 @@ _NEUTRAL = MappingProxyType(
         "continue_final_message": (None, False),
         "documents": (None, []),
         "echo": (None, False),
-        "frequency_penalty": (None, 0, 0.0),
         "function_call": (None, "none"),
         "functions": (None, []),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "include_stop_str_in_output": (None, False),
         "length_penalty": (None, 1, 1.0),
-        "logit_bias": (None, {}),
         "logits_processors": (None, []),
-        "logprobs": (None, False),
-        "min_p": (None, 0, 0.0),
-        "min_tokens": (None, 0),
         "modalities": (None, ["text"]),
-        "n": (None, 1),
         "prediction": (None,),
-        "presence_penalty": (None, 0, 0.0),
         "prompt_embeds": (None,),
-        "prompt_logprobs": (None,),
         "reasoning_effort": (None,),
-        "repetition_penalty": (None, 1, 1.0),
-        "response_format": (None, {"type": "text"}),
         "return_token_strs": (None, False),
-        "skip_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
-        "structured_outputs": (None,),
         "suffix": (None, ""),
         "tool_choice": (None, "none"),
         "tools": (None, []),
@@ -93,7 +79,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """What both ways of generating have in common."""
+    """What both ways of generating have in common. `priority`: a smaller one comes before others."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -105,20 +91,40 @@ class SamplingFields(BaseModel):
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     stop: Annotated[list[StopString], Field(max_length=16), BeforeValidator(_as_list)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=64)
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    priority: int | None = Field(None, ge=-_INT32, lt=_INT32)
     cache_salt: str | None = Field(None, pattern=r"^\S+$", min_length=1, max_length=128)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions. `prompt`: text, token ids, or a list with exactly one of these."""
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either. `max_tokens` 0 only echoes."""
 
     prompt: Any
+    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool | None = True
 
 
@@ -141,7 +147,8 @@ class TemplateFields(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    add_generation_prompt: bool | None = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     tools: list[Any] | None = Field(None, max_length=_MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -153,7 +160,10 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = True
 
 
 class TokenizeRequest(TemplateFields):

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import GenerateRequest
 from cairn.errors import InvalidRequest
 from cairn.http.leaving import unless_gone
-from cairn.server.answers import ChatShape, CompletionShape
+from cairn.server.forms import form_of
 from cairn.server.gate import ImageShare
 from cairn.server.generate import Deadline, Job, respond
 from cairn.server.messages import check_text
@@ -17,9 +17,10 @@ from cairn.server.prompts import (
     Prompt,
     chat_prompt,
     check_model,
-    completion_prompt,
+    completion_prompts,
     conversation_of,
     engine_request,
+    shown_of,
     valid_tokens,
 )
 from cairn.server.requests import (
@@ -31,6 +32,7 @@ from cairn.server.requests import (
     refuse_unsupported,
 )
 from cairn.server.service import Service
+from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
 
 __all__ = ["ServiceOfApp", "router", "service_of"]
 
@@ -57,27 +59,35 @@ def router() -> APIRouter:
 
 
 async def create_completion(http: Request, body: CompletionRequest, service: ServiceOfApp) -> Response:
-    return await _generate(http, service, body, lambda: completion_prompt(service, body))
+    return await _generate(http, service, body, lambda: completion_prompts(service, body))
 
 
 async def create_chat_completion(http: Request, body: ChatRequest, service: ServiceOfApp) -> Response:
-    return await _generate(http, service, body, lambda: chat_prompt(service, body, _share(http)))
+    async def prompts() -> list[Prompt]:
+        return [await chat_prompt(service, body, _share(http))]
+
+    return await _generate(http, service, body, prompts)
 
 
 async def _generate(
-    http: Request, service: Service, body: SamplingFields, make_prompt: Callable[[], Coroutine[Any, Any, Prompt]]
+    http: Request, service: Service, body: SamplingFields, make_prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]]
 ) -> Response:
     arrived, deadline = service.clock.now(), Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
-    prompt = await _in_time(http, deadline, make_prompt())
+    prompts = await _in_time(http, deadline, make_prompts())
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
     # Two clients may send the same id; inside the engine an id has to be one request's alone.
-    request: GenerateRequest = engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}")
-    shown = prompt.token_ids if body.return_token_ids else None
-    shape = (ChatShape if chat else CompletionShape)(answer_id, int(service.wall()), service.options.model_name, shown)
-    return await respond(http, service, Job(request, shape, body, arrived, deadline))
+    requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}") for prompt in prompts]
+    form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
+    requests = [msgspec.structs.replace(request, structure=form.structure) for request in requests]
+    shown = await _in_time(http, deadline, shown_of(service, body, prompts))
+    created, model = int(service.wall()), service.options.model_name
+    shape: AnswerShape = CompletionShape(answer_id, created, model, shown)
+    if chat:
+        shape = ChatShape(answer_id, created, model, shown, form.message)
+    return await respond(http, service, Job(tuple(requests), shape, body, arrived, deadline))
 
 
 async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, Result]) -> Result:
@@ -100,19 +110,21 @@ def _request_id(http: Request, body: SamplingFields) -> str:
     return own if given or body.request_id is None else body.request_id
 
 
-async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> Response:
     deadline = Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     tokens = await _in_time(http, deadline, _tokens_of(http, body, service))
-    return {
-        "count": len(tokens),
-        "max_model_len": service.engine.info.max_model_len,
-        "tokens": tokens,
-        "token_strs": None,
-    }
+    return _json(
+        {
+            "count": len(tokens),
+            "max_model_len": service.engine.info.max_model_len,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+    )
 
 
 async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
@@ -123,9 +135,14 @@ async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> 
     return await service.encode(prompt, body.add_special_tokens is not False)
 
 
-async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> dict[str, Any]:
+async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
     deadline = Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
     tokens = valid_tokens(service, body.tokens, "tokens")
-    return {"prompt": await _in_time(http, deadline, service.decode(tokens))}
+    return _json({"prompt": await _in_time(http, deadline, service.decode(tokens))})
+
+
+def _json(body: dict[str, Any]) -> Response:
+    """Without the framework's look at every item of it: there may be millions."""
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -3,16 +3,19 @@
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable
 
+import uvicorn
+
 from cairn.engine.contract import EngineClient
+from cairn.http.connections import ConnectionDeadlines
 from cairn.http.listening import first_of, listen, until_started, web_server
 from cairn.server.app import create_app
 from cairn.server.images import ImageParts
 from cairn.server.log_lines import start_lines
 from cairn.server.options import ImageOptions, ServerOptions
 from cairn.server.service import Service
+from cairn.server.starting import Stage
 
 __all__ = ["HttpServer"]
 
@@ -44,14 +47,20 @@ class HttpServer:
         Raises ConfigError (ModelError) when it cannot start, EngineDead when the engine falls over while starting.
         """
         listener = listen(self._options.host, self._options.port)
-        port = listener.getsockname()[1]
+        stage = Stage()
+        deadlines = ConnectionDeadlines(head=self._options.head_seconds, stall=self._options.stall_seconds)
+        server = web_server(stage, lifespan="off", deadlines=deadlines)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
+            await until_started(server, serving)
             if not await self._start_engine():
                 return 0
             for line in start_lines(self._engine.info):
                 logger.info(line)
-            return await self._serve(listener, port, on_ready)
+            return await self._serve(stage, server, serving, on_ready)
         finally:
+            server.should_exit = True
+            await serving
             listener.close()
             await self._engine.stop(0)
 
@@ -67,12 +76,18 @@ class HttpServer:
             await starting
         return False
 
-    async def _serve(self, listener: socket.socket, port: int, on_ready: Callable[[int], None] | None) -> int:
+    async def _serve(
+        self,
+        stage: Stage,
+        server: uvicorn.Server,
+        serving: "asyncio.Task[None]",
+        on_ready: Callable[[int], None] | None,
+    ) -> int:
+        port = server.servers[0].sockets[0].getsockname()[1]
         service = Service(self._engine, self._options, images=self._images(self._options.images))
-        server = web_server(create_app(self._engine, self._options, service))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await until_started(server, serving)
+        app = create_app(self._engine, self._options, service)
+        async with app.router.lifespan_context(app):
+            stage.show(app)
             logger.info("serving %s on http://%s:%d", self._options.model_name, self._options.host, port)
             if on_ready is not None:
                 on_ready(port)
@@ -84,10 +99,9 @@ class HttpServer:
             if code:
                 logger.error("the engine has ended: %s", self._engine.dead)
             await self._engine.stop(0)
-        finally:
             server.should_exit = True
             await serving
-        return code
+            return code
 
     async def _finish_open(self, service: Service) -> None:
         seconds = self._options.shutdown_seconds

@@ -12,9 +12,11 @@ from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
 from cairn.errors import EngineDead
 from cairn.server.gate import Gate, ImageRoom
 from cairn.server.images import ImageParts
+from cairn.server.logprobs import TokenTexts
 from cairn.server.messages import Conversation
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerOptions
+from cairn.server.parsers.choose import choose_parsers
 from cairn.types import Clock, SystemClock
 
 __all__ = ["Service"]
@@ -48,6 +50,10 @@ class Service:
         self.gate = Gate(options.max_open)
         self.image_room = ImageRoom(options.images.max_open_bytes)
         self.metrics = Metrics(engine.info, options.model_name)
+        self.parsers = choose_parsers(
+            engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
+        )
+        self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
         self._stats = EngineStats()
         # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
@@ -78,8 +84,13 @@ class Service:
             add_generation_prompt=chat.add_generation_prompt,
             template_kwargs=chat.template_kwargs,
             breakpoints=chat.breakpoints,
+            continue_final_message=chat.continue_final_message,
         )
         return await self._tokenize(render)
+
+    async def beside(self, writing: Callable[[], Result]) -> Result:
+        """What tells of a whole prompt is written beside the event loop: it asks the tokenizer for every token."""
+        return await self._tokenize(writing)
 
     async def aclose(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)

@@ -1,11 +1,13 @@
-"""The endpoints that only tell: models, health, version, metrics."""
+"""The endpoints that only tell: models, health, load, version, limits, metrics; and the one that empties the cache."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+import msgspec
+from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 
-from cairn.errors import NotFound
+from cairn.errors import EngineDead, InvalidRequest, NotFound
+from cairn.http.failures import failed
 from cairn.server.metrics import CONTENT_TYPE_LATEST
 from cairn.server.routes import ServiceOfApp
 from cairn.server.service import Service
@@ -18,9 +20,14 @@ def router() -> APIRouter:
     routes.add_api_route("/v1/models", list_models, methods=["GET"], response_model=None)
     routes.add_api_route("/v1/models/{name:path}", show_model, methods=["GET"], response_model=None)
     routes.add_api_route("/health", health, methods=["GET"], response_model=None)
-    routes.add_api_route("/ping", health, methods=["GET", "POST"], response_model=None)
+    routes.add_api_route("/ping", health, methods=["GET"], response_model=None, name="ping")
+    routes.add_api_route("/ping", health, methods=["POST"], response_model=None, name="post_ping")
+    routes.add_api_route("/ready", ready, methods=["GET"], response_model=None)
+    routes.add_api_route("/load", load, methods=["GET"], response_model=None)
     routes.add_api_route("/version", version, methods=["GET"], response_model=None)
+    routes.add_api_route("/server_info", server_info, methods=["GET"], response_model=None)
     routes.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
+    routes.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"], response_model=None)
     return routes
 
 
@@ -43,12 +50,61 @@ async def health(service: ServiceOfApp) -> Response:
     return JSONResponse({"status": reason}, 503)
 
 
+async def ready(service: ServiceOfApp) -> Response:
+    """As /health, and the engine has been asked: 503 as well while it does not answer."""
+    if service.healthy:
+        try:
+            await service.engine.stats()
+        except EngineDead as error:
+            return JSONResponse({"status": str(error)}, 503)
+    return await health(service)
+
+
+async def load(service: ServiceOfApp) -> dict[str, int]:
+    """Requests that are being answered, those that wait included."""
+    return {"server_load": service.gate.num_open}
+
+
 async def version(service: ServiceOfApp) -> dict[str, str]:
     return {"version": service.options.version}
 
 
+async def server_info(service: ServiceOfApp) -> dict[str, Any]:
+    """What was built, and the limits of requests. No keys."""
+    options = service.options
+    return {
+        "version": options.version,
+        "model_name": options.model_name,
+        "engine": msgspec.to_builtins(service.engine.info),
+        "limits": {
+            "max_open": options.max_open,
+            "max_body_bytes": options.max_body_bytes,
+            "head_seconds": options.head_seconds,
+            "body_seconds": options.body_seconds,
+            "stall_seconds": options.stall_seconds,
+            "request_seconds": options.request_seconds,
+            "images": options.images.limit,
+        },
+    }
+
+
 async def metrics(service: ServiceOfApp) -> Response:
     return Response(service.metrics.exposition(await service.stats()), media_type=CONTENT_TYPE_LATEST)
+
+
+async def reset_prefix_cache(
+    service: ServiceOfApp,
+    reset_running_requests: Annotated[bool, Query()] = False,
+    reset_external: Annotated[bool, Query()] = False,
+) -> Response:
+    """Drop all that is cached; 409 while requests, or other servers, hold pages: then nothing is dropped."""
+    for name, asked in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
+        if asked:
+            raise InvalidRequest(f"{name} is not supported: leave it out", name)
+    held = await service.engine.reset_cache()
+    if held:
+        raise failed(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
+    return Response(status_code=200)
 
 
 def _model_card(service: Service) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""One answer kept to a grammar."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from cairn.step import TokenMask
+
+__all__ = ["GrammarConstraint", "limits"]
+
+
+def limits() -> LLParserLimits:
+    """What compiling a grammar and one step of it may take: some tens of milliseconds, and 40 MB of lexer states."""
+    return LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+class GrammarConstraint:
+    """Which tokens may follow an answer, and whether it is complete. Implements `scheduler.request.Constraint`.
+
+    A function of the answer alone: it follows what it is shown, and starts over when that is another answer.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        """`matcher`: at the answer's start."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._seen: list[int] = []
+        self._mask = self._allowed()
+
+    @classmethod
+    def compile(cls, grammar: str, tokenizer: LLTokenizer, vocab_size: int) -> "GrammarConstraint":
+        """Raises ValueError with llguidance's words for a grammar that it does not take, or with no answer at all."""
+        made = cls(LLMatcher(tokenizer, grammar, log_level=0, limits=limits()), vocab_size)
+        if made.failure is not None:
+            raise ValueError(made.failure)
+        if made.complete:
+            raise ValueError("it allows nothing but an empty answer")
+        return made
+
+    def start(self) -> "GrammarConstraint":
+        """Another one, for another answer."""
+        matcher = self._matcher.deep_copy()
+        matcher.reset()
+        return GrammarConstraint(matcher, self._vocab_size)
+
+    def allowed(self, output: Sequence[int]) -> TokenMask | None:
+        """See `Constraint.allowed`. Not to be asked once `complete`, or after a `failure`."""
+        self.follow(output)
+        return self._mask
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Take in the answer so far."""
+        if list(output) == self._seen:
+            return
+        if list(output[: len(self._seen)]) != self._seen:
+            self._matcher.reset()
+            self._seen = []
+        for token in output[len(self._seen) :]:
+            self._matcher.consume_token(token)
+            self._seen.append(token)
+        self._mask = self._allowed()
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow but the end."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the answer can neither go on nor end here; None where it can."""
+        if self._matcher.is_error():
+            return self._matcher.get_error() or "the grammar has no way on"
+        if not self.complete and not self._mask.any():
+            return "no token can follow"
+        return None
+
+    def _allowed(self) -> TokenMask:
+        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+        if not self._matcher.is_stopped():
+            found = np.frombuffer(self._matcher.compute_bitmask(), "<i4")[: len(mask)]
+            mask[: len(found)] = found
+        return mask

@@ -1,0 +1,63 @@
+"""A process that says whether grammars compile: `python -m cairn.engine.grammar_worker`.
+
+Started by `grammar_check.GrammarCheck`, never by hand. Each line of standard input is a Structure as JSON; each is
+answered by a line: the reason why it is refused, as a JSON text, or null. What makes it hang or fill the memory costs
+this process and nothing else.
+"""
+
+import resource
+import sys
+
+import msgspec
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from cairn.engine.constraint import GrammarConstraint
+from cairn.engine.contract import Structure
+from cairn.engine.structure import grammar_of, refusal
+from cairn.errors import InvalidRequest
+
+__all__ = ["byte_tokenizer", "main", "reason_against"]
+
+_MAX_BYTES = 2 << 30
+
+
+class _Bytes:
+    """A tokenizer with a token for every byte: enough to see whether a grammar compiles."""
+
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def reason_against(structure: Structure, tokenizer: LLTokenizer) -> str | None:
+    """Why a structure cannot be used; None where it can."""
+    try:
+        GrammarConstraint.compile(grammar_of(structure), tokenizer, len(_Bytes.tokens))
+    except InvalidRequest as error:
+        return error.message
+    except ValueError as error:
+        return refusal(structure, str(error)).message
+    return None
+
+
+def main() -> int:
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    tokenizer = byte_tokenizer()
+    read, written = sys.stdin.buffer, sys.stdout.buffer
+    for line in read:
+        reason = reason_against(msgspec.json.decode(line, type=Structure), tokenizer)
+        written.write(msgspec.json.encode(reason) + b"\n")
+        written.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

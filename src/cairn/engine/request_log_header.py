@@ -1,0 +1,58 @@
+"""The request log's first line, and its parts put together."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from cairn.cache.layout import CacheLayout
+from cairn.engine.contract import EngineConfig, EngineInfo
+from cairn.engine.request_log import RequestJournal
+from cairn.engine.request_log_file import LogFile
+from cairn.engine.request_log_lines import LogLines
+from cairn.types import Clock
+
+__all__ = ["open_journal"]
+
+VERSION = 1
+KEY_BYTES = 32
+SHARED_TOKENS = 1 << 22
+"""How many tokens are remembered to say exactly what is shared: 32 MiB."""
+
+
+def open_journal(config: EngineConfig, info: EngineInfo, layout: CacheLayout, clock: Clock) -> RequestJournal | None:
+    """None if no log was asked for. Raises ConfigError when it cannot be written."""
+    asked = config.request_log
+    if asked is None:
+        return None
+    first = header(config, info, layout)
+    file = LogFile(Path(asked.path), asked.max_bytes, partial(_new_lines, first, layout.block_size))
+    return RequestJournal(file, clock, layout.block_size)
+
+
+def _new_lines(first: Mapping[str, object], unit: int) -> LogLines:
+    # a key for each file, so that not even two files of one server can be told to be about the same texts
+    begun = {**first, "began": round(time.time(), 3)}
+    return LogLines(begun, unit, os.urandom(KEY_BYTES), SHARED_TOKENS)
+
+
+def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout) -> dict[str, object]:
+    """What a replay has to know of the server: sizes in bytes and tokens. `salted`: hashes are keyed."""
+    return {
+        "name": os.path.basename(os.path.normpath(info.model)),
+        "unit": layout.block_size,
+        "source": "cairn",
+        "version": VERSION,
+        "salted": True,
+        "layout": asdict(layout),
+        "budget_bytes": info.num_pages * layout.page_bytes,
+        "policy": {
+            "placement": info.mamba_cache_mode if info.enable_prefix_caching else "none",
+            "eviction": config.eviction,
+            "exact": info.exact,
+        },
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+    }

@@ -1,0 +1,170 @@
+"""What an answer has to look like, as a grammar that llguidance compiles.
+
+Everything becomes one text: a JSON object with a list of grammars, of which the first is the whole answer. JSON schemas
+and regular expressions are llguidance's own; choices and calls are written as Lark here. Nothing is compiled here.
+"""
+
+import json
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from cairn.engine.contract import Structure
+from cairn.errors import InvalidRequest
+
+__all__ = ["MAX_CALLS", "MAX_CHOICES", "MAX_DEPTH", "MAX_TEXT", "grammar_of", "refusal"]
+
+MAX_TEXT = 1 << 19
+"""Characters of a schema, a regular expression, or whatever else is asked for."""
+
+MAX_DEPTH = 64
+"""How deep the objects and lists of a JSON schema may be nested."""
+
+MAX_CHOICES = 1024
+MAX_CALLS = 32
+"""Most calls in one answer that has to consist of calls."""
+
+_MAX_REASON = 300
+
+# One space, or a new line with an indent: without a bound, models that are not sure write blanks for ever.
+_JSON_RULES = MappingProxyType(
+    {
+        "whitespace_flexible": True,
+        "whitespace_pattern": "( |\\n[ ]{0,32})?",
+        "item_separator": ",",
+        "key_separator": ":",
+    }
+)
+
+_REASONING = MappingProxyType(
+    {
+        "none": "start: @body",
+        "opened": 'start: thoughts @body\nthoughts: shut gap\nshut[lazy]: /(?s:.*)/ "</think>"\ngap: /\\n{0,4}/',
+        "possible": "start: thoughts @body | @body\nthoughts: opening shut gap\n"
+        'opening: "<think>"\nshut[lazy]: /(?s:.*)/ "</think>"\ngap: /\\n{0,4}/',
+    }
+)
+
+
+def grammar_of(structure: Structure) -> str:
+    """The grammar's text for llguidance. Raises InvalidRequest naming the field where it cannot be one."""
+    text = structure.text
+    if len(text) > MAX_TEXT:
+        raise _refused(structure, f"has {len(text)} characters; at most {MAX_TEXT} are read")
+    body: dict[str, Any]
+    match structure.kind:
+        case "json":
+            body = {"json_schema": _schema(structure, _decoded(structure))}
+        case "regex":
+            body = {"lark_grammar": _lark_of_regex(text)}
+        case "choice":
+            body = {"lark_grammar": _lark_of_choices(structure)}
+        case "grammar":
+            body = {"lark_grammar": _lark_of_grammar(structure)}
+        case "calls":
+            body = {"lark_grammar": _lark_of_calls(structure)}
+    if structure.reasoning == "none":
+        return json.dumps({"grammars": [body]}, ensure_ascii=False)
+    whole = {"lark_grammar": _REASONING[structure.reasoning]}
+    return json.dumps({"grammars": [whole, {"name": "body", **body}]}, ensure_ascii=False)
+
+
+def refusal(structure: Structure, reason: str) -> InvalidRequest:
+    """Why llguidance does not take it, in words for the client."""
+    line = " ".join(reason.split("<state>")[0].split())
+    return _refused(structure, f"cannot be used: {line[:_MAX_REASON]}")
+
+
+def _refused(structure: Structure, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{structure.field} {what}", structure.field.partition(".")[0])
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _decoded(structure: Structure) -> Any:
+    try:
+        return msgspec.json.decode(structure.text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refused(structure, f"is no JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(structure) from None
+
+
+def _too_deep(structure: Structure) -> InvalidRequest:
+    return _refused(structure, f"is nested too deeply: at most {MAX_DEPTH} objects and lists within each other")
+
+
+def _schema(structure: Structure, schema: Any, *, lenient: bool = False) -> dict[str, Any]:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _refused(structure, "must be a JSON schema: an object")
+    if _is_deeper(schema, MAX_DEPTH):
+        raise _too_deep(structure)
+    return {**schema, "x-guidance": {**_JSON_RULES, "lenient": lenient}}
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects are nested more than `depth` deep; level by level, so that no depth is too much."""
+    level = [value]
+    for _ in range(depth + 1):
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not inner:
+            return False
+        level = [one for part in inner for one in part]
+    return True
+
+
+# -- Lark --------------------------------------------------------------------------------------------------------------
+
+
+def _lark_of_regex(text: str) -> str:
+    """It has to match as a whole, so the signs for the ends say nothing new, and llguidance does not take them."""
+    text = text.removeprefix("^")
+    if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2:
+        text = text[:-1]
+    lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+    return lark
+
+
+def _lark_of_choices(structure: Structure) -> str:
+    choices = _decoded(structure)
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise _refused(structure, "must be a list of texts that are not empty")
+    if len(choices) > MAX_CHOICES:
+        raise _refused(structure, f"has {len(choices)} entries; at most {MAX_CHOICES} are taken")
+    return "start: " + " | ".join(map(_literal, choices))
+
+
+def _lark_of_grammar(structure: Structure) -> str:
+    try:
+        lark: str = any_to_lark(structure.text)
+    except Exception as error:  # whatever the conversion of foreign text runs into
+        raise refusal(structure, str(error)) from None
+    return lark
+
+
+def _lark_of_calls(structure: Structure) -> str:
+    """Calls in the form of `<tool_call>{"name": ..., "arguments": ...}</tool_call>`; each tool's schema is a root of
+    its own, so that references within it hold."""
+    asked = _decoded(structure)
+    lines = []
+    for number, tool in enumerate(asked["tools"]):
+        opening = f'<tool_call>\n{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "arguments": '
+        schema = _schema(structure, tool["parameters"] | {"type": "object"}, lenient=True)
+        lines.append(f"call{number}: {_literal(opening)} arguments{number} {_literal(chr(125) + _CALL_END)}")
+        lines.append(f"arguments{number}: %json {json.dumps(schema, ensure_ascii=False)}")
+    more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if asked["parallel"] else ""
+    calls = " | ".join(f"call{number}" for number in range(len(asked["tools"])))
+    return "\n".join([f"start: call{more}", f"call: {calls}", *lines])
+
+
+_CALL_END = "\n</tool_call>"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

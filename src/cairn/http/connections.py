@@ -1,0 +1,133 @@
+"""One HTTP connection with deadlines of its own: before any application sees a request, and behind its answer."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cairn.http.failures import error_body
+
+__all__ = ["Connection", "ConnectionDeadlines"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionDeadlines:
+    """In seconds. `head`: from a request's first byte, or the connection's start, to the end of its headers. `stall`:
+    how long a client may leave written bytes unread."""
+
+    head: float = 30.0
+    stall: float = 60.0
+
+
+class _Timer:
+    """Calls a function once, so many seconds after `start`, unless it is cancelled first."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, call: Callable[[], None]) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._call = call
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Does nothing while it runs."""
+        if self._handle is None:
+            self._handle = self._loop.call_later(self._seconds, self._fire)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._call()
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection. Clients that take for ever to send their headers, or to read their answers, lose it."""
+
+    def __init__(self, *args: Any, deadlines: ConnectionDeadlines, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._deadlines = deadlines
+        self._head = _Timer(self.loop, deadlines.head, self._head_missed)
+        self._stall = _Timer(self.loop, deadlines.stall, lambda: self.transport.abort())
+        self._heard = False
+
+    # -- the head of a request -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head.start()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard, before = True, self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._head.cancel()
+        elif self._between_requests():
+            self._head.start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head.cancel()
+        self._stall.cancel()
+        super().connection_lost(exc)
+
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _head_missed(self) -> None:
+        if self.transport.is_closing() or not self._between_requests():
+            return
+        if self._heard:
+            self._refuse(408, f"the headers did not come within {self._deadlines.head:g} s", "request_timeout")
+        self._close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where what came is no HTTP, or headers have no end."""
+        hint = getattr(sys.exception(), "error_status_hint", 400)
+        if hint == 431:
+            self._refuse(431, "the request's headers are too long", "request_header_fields_too_large")
+        else:
+            self._refuse(400, "this is no valid HTTP request", "invalid_request_error")
+        self._close()
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        body = msgspec.json.encode(error_body(message, status, code))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        events = (
+            h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+
+    # -- the end of an answer --------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall.start()
+
+    def resume_writing(self) -> None:
+        self._stall.cancel()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._stall.start()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._stall.start()

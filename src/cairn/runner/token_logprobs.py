@@ -1,0 +1,32 @@
+"""How likely the model held tokens: the logarithms of their probabilities, and those of the best."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from cairn.step import Logprobs, Score
+
+__all__ = ["SCORED_AT_ONCE", "logprobs_of", "score"]
+
+SCORED_AT_ONCE = 64
+"""Rows of a prompt whose logits are in memory together: with 250,000 tokens to choose from they take 64 MB."""
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
+    """`logits`: float32 [n, vocab], before any transform; `tokens`: int64 [n]."""
+    values = logits.log_softmax(-1)
+    own = values.gather(1, tokens[:, None])
+    ranks = (values > own).sum(-1) + 1
+    best = values.topk(min(top, values.shape[1]), dim=-1)
+    token_ids = torch.cat([tokens[:, None], best.indices], dim=1)
+    return Logprobs(token_ids.int().numpy(), torch.cat([own, best.values], dim=1).numpy(), ranks.int().numpy())
+
+
+def score(wanted: Score, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Iterator[Logprobs]:
+    """`hidden`: [rows, hidden], after the first of which the targets come one by one; a share of them at a time."""
+    targets = torch.from_numpy(wanted.targets.astype("<i8"))
+    hidden = hidden[: len(targets)]
+    for start in range(0, len(targets), SCORED_AT_ONCE):
+        part = slice(start, start + SCORED_AT_ONCE)
+        yield logprobs_of(logits(hidden[part]), targets[part], wanted.top)

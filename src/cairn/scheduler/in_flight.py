@@ -1,0 +1,262 @@
+"""Requests that wait until another one, which is in prefill, has computed their beginning, and then start from there.
+
+    leader   0 ======== computed ========> . . . . . . . . p . . . . end       runs
+    held     0 ....... hit ............................... p . own part        keeps its place in the queue until p
+
+The request whose turn it is is compared with the prompts in prefill. Where one shares at least 64 tokens more with it
+than the cache has, that one is asked for a state where the two part, and the request is held back until the state is
+there; then it is looked up again, like any request. Those behind it go on: they may have what slots and pages are left
+when what it needs itself has been put by.
+
+Nobody waits without end. It is over at once when the leader has passed p, has ended or was preempted, and after
+`MAX_IDLE` plans in which the leader has not got on. Only those that run are waited for, so there is no circle; no
+request waits for the same one twice, nor for more than `MAX_WAITS` in all. And nobody waits for what it would have
+sooner by itself: a leader has come at least as far as the cache goes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cairn.cache.lease import Lease
+from cairn.cache.prefix_cache import PrefixCache
+from cairn.scheduler.draft import Draft
+from cairn.scheduler.request import Phase, Request
+from cairn.step import GRID
+from cairn.types import Keys
+
+__all__ = ["MAX_IDLE", "MAX_WAITS", "InFlight", "SharedCounters"]
+
+MIN_SHARED = GRID
+"""Tokens that waiting has to save."""
+
+MAX_IDLE = 2
+"""Plans that a leader may let pass without a token before nobody waits for it any more."""
+
+MAX_WAITS = 4
+"""Leaders that one request waits for, one after the other."""
+
+MAX_UNALIGNED = 2
+"""States off the 64-token grid that one leader is asked for: each costs a state product per layer."""
+
+MAX_COMPARED = 1 << 19
+"""Most tokens that one plan compares."""
+
+_BLOCK = 8192
+
+
+@dataclass(slots=True)
+class SharedCounters:
+    """Since the start: requests that have started from a state they had waited for, and the tokens that saved them."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Leading:
+    """A request in prefill: leaders are numbered as they begin. `asked`: positions that others wait for."""
+
+    number: int
+    asked: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """Until `leader` has computed `position` tokens. `pages`: put by for what comes behind them.
+    `scheduled`: how far it was planned when it last got on, `idle` plans ago."""
+
+    leader: Request
+    position: int
+    pages: int
+    scheduled: int
+    idle: int = 0
+
+    def is_over(self) -> bool:
+        """To be asked once a plan, when those that run have their rows."""
+        leader = self.leader
+        if leader.phase is not Phase.RUNNING:
+            return True
+        if leader.num_scheduled >= self.position:
+            return leader.num_computed >= self.position
+        self.idle = 0 if leader.num_scheduled > self.scheduled else self.idle + 1
+        self.scheduled = leader.num_scheduled
+        return self.idle > MAX_IDLE
+
+
+@dataclass(slots=True, eq=False)
+class _Past:
+    """What has come of a request so far. `looked`: leaders up to this number have been compared. `leaders`: arrivals of
+    those it has waited for. `hit`: what it would have hit had it not waited; None unless it has, since it last ran."""
+
+    looked: int = 0
+    leaders: set[int] = field(default_factory=set)
+    hit: int | None = None
+
+
+class InFlight:
+    """Who waits for whose prefill. With `on` false nobody does."""
+
+    def __init__(self, cache: PrefixCache, counters: SharedCounters, exact: bool, on: bool) -> None:
+        self._cache = cache
+        self._counters = counters
+        self._exact = exact
+        self._on = on and cache.enabled
+        self._leading: dict[Request, _Leading] = {}  # in the order in which they began
+        self._waits: dict[Request, _Wait] = {}
+        self._past: dict[Request, _Past] = {}
+        self._begun = 0
+        self._compared = 0
+
+    def num_before(self, request: Request) -> int:
+        """How many of those that are held back come before `request`: each has a slot put by."""
+        return sum(other.turn < request.turn for other in self._waits)
+
+    def refresh(self) -> None:
+        """A plan has the rows of those that run: let go of whoever has waited long enough."""
+        for request in [request for request, wait in self._waits.items() if wait.is_over()]:
+            del self._waits[request]
+        for leader in [leader for leader in self._leading if not _in_prefill(leader)]:
+            del self._leading[leader]
+        self._compared = 0
+
+    def holds_back(self, draft: Draft, request: Request, lookup: Callable[[Request], Lease]) -> bool:
+        """Whether `request`, whose turn it is, waits for one that runs. `lookup`: as for its admission."""
+        if request in self._waits:
+            return True
+        if not self._on or (request.spec.prompt_logprobs is not None and not request.output):
+            return False
+        past = self._past.setdefault(request, _Past())
+        found = self._covering(request, past)
+        past.looked = self._begun
+        if not found or len(past.leaders) >= MAX_WAITS:
+            return False
+        lease = lookup(request)
+        for leader, shared in reversed(found):
+            if leader.num_computed < lease.hit:
+                continue
+            position = self._meet(draft, leader, request, lease.hit, shared)
+            if position is not None:
+                self._wait(request, past, leader, position, lease.hit)
+                break
+        self._cache.release(lease)
+        return request in self._waits
+
+    def leaves_room(self, request: Request, lease: Lease, num_files: int) -> bool:
+        """Whether the pages that have been put by for those before `request` are there besides its own, which are to
+        hold all that is known of it and `num_files` files."""
+        put_by = sum(wait.pages for other, wait in self._waits.items() if other.turn < request.turn)
+        if not put_by:
+            return True
+        pool, layout = self._cache.pool, self._cache.layout
+        need = put_by + lease.missing_pages(request.num_known) + num_files * layout.pages_per_checkpoint
+        return need <= pool.num_free or need <= pool.num_pages - self._cache.num_held_pages()
+
+    def started(self, request: Request) -> None:
+        """It runs: whatever it computes may be waited for from now on."""
+        past, lease = self._past.get(request), request.lease
+        assert lease is not None
+        if past is not None and past.hit is not None:
+            self._counters.requests += lease.hit > past.hit
+            self._counters.tokens += max(0, lease.hit - past.hit)
+            past.hit = None
+        if self._on and _in_prefill(request):
+            self._begun += 1
+            self._leading.pop(request, None)
+            self._leading[request] = _Leading(self._begun)
+
+    def ended(self, request: Request) -> None:
+        """It is gone, and nobody waits for it when the next plan is made."""
+        for known in (self._leading, self._waits, self._past):
+            known.pop(request, None)
+
+    def asked(self, request: Request, start: int, end: int) -> list[int]:
+        """Positions p, start < p <= end, at which others wait for its state, and a file has been set aside for it."""
+        leading = self._leading.get(request)
+        return sorted(p for p in leading.asked if start < p <= end) if leading is not None else []
+
+    # -- who waits where -----------------------------------------------------------------------------------------
+
+    def _covering(self, request: Request, past: _Past) -> list[tuple[Request, int]]:
+        """Requests in prefill that have not been looked at for this one, with the tokens that both begin with: each
+        shares more than the one before it. Most are told apart by one token."""
+        found: list[tuple[Request, int]] = []
+        least = MIN_SHARED
+        new = [leader for leader, leading in self._leading.items() if leading.number > past.looked]
+        keys = request.spec.prompt if self._exact or request.spec.hand_over or not new else request.keys()
+        for leader in new:
+            assert leader.lease is not None
+            theirs = leader.lease.keys[: leader.prefill_until]
+            if min(len(keys), len(theirs)) < least or keys[least - 1] != theirs[least - 1]:
+                continue
+            if leader.spec.namespace != request.spec.namespace or leader.arrival in past.leaders:
+                continue
+            if self._compared >= MAX_COMPARED:
+                break
+            shared = _common(keys, theirs)
+            self._compared += shared + 1
+            if shared >= least:
+                found.append((leader, shared))
+                least = shared + 1
+        return found
+
+    def _meet(self, draft: Draft, leader: Request, request: Request, hit: int, shared: int) -> int | None:
+        """Where the leader is going to leave a state that `request` can start from; None if nowhere worth it."""
+        assert leader.lease is not None
+        files = leader.lease.files
+        if self._cache.layout.state_bytes == 0:
+            points = [shared]
+        else:
+            points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._serves(request, p)]
+            points = [p for p in points if p in files or self._can_ask(draft, leader, p)]
+            points += sorted((p for p in files if p <= shared and self._serves(request, p)), reverse=True)
+        for point in points:
+            if point - hit < MIN_SHARED or point <= leader.num_computed:
+                continue
+            if self._cache.layout.state_bytes == 0 or point in files or self._ask(leader, point):
+                return point
+        return None
+
+    def _serves(self, request: Request, position: int) -> bool:
+        """Whether it may go on from a state there that was built by prefill (DESIGN section 6)."""
+        return not self._exact or position % GRID == 0 or position == request.num_prompt_tokens
+
+    def _can_ask(self, draft: Draft, leader: Request, position: int) -> bool:
+        """Whether no step that is out has passed `position`; the one at hand may."""
+        if position % GRID and sum(p % GRID != 0 for p in self._leading[leader].asked) >= MAX_UNALIGNED:
+            return False
+        if position > leader.num_scheduled:
+            return True
+        rows = [draft.rows[part.row] for part in draft.parts if part.request is leader and part.row is not None]
+        return any(row.start < position for row in rows)
+
+    def _ask(self, leader: Request, position: int) -> bool:
+        """Set a file aside for the leader's state there; False if there is no room for it."""
+        assert leader.lease is not None
+        if self._cache.want_always(leader.lease, position) is None:
+            return False
+        self._leading[leader].asked.add(position)
+        return True
+
+    def _wait(self, request: Request, past: _Past, leader: Request, position: int, hit: int) -> None:
+        layout = self._cache.layout
+        pages = layout.pages_for(request.num_known) - layout.pages_for(position) + len(layout.groups)
+        pages += layout.pages_per_checkpoint * (request.spec.hand_over and position < request.num_prompt_tokens)
+        self._waits[request] = _Wait(leader, position, pages, leader.num_scheduled)
+        past.leaders.add(leader.arrival)
+        past.hit = hit if past.hit is None else past.hit
+
+
+def _in_prefill(request: Request) -> bool:
+    return request.phase is Phase.RUNNING and request.num_computed < request.prefill_until
+
+
+def _common(ours: Keys, theirs: Keys) -> int:
+    """How many tokens both begin with."""
+    length = min(len(ours), len(theirs))
+    for start in range(0, length, _BLOCK):
+        end = min(start + _BLOCK, length)
+        differs = ours[start:end] != theirs[start:end]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+    return length

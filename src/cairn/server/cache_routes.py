@@ -1,0 +1,69 @@
+"""`GET /cache`: what the prefix cache holds, as JSON. `GET /cache/ui`: the same for people."""
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
+
+from cairn.engine.contract import MAX_SHOWN, CacheView
+from cairn.server.cache_page import cache_page
+from cairn.server.routes import ServiceOfApp
+from cairn.server.service import Service
+
+__all__ = ["CacheViews", "router"]
+
+_SHOWN = 500
+_FRESH_SECONDS = 1.0
+
+
+class CacheViews:
+    """Asks the engine once at a time, and gives everybody who asks within a second the same answer: however many look
+    on, the engine looks at its tree at most once a second for each size."""
+
+    def __init__(self) -> None:
+        self._asking = asyncio.Lock()
+        self._last: tuple[int, float, bytes] | None = None
+
+    async def get(self, service: Service, max_paths: int) -> bytes:
+        """The JSON text. Raises EngineDead."""
+        async with self._asking:
+            now, last = service.clock.now(), self._last
+            if last is not None and last[0] == max_paths and now - last[1] < _FRESH_SECONDS:
+                return last[2]
+            text = msgspec.json.encode(_body(service, await service.engine.cache_view(max_paths)))
+            self._last = (max_paths, service.clock.now(), text)
+            return text
+
+
+def _body(service: Service, view: CacheView) -> dict[str, Any]:
+    info = service.engine.info
+    about = {
+        "model": service.options.model_name,
+        "version": service.options.version,
+        "mamba_cache_mode": info.mamba_cache_mode,
+        "exact": info.exact,
+        "block_size": info.block_size,
+        "checkpoint_bytes": info.checkpoint_bytes,
+        "bytes_per_token": info.bytes_per_token,
+    }
+    return {"object": "cairn.cache", "server": about} | {
+        name: getattr(view, name)
+        for name in ("enabled", "pool", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")
+    }
+
+
+def router() -> APIRouter:
+    routes, views, page = APIRouter(), CacheViews(), cache_page()
+
+    async def show(service: ServiceOfApp, max_nodes: Annotated[int, Query(ge=1, le=MAX_SHOWN)] = _SHOWN) -> Response:
+        text = await views.get(service, max_nodes)
+        return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def show_page() -> Response:
+        return Response(page.body, media_type="text/html; charset=utf-8", headers=page.headers)
+
+    routes.add_api_route("/cache", show, methods=["GET"], response_model=None)
+    routes.add_api_route("/cache/ui", show_page, methods=["GET"], response_model=None)
+    return routes

@@ -1,0 +1,91 @@
+"""One answer of a chat as a message: content, reasoning and calls, whole and in pieces."""
+
+from collections.abc import Callable
+from typing import Any
+
+from cairn.engine.contract import FinishReason
+from cairn.server.parsers.contract import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Reasoning,
+)
+
+__all__ = ["ChatMessage"]
+
+
+class ChatMessage:
+    """Takes one answer's text and tells what has been added to its message. `new_id` names calls; with `parallel`
+    False only the first call is told."""
+
+    def __init__(self, parser: AnswerParser, new_id: Callable[[], str], *, parallel: bool = True) -> None:
+        self._parser = parser
+        self._new_id = new_id
+        self._parallel = parallel
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []
+
+    def add(self, text: str, *, last: bool) -> dict[str, Any]:
+        """The delta that this text brings, empty while it is not certain what it is. `last`: nothing follows."""
+        events = self._parser.push(text)
+        if last:
+            events += self._parser.finish()
+        delta: dict[str, Any] = {}
+        for event in events:
+            self._note(event, delta)
+        return delta
+
+    def message(self) -> dict[str, Any]:
+        """All that has been added, as a message."""
+        content: str | None = "".join(self._content)
+        if not content and (self._calls or self._reasoning):
+            content = None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._reasoning:
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [
+                call | {"function": {"name": call["function"]["name"], "arguments": "".join(pieces)}}
+                for call, pieces in zip(self._calls, self._arguments, strict=True)
+            ]
+        return message
+
+    def finish_reason(self, finish: FinishReason | None) -> str | None:
+        """`tool_calls` for an answer that has ended by itself and has some."""
+        return "tool_calls" if finish == "stop" and self._calls else finish
+
+    def _note(self, event: Event, delta: dict[str, Any]) -> None:
+        match event:
+            case Content(text):
+                self._content.append(text)
+                delta["content"] = delta.get("content", "") + text
+            case Reasoning(text):
+                self._reasoning.append(text)
+                # vLLM's newer name, and the one that most clients read
+                delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
+            case CallBegin(index, name) if self._tells(index):
+                call = {"id": f"call_{self._new_id()[:24]}", "type": "function", "function": {"name": name}}
+                self._calls.append(call)
+                self._arguments.append([])
+                function = {"name": name, "arguments": ""}
+                delta.setdefault("tool_calls", []).append({"index": index, **call, "function": function})
+            case CallArguments(index, text) if self._tells(index):
+                self._arguments[index].append(text)
+                _call_in(delta, index)["function"]["arguments"] += text
+            case CallBegin() | CallArguments() | CallEnd():
+                pass
+
+    def _tells(self, index: int) -> bool:
+        return self._parallel or index == 0
+
+
+def _call_in(delta: dict[str, Any], index: int) -> dict[str, Any]:
+    calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+    if not calls or calls[-1]["index"] != index:
+        calls.append({"index": index, "function": {"arguments": ""}})
+    return calls[-1]

@@ -1,0 +1,94 @@
+"""How likely tokens were held, in the forms of OpenAI's two endpoints and of vLLM's `prompt_logprobs`."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from cairn.engine.contract import TokenLogprobs
+
+__all__ = ["Places", "TokenTexts", "joined"]
+
+_LEAST = -9999.0
+"""What is written for a token that could not come: JSON has no infinity. vLLM's."""
+
+_REMEMBERED = 1 << 16
+
+
+class Places:
+    """Where in a text its tokens begin, in characters, when their bytes are told one after the other."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at = 0
+
+    def next(self, spelled: bytes) -> int:
+        """Where this token begins."""
+        at = self._at
+        self._at += len(self._decoder.decode(spelled))
+        return at
+
+
+class TokenTexts:
+    """Writes log-probabilities out with the tokens' texts. `token_bytes`: see `TextTokenizer`."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._bytes = lru_cache(_REMEMBERED)(token_bytes)
+
+    def chat(self, told: TokenLogprobs) -> dict[str, Any]:
+        """A chat choice's `logprobs`."""
+        content = []
+        for _, ((token, value), *best) in told:
+            entry = self._entry(token, value)
+            entry["top_logprobs"] = [self._entry(*pair) for pair in best]
+            content.append(entry)
+        return {"content": content}
+
+    def completion(self, told: TokenLogprobs, places: Places) -> dict[str, Any]:
+        """A completion choice's `logprobs`; `places` goes on from piece to piece."""
+        part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for _, ((token, value), *best) in told:
+            spelled = self._bytes(token)
+            part["tokens"].append(_text(spelled))
+            part["token_logprobs"].append(_number(value))
+            # the token itself is told of whether it is among the best or not, and wins where texts are the same
+            named = {_text(self._bytes(other)): _number(its) for other, its in best}
+            part["top_logprobs"].append(named | {_text(spelled): _number(value)})
+            part["text_offset"].append(places.next(spelled))
+        return part
+
+    def echoed(self, prompt: Sequence[int], told: TokenLogprobs, places: Places) -> dict[str, Any]:
+        """The same of a prompt: nothing is known of its first token."""
+        first = self._bytes(prompt[0])
+        opening = {"tokens": [_text(first)], "token_logprobs": [None], "top_logprobs": [None]}
+        return joined(opening | {"text_offset": [places.next(first)]}, self.completion(told, places))
+
+    def prompt(self, told: TokenLogprobs) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: by token id, null for the first token."""
+        parts: list[dict[str, Any] | None] = [None]
+        for rank, (own, *best) in told:
+            ranked = [*((place, pair) for place, pair in enumerate(best, 1)), (rank, own)]
+            parts.append(
+                {
+                    str(token): {"logprob": _number(value), "rank": place, "decoded_token": _text(self._bytes(token))}
+                    for place, (token, value) in ranked
+                }
+            )
+        return parts
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        spelled = self._bytes(token)
+        return {"token": _text(spelled), "logprob": _number(value), "bytes": list(spelled)}
+
+
+def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two pieces of a completion's `logprobs`, one behind the other."""
+    return {name: one[name] + other[name] for name in one}
+
+
+def _text(spelled: bytes) -> str:
+    return spelled.decode(errors="replace")
+
+
+def _number(value: float) -> float:
+    return max(value, _LEAST)

@@ -1,0 +1,77 @@
+"""What parsers of answers take and give: text in pieces of any size, and what of it is content, reasoning or a call."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+__all__ = [
+    "AnswerParser",
+    "CallArguments",
+    "CallBegin",
+    "CallEnd",
+    "Content",
+    "Event",
+    "Reasoning",
+    "Tools",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the client's user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model has written for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The answer's call number `index`, from 0, is of the tool `name`."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of that call's arguments: all pieces together are a JSON object, unless the answer is cut off in it."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """That call is complete. A call without its end was cut off."""
+
+    index: int
+
+
+Event: TypeAlias = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+Tools: TypeAlias = dict[str, dict[str, Any]]
+"""A tool's name -> the JSON schema of its parameters, empty where it has none."""
+
+
+class AnswerParser(Protocol):
+    """Takes one answer apart. However its text is cut into pieces, the events say the same.
+
+    No text raises, and none is lost: what is no markup, or is wrong markup, comes out as content. Only line breaks next
+    to markup are left out. What is held back is bounded.
+    """
+
+    @property
+    def held(self) -> int:
+        """Characters that have come in and are not told yet."""
+        ...
+
+    def push(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What is left when the answer ends. Nothing may be pushed afterwards."""
+        ...

@@ -1,0 +1,248 @@
+"""Calls as Qwen3.5, Qwen3-Coder and Nemotron 3 write them:
+
+<tool_call>
+<function=name>
+<parameter=p>
+value
+</parameter>
+</function>
+</tool_call>
+"""
+
+import json
+from collections.abc import Callable
+
+from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event, Tools
+from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark, trailing_breaks
+from cairn.server.parsers.values import is_text, kinds_of, typed
+
+__all__ = ["MAX_VALUE", "XmlCalls"]
+
+MAX_VALUE = 1 << 20
+"""Characters of a value that may be anything but text; a longer one is text."""
+
+_MAX_NAME = 256
+_SHORT = 32
+"""Text up to this length is looked at as a whole: it may be `null`."""
+
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_BEGINNINGS = (_CALL, _FUNCTION)
+_INSIDE = (_PARAMETER, _END_FUNCTION, _END_CALL)
+_VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
+_HELD_ENDS = (*_VALUE_ENDS, *(f"\n{mark}" for mark in _VALUE_ENDS))
+
+
+class XmlCalls:
+    """Implements `AnswerParser`. Values get the types of the tool's schema (see `values`); text is passed on as it
+    comes. As in vLLM's parser, `</parameter>`, `</function>` and `</tool_call>` may be missing, and `<tool_call>` may
+    be before the name of a tool that is there.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._text = ""
+        self._state: Callable[[bool], bool] = self._content
+        self._events: list[Event] = []
+        self._calls = 0
+        self._opening = ""  # what has been read of a call that is not certain yet
+        self._behind_call = False
+        self._name = ""
+        self._first = True
+        self._in_junk = False
+        self._kinds: frozenset[str] = frozenset()
+        self._scanned = 0
+        self._quoted = False
+
+    @property
+    def held(self) -> int:
+        return len(self._text) + len(self._opening)
+
+    def push(self, text: str) -> list[Event]:
+        self._text += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Event]:
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> list[Event]:
+        while self._state(final):
+            pass
+        events, self._events = self._events, []
+        return events
+
+    # Each state takes what it can from the front of the text; False when it needs more.
+
+    def _content(self, final: bool) -> bool:
+        if self._behind_call:
+            self._text = self._text.lstrip("\n")
+            self._behind_call = not self._text
+        mark = first_mark(self._text, _BEGINNINGS)
+        if mark is None:
+            kept = 0 if final else open_mark(self._text, _BEGINNINGS)
+            kept += 0 if final else trailing_breaks(self._text[: len(self._text) - kept])
+            self._say(self._take(len(self._text) - kept))
+            return False
+        place, beginning = mark
+        breaks = trailing_breaks(self._text[:place])
+        self._say(self._take(place - breaks))
+        self._opening = self._take(breaks + len(beginning))
+        self._state = self._before_function if beginning == _CALL else self._bare_name
+        return True
+
+    def _before_function(self, final: bool) -> bool:
+        bare = self._text.lstrip()
+        spaces = len(self._text) - len(bare)
+        if bare.startswith(_FUNCTION) and spaces <= MAX_BREAKS:
+            self._opening += self._take(spaces + len(_FUNCTION))
+            self._state = self._function_name
+            return True
+        if final or not _FUNCTION.startswith(bare) or spaces > MAX_BREAKS:
+            return self._no_call()
+        return False
+
+    def _function_name(self, final: bool, known_only: bool = False) -> bool:
+        name = self._read_name(final)
+        if name is None:
+            return False
+        if not name or (known_only and name not in self._tools):
+            return self._no_call()
+        self._take(len(name) + 1)
+        self._opening, self._name, self._first = "", name, True
+        self._events.append(CallBegin(self._calls, name))
+        self._write("{")
+        self._state = self._inside
+        return True
+
+    def _bare_name(self, final: bool) -> bool:
+        return self._function_name(final, known_only=True)
+
+    def _no_call(self) -> bool:
+        """What has been taken for a call is content."""
+        self._say(self._opening)
+        self._opening = ""
+        self._state = self._content
+        return True
+
+    def _inside(self, final: bool) -> bool:
+        if not self._in_junk:
+            self._text = self._text.lstrip()
+        mark = next((mark for mark in _INSIDE if self._text.startswith(mark)), None)
+        if mark is not None:
+            self._in_junk = False
+            self._take(len(mark))
+            if mark == _PARAMETER:
+                self._state = self._parameter_name
+            else:
+                self._end_call(self._behind_function if mark == _END_FUNCTION else self._content)
+            return True
+        if not self._text or (not final and any(mark.startswith(self._text) for mark in _INSIDE)):
+            return False
+        self._in_junk = True
+        following = self._text.find("<", 1)
+        self._say(self._take(len(self._text) if following < 0 else following))
+        return True
+
+    def _parameter_name(self, final: bool) -> bool:
+        name = self._read_name(final)
+        if name is None:
+            return False
+        if not name:
+            self._say(_PARAMETER)
+            self._state = self._inside
+            return True
+        self._take(len(name) + 1)
+        self._write(("" if self._first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
+        self._first = False
+        self._kinds = kinds_of(name, self._tools.get(self._name, {}))
+        self._state = self._value_start
+        return True
+
+    def _value_start(self, final: bool) -> bool:
+        if not self._text and not final:
+            return False
+        self._text = self._text.removeprefix("\n")
+        self._scanned, self._quoted = 0, False
+        self._state = self._value
+        return True
+
+    def _value(self, final: bool) -> bool:
+        end = first_mark(self._text, _VALUE_ENDS, self._scanned)
+        if end is not None:
+            self._end_value(*end)
+            return True
+        safe = len(self._text) - (0 if final else open_mark(self._text, _HELD_ENDS))
+        if not self._quoted and (safe > self._limit or (final and is_text(self._kinds))):
+            self._write('"')
+            self._quoted = True
+        if self._quoted:
+            self._write(_escaped(self._take(safe)))
+        elif final:
+            self._write(self._take(safe))
+        self._scanned = max(0, len(self._text) - len(_END_PARAMETER))
+        return False
+
+    def _end_value(self, place: int, mark: str) -> None:
+        value = self._take(place).removesuffix("\n")
+        if mark == _END_PARAMETER:
+            self._take(len(mark))
+        if self._quoted:
+            self._write(_escaped(value) + '"')
+        else:
+            given = value if len(value) > self._limit else typed(value, self._kinds)
+            self._write(json.dumps(given, ensure_ascii=False))
+        self._state = self._inside
+
+    def _behind_function(self, final: bool) -> bool:
+        bare = self._text.lstrip()
+        spaces = len(self._text) - len(bare)
+        near = spaces <= MAX_BREAKS
+        if near and bare.startswith(_FUNCTION):
+            self._opening = self._take(spaces + len(_FUNCTION))
+            self._state = self._function_name
+            return True
+        if near and bare.startswith(_END_CALL):
+            self._take(spaces + len(_END_CALL))
+        elif near and not final and any(mark.startswith(bare) for mark in (_FUNCTION, _END_CALL)):
+            return False
+        self._state = self._content
+        return True
+
+    def _end_call(self, then: Callable[[bool], bool]) -> None:
+        self._write("}")
+        self._events.append(CallEnd(self._calls))
+        self._calls += 1
+        self._behind_call = True
+        self._state = then
+
+    def _read_name(self, final: bool) -> str | None:
+        """The name in front of a `>`, empty for what cannot be one; None as long as that is open."""
+        end = self._text.find(">")
+        name = self._text if end < 0 else self._text[:end]
+        if len(name) > _MAX_NAME or "<" in name or "\n" in name or (end < 0 and final):
+            return ""
+        if end < 0:
+            return None
+        return name if name.strip() else ""
+
+    @property
+    def _limit(self) -> int:
+        return _SHORT if is_text(self._kinds) else MAX_VALUE
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(self._calls, text))
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
+
+
+def _escaped(text: str) -> str:
+    """The inside of a JSON string: characters are escaped one by one, so pieces can be put together."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,84 @@
+"""How a body's answers are drawn, in the engine's words. Ranges are the bodies' and the engine's to check."""
+
+from typing import Any
+
+from cairn.errors import InvalidRequest
+from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
+
+__all__ = ["answers_per_prompt", "max_tokens_of", "sampling_of"]
+
+_GREEDY_BELOW = 1e-5
+_COMPLETION_MAX_TOKENS = 16
+_LONGEST_ID = 12
+_MOST_BIAS = 100
+
+
+def sampling_of(body: SamplingFields) -> dict[str, Any]:
+    """Fields of `GenerateRequest`. Raises InvalidRequest naming the field."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return {
+        "temperature": 0.0 if temperature < _GREEDY_BELOW else temperature,
+        "top_k": max(body.top_k or 0, 0),
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "min_p": body.min_p or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        "logit_bias": _logit_bias(body.logit_bias or {}),
+        "seed": body.seed,
+        "n": answers_per_prompt(body),
+        "min_tokens": body.min_tokens or 0,
+        "max_tokens": max_tokens_of(body),
+        "logprobs": _logprobs(body),
+        "prompt_logprobs": _prompt_logprobs(body),
+        "include_stop_str_in_output": bool(body.include_stop_str_in_output),
+        "skip_special_tokens": body.skip_special_tokens is not False,
+        "ignore_eos": bool(body.ignore_eos),
+        "priority": body.priority or 0,
+    }
+
+
+def answers_per_prompt(body: SamplingFields) -> int:
+    """One where the prompt is computed for another server: the answers are that one's to draw."""
+    params = body.kv_transfer_params or {}
+    return 1 if params.get("do_remote_decode") is True else body.n or 1
+
+
+def max_tokens_of(body: SamplingFields) -> int | None:
+    """None: as many as fit. A completion of no token at all takes one, which is not shown."""
+    if isinstance(body, ChatRequest):
+        return body.max_completion_tokens or body.max_tokens
+    if body.max_tokens == 0:
+        if not (isinstance(body, CompletionRequest) and body.echo):
+            raise InvalidRequest("max_tokens is 0, and nothing is to be echoed: ask for at least 1", "max_tokens")
+        return 1
+    return body.max_tokens or _COMPLETION_MAX_TOKENS
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    bias = {}
+    for name, value in given.items():
+        if not (name.isascii() and name.isdecimal() and len(name) <= _LONGEST_ID):
+            raise InvalidRequest(f"logit_bias: {name[:_LONGEST_ID]!r} is no token id", "logit_bias")
+        if abs(value) > _MOST_BIAS:
+            raise InvalidRequest(f"logit_bias: {value:g} is not between -{_MOST_BIAS} and {_MOST_BIAS}", "logit_bias")
+        bias[int(name)] = value
+    return bias
+
+
+def _logprobs(body: SamplingFields) -> int | None:
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    if not isinstance(body, ChatRequest):
+        return None
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: send logprobs=true with it", "top_logprobs")
+    return body.top_logprobs or 0 if body.logprobs else None
+
+
+def _prompt_logprobs(body: SamplingFields) -> int | None:
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed: leave stream out", "prompt_logprobs")
+        return body.prompt_logprobs
+    return body.logprobs if isinstance(body, CompletionRequest) and body.echo else None

@@ -1,0 +1,197 @@
+"""The JSON of answers, whole and in pieces, as OpenAI defines it and vLLM and cairn add to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cairn.engine.contract import GenerateOutput, TokenLogprobs
+from cairn.server.answers import Answer, Choice, cairn_part, transfer_part, usage_part
+from cairn.server.chat_message import ChatMessage
+from cairn.server.logprobs import Places, TokenTexts, joined
+
+__all__ = ["AnswerShape", "ChatShape", "CompletionShape", "Shown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What answers show besides their text. By prompt: its `prompts` as token ids, and the text to `echo`, empty for
+    none. `token_ids`: of prompts and answers; `logprobs` and `prompt_logprobs`: as the client has asked for them."""
+
+    prompts: tuple[list[int], ...]
+    echo: tuple[str, ...]
+    token_ids: bool
+    logprobs: bool
+    prompt_logprobs: bool
+    texts: TokenTexts
+
+
+class AnswerShape(Protocol):
+    """One endpoint's way of writing an answer. Bodies are plain JSON objects."""
+
+    def whole(self, answer: Answer) -> dict[str, Any]: ...
+
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        """The chunks before any text."""
+        ...
+
+    def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
+        """The choice's next piece; `first`: of its pieces. None where the output says nothing yet."""
+        ...
+
+    def usage_chunk(self, answer: Answer) -> dict[str, Any]: ...
+
+
+def _closing(answer: Answer) -> dict[str, Any]:
+    return {
+        "usage": usage_part(answer),
+        "kv_transfer_params": transfer_part(answer.kv_transfer_params),
+        "cairn": cairn_part(answer),
+    }
+
+
+def _handed_over(output: GenerateOutput) -> dict[str, Any]:
+    """What a chunk carries besides its choice: in a stream, keys that say null would only be in the way."""
+    if output.kv_transfer_params is None:
+        return {}
+    return {"kv_transfer_params": transfer_part(output.kv_transfer_params)}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionShape:
+    """/v1/completions. `places`: how far the tokens of a stream's choices have come in their texts."""
+
+    id: str
+    created: int
+    model: str
+    shown: Shown
+    places: dict[int, Places] = field(default_factory=dict)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return self._body([self._whole(answer, choice) for choice in answer.choices]) | _closing(answer)
+
+    def _whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+        shown, told = self.shown, answer.prompt_logprobs[choice.prompt]
+        body = self._choice(
+            choice,
+            shown.echo[choice.prompt] + "".join(choice.texts),
+            self._logprobs(choice, choice.logprobs, told, echoes=True),
+            choice.finish_reason,
+        )
+        if shown.prompt_logprobs:
+            body["prompt_logprobs"] = None if told is None else shown.texts.prompt(told)
+        if shown.token_ids:
+            body |= {"prompt_token_ids": shown.prompts[choice.prompt], "token_ids": choice.token_ids}
+        return body
+
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
+        shown = self.shown
+        text = shown.echo[choice.prompt] + output.text if first else output.text
+        logprobs = self._logprobs(choice, output.logprobs, output.prompt_logprobs, echoes=first)
+        if not text and logprobs is None and output.finish_reason is None and not shown.token_ids:
+            return None
+        body = self._choice(choice, text, logprobs, output.finish_reason)
+        if shown.token_ids:
+            body |= {"token_ids": output.token_ids}
+            body |= {"prompt_token_ids": shown.prompts[choice.prompt]} if first else {}
+        return self._body([body]) | _handed_over(output)
+
+    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+        return self._body([]) | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
+
+    def _logprobs(
+        self, choice: Choice, said: TokenLogprobs | None, prompt: TokenLogprobs | None, *, echoes: bool
+    ) -> dict[str, Any] | None:
+        """Of a piece of a choice, behind those of its prompt if that is part of the piece."""
+        shown = self.shown
+        if not shown.logprobs:
+            return None
+        places, parts = self.places.setdefault(choice.index, Places()), []
+        if echoes and shown.echo[choice.prompt] and prompt is not None:
+            parts.append(shown.texts.echoed(shown.prompts[choice.prompt], prompt, places))
+        if said is not None:
+            parts.append(shown.texts.completion(said, places))
+        return None if not parts else parts[0] if len(parts) == 1 else joined(*parts)
+
+    def _choice(self, choice: Choice, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return head | {"choices": choices}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """/v1/chat/completions. `new_message` makes the message of one answer; `growing`: those of a stream."""
+
+    id: str
+    created: int
+    model: str
+    shown: Shown
+    new_message: Callable[[], ChatMessage]
+    growing: dict[int, ChatMessage] = field(default_factory=dict)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        shown = self.shown
+        body = self._body("chat.completion", [self._whole(choice) for choice in answer.choices])
+        if shown.token_ids:
+            body["prompt_token_ids"] = shown.prompts[0]
+        if shown.prompt_logprobs and (told := answer.prompt_logprobs[0]) is not None:
+            body["prompt_logprobs"] = shown.texts.prompt(told)
+        return body | _closing(answer)
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        message = self.new_message()
+        message.add("".join(choice.texts), last=True)
+        finish = message.finish_reason(choice.finish_reason)
+        body = self._choice(choice, "message", message.message(), self._logprobs(choice.logprobs), finish)
+        return body | ({"token_ids": choice.token_ids} if self.shown.token_ids else {})
+
+    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        named = {"prompt_token_ids": self.shown.prompts[0]} if self.shown.token_ids else {}
+        choices = [self._choice(choice, "delta", delta, None, None) for choice in answer.choices]
+        return [self._body("chat.completion.chunk", [choice]) | named for choice in choices]
+
+    def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
+        if choice.index not in self.growing:
+            self.growing[choice.index] = self.new_message()
+        message, logprobs = self.growing[choice.index], self._logprobs(output.logprobs)
+        delta = message.add(output.text, last=output.finish_reason is not None)
+        if not delta and logprobs is None and output.finish_reason is None and not self.shown.token_ids:
+            return None
+        finish = message.finish_reason(output.finish_reason)
+        body = self._choice(choice, "delta", delta or {"content": ""}, logprobs, finish)
+        if self.shown.token_ids:
+            body["token_ids"] = output.token_ids
+        return self._body("chat.completion.chunk", [body]) | _handed_over(output)
+
+    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+        body = self._body("chat.completion.chunk", [])
+        return body | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
+
+    def _logprobs(self, told: TokenLogprobs | None) -> dict[str, Any] | None:
+        return self.shown.texts.chat(told) if self.shown.logprobs and told is not None else None
+
+    def _choice(
+        self, choice: Choice, key: str, content: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            key: content,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

@@ -1,0 +1,71 @@
+"""What `tools` and `tool_choice` ask for: which calls are looked for in an answer, and which have to be there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.engine.contract import Structure
+from cairn.errors import InvalidRequest
+from cairn.server.parsers.contract import Tools
+from cairn.server.requests import ChatRequest
+from cairn.server.structured import MAX_BYTES, json_text
+
+__all__ = ["FORCED_FORM", "ToolUse", "tool_use"]
+
+FORCED_FORM = "json"
+"""The form of calls in answers that have to consist of them: every model can be held to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`tools`: those whose calls are looked for; None for none of them. `structure`: what holds the answer to calls;
+    None where the model chooses. `parallel`: more than one call may be told."""
+
+    tools: Tools | None
+    structure: Structure | None
+    parallel: bool
+
+
+def tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
+    """`auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice` or `tools`.
+
+    To be asked when the tools have been checked (`messages.conversation`).
+    """
+    tools = {tool["function"]["name"]: _parameters(tool["function"]) for tool in body.tools or ()}
+    parallel = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if choice is None or choice == "auto":
+        return ToolUse(tools if tools and auto else None, None, parallel)
+    if choice == "none":
+        return ToolUse(None, None, parallel)
+    if choice == "required":
+        if not tools:
+            raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
+        return _forced(tools, parallel)
+    name = _named(choice)
+    if name not in tools:
+        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
+    return _forced({name: tools[name]}, parallel=False)
+
+
+def _forced(tools: Tools, parallel: bool) -> ToolUse:
+    asked = {"tools": [{"name": name, "parameters": own} for name, own in tools.items()], "parallel": parallel}
+    text = json_text(asked, "tools")
+    if len(text) > MAX_BYTES:
+        raise InvalidRequest(f"tools have {len(text)} characters; at most {MAX_BYTES} can be required", "tools")
+    return ToolUse(tools, Structure(kind="calls", text=text, field="tools"), parallel)
+
+
+def _named(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
+    return name
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters")
+    return parameters if isinstance(parameters, dict) else {"type": "object"}

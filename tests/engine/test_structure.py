@@ -1,0 +1,443 @@
+"""Grammars: what they are made of, what is refused, and that an answer keeps to them."""
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cairn.engine.constraint import GrammarConstraint
+from cairn.engine.contract import GenerateRequest, Structure
+from cairn.engine.grammar_check import GrammarCheck
+from cairn.engine.grammar_worker import byte_tokenizer
+from cairn.engine.grammar_worker import reason_against as reason_of
+from cairn.engine.grammars import Grammars
+from cairn.engine.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
+from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.vocabulary import grammar_tokenizer
+from cairn.errors import InvalidRequest, Overloaded
+from cairn.types import ManualClock, SystemClock
+
+EOS = 2
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def structure(kind, text, **more):
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    return Structure(kind=kind, text=text, **({"field": "structured_outputs." + kind} | more))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return ModelTokenizer(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def words(tokenizer):
+    """A model's vocabulary is often larger than its tokenizer's."""
+    return tokenizer.vocab_size + 37
+
+
+@pytest.fixture(scope="module")
+def compiled(tokenizer, words):
+    ready = grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+    return lambda asked: GrammarConstraint.compile(grammar_of(asked), ready, words)
+
+
+def reason_against(asked):
+    return reason_of(asked, byte_tokenizer())
+
+
+def ids(mask):
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
+def walk(constraint, seed, most=3000):
+    """Tokens drawn at random from what is allowed, until nothing may follow."""
+    random, output = np.random.default_rng(seed), []
+    while not constraint.complete:
+        assert constraint.failure is None and len(output) < most
+        token = int(random.choice(ids(constraint.allowed(output))))
+        output.append(token)
+        constraint.follow(output)
+    return [token for token in output if token != EOS]
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        (structure("json", WEATHER), lambda text: json.loads(text).keys() == {"city", "days"}),
+        (structure("json", {"type": "integer"}), lambda text: isinstance(json.loads(text), int)),
+        (structure("regex", r"^(ab|c/d\n){2}\$$"), lambda text: re.fullmatch(r"(ab|c/d\n){2}\$", text)),
+        (structure("regex", r"[a-c]{2,5}\\$"), lambda text: re.fullmatch(r"[a-c]{2,5}\\", text)),
+        (structure("choice", ["yes", "no", "yet"]), lambda text: text in ("yes", "no", "yet")),
+        (
+            structure("choice", ['"é"\n', "<think>", "<|im_end|>!", "</tool_call>"]),
+            lambda text: text in ('"é"\n', "<think>", "<|im_end|>!", "</tool_call>"),
+        ),
+        (structure("choice", ["<|im_end|>!"]), lambda text: text == "<|im_end|>!"),
+        (structure("grammar", 'start: "a" b\nb: /[0-9]{2}/ | "x"'), lambda text: re.fullmatch(r"a([0-9]{2}|x)", text)),
+        (structure("grammar", 'root ::= "a" [0-9] b\nb ::= "z" | "y"'), lambda text: re.fullmatch("a[0-9][yz]", text)),
+        (structure("regex", "[ab]{2}", reasoning="possible"), lambda text: re.fullmatch("[ab]{2}", text)),
+    ],
+)
+def test_every_answer_has_the_form(compiled, tokenizer, asked, fits):
+    assert reason_against(asked) is None
+    for seed in range(6):
+        text = tokenizer.decode(walk(compiled(asked), seed))
+        assert fits(text), text
+
+
+CALLS = {
+    "tools": [
+        {"name": "weather", "parameters": WEATHER},
+        {
+            "name": 'n"é',
+            "parameters": {
+                "properties": {"x": {"$ref": "#/$defs/X"}},
+                "required": ["x"],
+                "additionalProperties": False,
+                "$defs": {"X": {"enum": [1, 2]}},
+                "unheard-of": 1,
+            },
+        },
+    ],
+    "parallel": False,
+}
+
+
+def test_calls_have_a_tools_name_and_its_arguments(compiled, tokenizer):
+    names = set()
+    for seed in range(12):
+        text = tokenizer.decode(walk(compiled(structure("calls", CALLS)), seed))
+        call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+        names.add(call["name"])
+        keys = {"weather": {"city", "days"}, 'n"é': {"x"}}[call["name"]]
+        assert call.keys() == {"name", "arguments"} and call["arguments"].keys() == keys
+    assert names == {"weather", 'n"é'}
+    counts = set()
+    for seed in range(6):
+        text = tokenizer.decode(walk(compiled(structure("calls", CALLS | {"parallel": True})), seed))
+        counts.add(text.count("<tool_call>"))
+        assert text.count("<tool_call>") == text.count("</tool_call>") == len(text.split("\n<tool_call>"))
+    assert len(counts) > 1
+
+
+def test_the_form_begins_behind_the_reasoning(compiled, tokenizer):
+    def allows(constraint, said, then):
+        output = tokenizer.encode(said, add_special_tokens=False)
+        return tokenizer.encode(then, add_special_tokens=False)[0] in ids(constraint.allowed(output))
+
+    opened = compiled(structure("regex", "[ab]{2}", reasoning="opened"))
+    assert allows(opened, "any thought {", " at")
+    assert allows(opened, "any thought", "</think>")
+    assert not allows(opened, "any thought</think>\n\n", "x")
+    assert allows(opened, "any thought</think>\n\n", "a")
+    assert EOS not in ids(opened.allowed(tokenizer.encode("any thought", add_special_tokens=False)))
+    opened.follow(tokenizer.encode("any thought</think>\n\nab", add_special_tokens=False))
+    assert opened.complete
+    possible = compiled(structure("regex", "[ab]{2}", reasoning="possible"))
+    assert allows(possible, "", "a") and allows(possible, "", "<think>") and not allows(possible, "", "x")
+    assert allows(possible, "<think>so", " it")
+    assert not allows(possible, "<think>so</think>", "x")
+
+
+def test_the_end_may_come_only_where_the_form_allows_it(compiled, tokenizer):
+    constraint = compiled(structure("regex", "a{1,3}"))
+    a = tokenizer.encode("a", add_special_tokens=False)
+    assert EOS not in ids(constraint.allowed([]))
+    assert EOS in ids(constraint.allowed(a))
+    constraint.follow([*a, EOS])
+    assert constraint.complete and constraint.failure is None
+    constraint.follow(a * 3)
+    assert constraint.complete
+
+
+def test_a_constraint_is_a_function_of_the_answer(compiled, tokenizer):
+    one = compiled(structure("json", WEATHER))
+    output = walk(one.start(), 3)
+    masks = [one.allowed(output[:n]).tobytes() for n in range(len(output))]
+    other = one.start()
+    for n in (5, 2, 0, len(output) - 1, 3):
+        assert other.allowed(output[:n]).tobytes() == masks[n]
+    others = walk(one.start(), 4)
+    assert (
+        others != output
+        and one.allowed(others[:4]).tobytes() == compiled(structure("json", WEATHER)).allowed(others[:4]).tobytes()
+    )
+
+
+def test_tokens_that_the_model_has_and_the_tokenizer_has_not_are_never_allowed(compiled, tokenizer, words):
+    mask = compiled(structure("regex", "(?s:.*)")).allowed([])
+    assert mask.shape == (-(-words // 32),) and mask.dtype == np.int32
+    assert max(ids(mask)) < tokenizer.vocab_size and len(ids(mask)) > 3000
+    # control tokens are no text, but marks are
+    assert not {0, 1} & set(ids(mask).tolist())
+    assert set(tokenizer.encode("<think>", add_special_tokens=False)) <= set(ids(mask).tolist())
+
+
+def test_what_is_too_much_for_the_whole_vocabulary_is_refused(compiled):
+    with pytest.raises(ValueError, match="too many expressions"):
+        compiled(structure("regex", "(.{0,1000}){0,1000}x"))
+
+
+def test_an_answer_that_leaves_its_form_has_failed(compiled, tokenizer):
+    constraint = compiled(structure("regex", "a{2}"))
+    constraint.follow(tokenizer.encode("b", add_special_tokens=False))
+    assert constraint.failure and not constraint.complete
+
+
+@pytest.mark.parametrize(
+    ("asked", "words_of_refusal"),
+    [
+        (structure("json", "{"), "structured_outputs.json is no JSON"),
+        (structure("json", "3"), "must be a JSON schema"),
+        (structure("json", "false"), "must be a JSON schema"),
+        (structure("json", {"type": "foo"}), "Invalid type: foo"),
+        (structure("json", '{"a":' * 10_000 + "1" + "}" * 10_000), "nested too deeply"),
+        (structure("json", '{"a":' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)), "nested too deeply: at most 64"),
+        (structure("json", "[" * 100_000), "structured_outputs.json is"),
+        (structure("json", {"not": {"type": "string"}}), "Unimplemented keys"),
+        (structure("json", {"$ref": "#/$defs/x"}), "does not exist"),
+        (structure("json", {"enum": []}), "Unsatisfiable"),
+        (structure("json", {"type": "string", "pattern": "("}), "cannot be used"),
+        (structure("regex", "("), "unclosed group"),
+        (structure("regex", "(?=a)b"), "look-ahead"),
+        (structure("regex", "a" * (MAX_TEXT + 1)), "at most 524288 are read"),
+        (structure("choice", []), "must be a list of texts"),
+        (structure("choice", ["a", 1]), "must be a list of texts"),
+        (structure("choice", [""]), "must be a list of texts"),
+        (structure("choice", ["a"] * (MAX_CHOICES + 1)), "at most 1024 are taken"),
+        (structure("grammar", "no grammar"), "cannot be used"),
+        (structure("grammar", "start: foo"), "unknown name"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_its_field(asked, words_of_refusal):
+    reason = reason_against(asked)
+    assert reason is not None and words_of_refusal in reason and reason.startswith(asked.field)
+    assert len(reason) < 500
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        structure("json", {"type": "object", "properties": {"a": {"pattern": "(a+)+$", "type": "string"}}}),
+        structure("regex", "(?:.*a.{30}){20}"),
+        structure("regex", "((a{0,100}){0,100}){0,100}"),
+        structure(
+            "json",
+            {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(3)]} for i in range(14)]},
+        ),
+        structure(
+            "json",
+            {
+                "$ref": "#/$defs/d0",
+                "$defs": {"d24": {"type": "string"}}
+                | {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(24)},
+            },
+        ),
+    ],
+)
+def test_what_explodes_ends(compiled, asked):
+    """Refused, or good for as many steps as there are: never a step without an end."""
+    if reason_against(asked) is not None:
+        return
+    constraint, random, output = compiled(asked), np.random.default_rng(0), []
+    for _ in range(60):
+        if constraint.complete or constraint.failure is not None:
+            return
+        output.append(int(random.choice(ids(constraint.allowed(output)))))
+        constraint.follow(output)
+
+
+# -- compiled beside the core -----------------------------------------------------------------------------------------
+
+
+def request(name, asked):
+    return GenerateRequest(request_id=name, prompt=b"\1" + bytes(7), structure=asked)
+
+
+class Woken:
+    def __init__(self, grammars):
+        self._news = threading.Semaphore(0)
+        grammars.start(self._news.release)
+
+    def wait(self):
+        assert self._news.acquire(timeout=20)
+
+
+@pytest.fixture
+def grammars(tokenizer, words):
+    made = []
+
+    def make():
+        made.append(1)
+        return grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+
+    grammars = Grammars(make, words, SystemClock(), kept=2)
+    grammars.made = made
+    return grammars
+
+
+def test_a_grammar_is_compiled_once_and_remembered(grammars):
+    woken = Woken(grammars)
+    asked = structure("regex", "a+")
+    assert grammars.take(request("1", asked)) is None and grammars.take(request("2", asked)) is None
+    assert "1" in grammars and len(grammars) == 2
+    with pytest.raises(InvalidRequest, match="in use"):
+        grammars.take(request("2", asked))
+    woken.wait()
+    ready = {found.request_id: constraint for found, constraint in grammars.poll()}
+    assert ready.keys() == {"1", "2"} and ready["1"] is not ready["2"] and len(grammars) == 0
+    assert isinstance(grammars.take(request("3", asked)), GrammarConstraint)
+    for number in range(2):  # two more: the first one is forgotten
+        assert grammars.take(request("4", structure("regex", f"b{number}"))) is None
+        woken.wait()
+        assert len(grammars.poll()) == 1
+    assert grammars.take(request("5", asked)) is None
+    assert grammars.made == [1]
+
+
+def test_the_next_grammar_is_compiled_as_soon_as_one_is_there(grammars):
+    """Also while the thread that has just told of it has not ended."""
+    told, go_on = threading.Semaphore(0), threading.Event()
+
+    def wake():
+        told.release()
+        assert go_on.wait(20)
+
+    grammars.start(wake)
+    for number in range(5):
+        assert grammars.take(request(str(number), structure("regex", f"a{number}"))) is None
+    found = []
+    while len(found) < 5:
+        assert told.acquire(timeout=20), f"{5 - len(found)} grammars are not compiled"
+        found += grammars.poll()
+    go_on.set()
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_and_remembered(grammars):
+    woken = Woken(grammars)
+    asked = structure("grammar", "start: <nope>")
+    assert grammars.take(request("1", asked)) is None
+    woken.wait()
+    ((_, refused),) = grammars.poll()
+    assert isinstance(refused, InvalidRequest) and refused.param == "structured_outputs"
+    with pytest.raises(InvalidRequest, match="unknown special token"):
+        grammars.take(request("2", asked))
+
+
+def test_an_aborted_request_waits_no_more(grammars):
+    woken = Woken(grammars)
+    asked = structure("regex", "a+")
+    assert grammars.take(request("1", asked)) is None and grammars.take(request("2", asked)) is None
+    grammars.forget("1")
+    grammars.forget("unknown")
+    woken.wait()
+    assert [found.request_id for found, _ in grammars.poll()] == ["2"]
+
+
+def test_compiling_that_does_not_end_is_given_up(words):
+    clock, ended = ManualClock(), threading.Event()
+
+    def hang():
+        assert ended.wait(20)
+        raise RuntimeError("the end")
+
+    grammars = Grammars(hang, words, clock, seconds=30)
+    for number in range(4):
+        assert grammars.take(request(str(number), structure("regex", f"a{number}"))) is None
+    assert grammars.poll() == []
+    clock.advance(31)
+    refused = grammars.poll()  # two at a time
+    assert [found.request_id for found, _ in refused] == ["0", "1"]
+    assert all("not ended within 30 s" in error.message for _, error in refused)
+    ended.set()
+    deadline = time.monotonic() + 20
+    results = []
+    while len(results) < 2:
+        assert time.monotonic() < deadline
+        results += grammars.poll()
+    assert all(isinstance(error, Overloaded) for _, error in results)
+
+
+# -- the process that tries them ---------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def checking(**settings):
+    check = GrammarCheck(**settings)
+    try:
+        yield check
+    finally:
+        await check.aclose()
+
+
+def test_grammars_are_tried_in_a_process():
+    async def run():
+        async with checking() as check:
+            await asyncio.gather(*(check.check(structure("regex", "a+")) for _ in range(3)))
+            with pytest.raises(InvalidRequest, match="look-ahead") as refused:
+                await check.check(structure("regex", "(?=a)"))
+            assert refused.value.param == "structured_outputs"
+            first = check._process.pid
+            await check.check(structure("json", WEATHER, field="response_format.json_schema.schema"))
+            assert check._process.pid == first
+            await check.aclose()
+            await check.check(structure("regex", "b+"))
+            with pytest.raises(InvalidRequest, match="look-ahead"):
+                await check.check(structure("regex", "(?=a)"))
+
+    asyncio.run(run())
+
+
+CHILD = """
+import sys
+for number, line in enumerate(sys.stdin.buffer):
+    if b"hang" in line:
+        while True: pass
+    if b"die" in line:
+        sys.exit(1)
+    sys.stdout.write("null\\n")
+    sys.stdout.flush()
+"""
+
+
+def test_a_process_that_hangs_or_dies_is_replaced():
+    async def run():
+        async with checking(seconds=0.3, command=(sys.executable, "-c", CHILD)) as check:
+            with pytest.raises(InvalidRequest, match=r"structured_outputs.regex takes more than 0.3 s"):
+                await check.check(structure("regex", "hang"))
+            await check.check(structure("regex", "a"))
+            with pytest.raises(InvalidRequest, match="too much memory"):
+                await check.check(structure("regex", "die"))
+            await check.check(structure("regex", "b"))
+            with pytest.raises(InvalidRequest, match=r"more than 0.3 s"):  # remembered
+                await check.check(structure("regex", "hang"))
+            assert check._process.returncode is None
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_does_not_spoil_the_next_answer():
+    async def run():
+        async with checking(seconds=20, command=(sys.executable, "-c", CHILD)) as check:
+            await check.check(structure("regex", "a"))
+            hanging = asyncio.create_task(check.check(structure("regex", "hang")))
+            await asyncio.sleep(0)
+            hanging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hanging
+            await check.check(structure("regex", "b"))
+
+    asyncio.run(run())

@@ -1,0 +1,51 @@
+"""A checkpoint's chat template is a program of a stranger: it is run in transformers' sandbox."""
+
+import json
+
+import pytest
+
+from cairn.engine.tokenizer import ModelTokenizer
+from cairn.errors import InvalidRequest
+from cairn.models.make_tokenizer import make_tokenizer
+
+USER = {"role": "user", "content": "What is a cairn?"}
+
+
+@pytest.fixture
+def templated(tmp_path):
+    make_tokenizer(tmp_path, vocab_size=1024, max_length=1024)
+    config = tmp_path / "tokenizer_config.json"
+
+    def with_template(template):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+        return ModelTokenizer(tmp_path)
+
+    return with_template
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.mkdir('MARK') }}",
+        "{{ lipsum.__globals__['os'].mkdir('MARK') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__()[0] }}",
+        "{{ messages.append({}) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ ''.format.__self__.__class__.mro() }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+        "{{ '{0.__class__.__mro__[1]}'.format('').upper().foo() }}",
+    ],
+)
+def test_a_template_gets_at_nothing(templated, tmp_path, template):
+    with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
+        templated(template.replace("MARK", str(tmp_path / "mark"))).render_chat([dict(USER)])
+    assert not (tmp_path / "mark").exists()
+
+
+def test_messages_are_never_templates(templated):
+    """What a client writes is text, however much it looks like a program."""
+    text = "{{ 7 * 7 }}{% for x in range(3) %}x{% endfor %}"
+    tokenizer = templated("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rendered = tokenizer.render_chat([USER | {"content": text}])
+    assert tokenizer.decode(rendered.token_ids) == text

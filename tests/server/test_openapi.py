@@ -1,0 +1,117 @@
+"""The OpenAPI document is true: requests made from it, right and wrong ones, get the answers that it foretells.
+
+Schemathesis makes the requests: seeded, and a bounded number for each operation.
+"""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from cairn.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+ROLES = ("user", "assistant", "system", "user")
+TELLING = ["/v1/models", "/health", "/ping", "/ready", "/load", "/version", "/server_info", "/metrics", "/cache/ui"]
+RIGHT = [
+    ("POST", "/v1/completions", 80, {200, 400}),
+    ("POST", "/v1/chat/completions", 50, {200, 400}),
+    ("POST", "/tokenize", 25, {200, 400}),
+    ("POST", "/detokenize", 30, {200, 400}),
+    ("POST", "/reset_prefix_cache", 5, {200, 400}),
+    ("GET", "/v1/models/{name}", 3, {404}),
+    ("GET", "/cache", 5, {200}),
+    ("POST", "/ping", 1, {200}),
+    *(("GET", path, 1, {200}) for path in TELLING),
+]
+WRONG = [
+    ("POST", "/v1/completions", 80),
+    ("POST", "/v1/chat/completions", 50),
+    ("POST", "/tokenize", 25),
+    ("POST", "/detokenize", 30),
+    ("POST", "/reset_prefix_cache", 5),
+    ("GET", "/cache", 5),
+]
+
+
+@pytest.fixture(scope="module")
+def schema(server):
+    """What is asked of the server leaves nothing behind in it."""
+    loaded = schemathesis.openapi.from_dict(server.get("/openapi.json").json())
+    loaded.config.update(base_url=server.url)
+    yield loaded
+    server.until(lambda: not server.core.has_work)
+    stats = server.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
+    assert server.get("/ready").status_code == 200 and server.get("/load").json() == {"server_load": 0}
+
+
+def messages_of(body):
+    messages = body.get("messages") if isinstance(body, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and isinstance(message.get("role"), str):
+            yield message
+
+
+def ask(operation, mode, most):
+    """The statuses of the answers to `most` requests."""
+    statuses = set()
+
+    @settings(
+        max_examples=most,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def one(case):
+        for message in messages_of(case.body):
+            message["role"] = ROLES[len(message["role"]) % 4]  # which ones there are is the template's to say
+        response = case.call(timeout=20)
+        statuses.add(response.status_code)
+        case.validate_response(response, checks=CHECKS)
+
+    one()
+    return statuses
+
+
+def test_the_document_has_every_operation(schema):
+    found = {(one.ok().method.upper(), one.ok().path) for one in schema.get_all_operations()}
+    assert found == {(method, path) for method, path, *_ in RIGHT}
+
+
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest])
+def test_the_document_has_every_field(server, body):
+    document = server.get("/openapi.json").json()
+    told = document["components"]["schemas"][body.__name__]["properties"]
+    assert told.keys() == body.model_fields.keys()
+    empty = {name for name, field in told.items() if not field.keys() - {"title", "default"}}
+    assert empty == set(), "anything may be there?"
+
+
+@pytest.mark.parametrize(("method", "path", "most", "statuses"), RIGHT)
+def test_what_the_document_calls_right(schema, method, path, most, statuses):
+    found = ask(schema[path][method], GenerationMode.POSITIVE, most)
+    assert found & {200, 404} == statuses & {200, 404} and found <= statuses
+
+
+@pytest.mark.parametrize(("method", "path", "most"), WRONG)
+def test_what_the_document_calls_wrong(schema, method, path, most):
+    assert 400 in ask(schema[path][method], GenerationMode.NEGATIVE, most)
+
+
+def test_a_locked_server_says_which_paths_want_a_key(serve):
+    server = serve(options={"api_keys": ("k",)})
+    document = server.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            locked = server._http.request(method, server.url + path).status_code == 401
+            assert "422" not in operation["responses"], "errors of a form that is never sent"
+            assert locked == ("security" in operation) == ("401" in operation["responses"]), path

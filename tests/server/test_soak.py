@@ -1,0 +1,35 @@
+"""Some seconds of `make soak-server`: everything at once at a server that is too small for it."""
+
+import asyncio
+
+import pytest
+from tests.server.soak import Server, Soak
+
+SECONDS = 10
+GROWTH = 160 << 20
+
+
+@pytest.fixture
+def small(tiny_model, tmp_path):
+    server = Server(tiny_model, tmp_path / "log")
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        code = server.end()
+    assert code == 0, server.log.read_text()[-2000:]
+
+
+def test_everything_at_once(small):
+    soak, before = Soak(small, seed=11), small.footprint()
+    asyncio.run(soak.run(SECONDS, clients=10))
+    rest = soak.at_rest()
+    after = small.footprint()
+    assert soak.wrong == []
+    assert set(rest.values()) == {0}
+    assert soak.statuses["200"] > 20 and soak.statuses["429"] > 0 and soak.statuses["left"] > 0
+    assert len(soak.actions) == 9, "some of the actions were never drawn"
+    assert after[0] - before[0] < GROWTH and after[1] - before[1] < 40
+    assert small.http.post("/reset_prefix_cache").status_code == 200
+    pages = small.http.get("/server_info").json()["engine"]["num_pages"]
+    assert small.metric("cairn:free_pages") == pages
