@@ -71,6 +71,8 @@ benchmarks: $(NIXL)
 	@$(RUN) -m benchmarks.pd_bandwidth --json build/benchmarks/pd_bandwidth.json --plot build/benchmarks/pd_bandwidth.svg
 	@$(RUN) -m benchmarks.incremental_images --json build/benchmarks/incremental_images.json \
 		--plot build/benchmarks/incremental_images.svg
+	@$(RUN) -m benchmarks.bench_serve_matrix --json build/benchmarks/bench_serve.json \
+		--plot build/benchmarks/bench_serve.svg
 	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
 
 clean:

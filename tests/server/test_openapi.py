@@ -22,7 +22,7 @@ TELLING = ["/v1/models", "/health", "/ping", "/ready", "/load", "/version", "/se
 RIGHT = [
     ("POST", "/v1/completions", 80, {200, 400}),
     ("POST", "/v1/chat/completions", 50, {200, 400}),
-    ("POST", "/tokenize", 25, {200, 400}),
+    ("POST", "/tokenize", 120, {200, 400}),  # few have either a prompt or messages
     ("POST", "/detokenize", 30, {200, 400}),
     ("POST", "/reset_prefix_cache", 5, {200, 400}),
     ("GET", "/v1/models/{name}", 3, {404}),

@@ -80,4 +80,6 @@ class SpecMaker:
             return keys, ()
         if self._image_keys is None:
             raise InvalidRequest("images: this model, or this server, reads no images", "images")
+        if request.prompt_logprobs is not None:  # what stands for an image is no token of the vocabulary
+            raise InvalidRequest("prompt_logprobs: the prompt has images: leave one of them out", "prompt_logprobs")
         return self._image_keys.put_in(keys, request.images)
