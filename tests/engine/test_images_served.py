@@ -251,6 +251,18 @@ def test_text_hits_the_same_with_and_without_the_tower(tiny_vl_model):
         askers[1].ask(image(64, 64))
 
 
+def test_images_have_no_log_probabilities_and_a_text_on_the_same_model_has(tiny_vl_model):
+    asker = Asker(tiny_vl_model)
+    for shown in (0, 2):
+        pictured = replace(asker.request(image(64, 64), text("a")), prompt_logprobs=shown)
+        with pytest.raises(InvalidRequest, match="has images") as refused:
+            asker.run(pictured)
+        assert refused.value.param == "prompt_logprobs"
+    asker.run(replace(asker.request(text("a")), prompt_logprobs=2))
+    # what looks at the prompt's tokens otherwise passes images over
+    asker.run(replace(asker.request(image(64, 64), text("a"), max_tokens=3), repetition_penalty=1.5, logprobs=2))
+
+
 def test_requests_with_and_without_images_at_once(tiny_vl_model):
     """Positions and vectors are each request's own: together they answer as alone, in float32 up to rounding, in exact
     mode bit for bit."""

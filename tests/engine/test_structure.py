@@ -186,6 +186,16 @@ def test_tokens_that_the_model_has_and_the_tokenizer_has_not_are_never_allowed(c
     assert set(tokenizer.encode("<think>", add_special_tokens=False)) <= set(ids(mask).tolist())
 
 
+def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_no_way_on(tokenizer):
+    words = tokenizer.vocab_size - tokenizer.vocab_size % 32 - 1  # one bit of the last word is beyond them
+    ready = grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+    asked = grammar_of(structure("grammar", f"start: <[{words}]>"))
+    with pytest.raises(ValueError, match="no token can follow"):
+        GrammarConstraint.compile(asked, ready, words)
+    asked = grammar_of(structure("grammar", f"start: <[{words - 1}]>"))
+    assert ids(GrammarConstraint.compile(asked, ready, words).allowed([])).tolist() == [words - 1]
+
+
 def test_what_is_too_much_for_the_whole_vocabulary_is_refused(compiled):
     with pytest.raises(ValueError, match="too many expressions"):
         compiled(structure("regex", "(.{0,1000}){0,1000}x"))
@@ -337,6 +347,67 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_and_remembered(grammars):
         grammars.take(request("2", asked))
 
 
+def test_a_refusal_keeps_nothing_of_those_who_were_refused(grammars):
+    woken = Woken(grammars)
+    asked = structure("grammar", "start: <nope>")
+    assert grammars.take(request("1", asked)) is None
+    woken.wait()
+    grammars.poll()
+    found = []
+    for number in range(2):
+        with pytest.raises(InvalidRequest) as refused:
+            grammars.take(request(f"again {number}", asked))
+        found.append(refused.value)
+    first, second = found
+    assert first is not second and first.param == second.param == "structured_outputs"
+
+
+def test_what_failed_for_another_reason_is_tried_again(tokenizer, words):
+    tries = []
+
+    def make():
+        tries.append(1)
+        if len(tries) == 1:
+            raise MemoryError("not now")
+        return grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+
+    grammars = Grammars(make, words, SystemClock())
+    woken = Woken(grammars)
+    asked = structure("regex", "a+")
+    assert grammars.take(request("1", asked)) is None
+    woken.wait()
+    ((_, refused),) = grammars.poll()
+    assert isinstance(refused, Overloaded)
+    assert grammars.take(request("2", asked)) is None
+    woken.wait()
+    ((found, constraint),) = grammars.poll()
+    assert found.request_id == "2" and isinstance(constraint, GrammarConstraint)
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(tokenizer, words):
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def make():
+        begun.release()
+        assert go_on.wait(20)
+        return grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+
+    grammars = Grammars(make, words, SystemClock())
+    woken = Woken(grammars)
+    for number in range(6):
+        assert grammars.take(request(str(number), structure("regex", f"a{number}"))) is None
+    assert begun.acquire(timeout=20)
+    for number in range(5):
+        grammars.forget(str(number))
+    assert len(grammars) == 1 and len(grammars._jobs) == 3  # two that have begun, and the one that is waited for
+    go_on.set()
+    found = []
+    while not found:
+        woken.wait()
+        found = grammars.poll()
+    assert [waiting.request_id for waiting, _ in found] == ["5"]
+
+
 def test_an_aborted_request_waits_no_more(grammars):
     woken = Woken(grammars)
     asked = structure("regex", "a+")
@@ -439,5 +510,51 @@ def test_a_client_that_leaves_does_not_spoil_the_next_answer():
             with pytest.raises(asyncio.CancelledError):
                 await hanging
             await check.check(structure("regex", "b"))
+
+    asyncio.run(run())
+
+
+SLOW_CHILD = """
+import sys
+for number, line in enumerate(sys.stdin.buffer):
+    if number == 0:
+        import os, time
+        with open(sys.argv[1], "a") as begun:
+            begun.write("x")
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+    sys.stdout.write('"refused"\\n' if b"bad" in line else "null\\n")
+    sys.stdout.flush()
+"""
+
+
+def test_a_client_that_leaves_while_the_child_starts_does_not_shift_the_answers(tmp_path):
+    begun, go_on = tmp_path / "begun", tmp_path / "go on"
+
+    async def run():
+        async with checking(command=(sys.executable, "-c", SLOW_CHILD, str(begun), str(go_on))) as check:
+            leaving = asyncio.create_task(check.check(structure("regex", "good")))
+            async with asyncio.timeout(20):
+                while not begun.exists():
+                    await asyncio.sleep(0.01)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            go_on.touch()
+            with pytest.raises(InvalidRequest, match="refused"):
+                await check.check(structure("regex", "bad"))
+            await check.check(structure("regex", "good"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(1)"), ("/nonexistent/python",)])
+def test_a_child_that_cannot_start_is_no_fault_of_the_grammar(command):
+    async def run():
+        async with checking(command=command) as check:
+            for _ in range(2):  # and that is not remembered
+                with pytest.raises(Overloaded, match="at the moment"):
+                    await check.check(structure("regex", "a"))
+            assert not check._known
 
     asyncio.run(run())

@@ -132,6 +132,15 @@ def test_a_repetition_penalty_looks_at_prompt_and_answer_and_not_at_how_often() 
     assert changed(logits, params, history=history, num_prompt_tokens=4).tolist() == [1.0, -4.0, 2.0, 1.0]
 
 
+@pytest.mark.parametrize("repetition", [1e-300, 1e-40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_of_next_to_nothing_lets_no_token_come_that_may_not(repetition: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=repetition)
+    told = {"allowed": mask_of([2], 4), "history": np.array([0, 1, 3]), "num_prompt_tokens": 2}
+    assert draw(torch.tensor([1.0, -1.0, 0.5, 2.0]), params, **told) == 2
+    assert changed(torch.tensor([1.0, -1.0, 0.5, 2.0]), params, **told | {"allowed": None}).isfinite().all()
+
+
 def test_frequency_and_presence_look_at_the_answer_alone() -> None:
     logits = torch.zeros(4)
     history = np.array([0, 0, 1, 1, 1, 2])

@@ -185,6 +185,19 @@ def test_echo_with_logprobs_tells_of_the_prompt_too(server):
     assert joined == list("abcab")
 
 
+def test_every_streamed_answer_that_echoes_tells_of_its_prompt(server):
+    body = {"prompt": ["abc", "xyz"], "echo": True, "max_tokens": 2, "logprobs": 1, "n": 2}
+    whole = ask(server, TEXT, **body)["choices"]
+    found = {}
+    for chunk in stream(server, TEXT, **body):
+        for choice in chunk["choices"]:
+            told = found.setdefault(choice["index"], {name: [] for name in choice["logprobs"]})
+            for name, values in choice["logprobs"].items():
+                told[name] += values
+    assert found == {choice["index"]: choice["logprobs"] for choice in whole}
+    assert found[3]["tokens"] == list("xyzyz") and found[3]["text_offset"] == [0, 1, 2, 3, 4]
+
+
 def test_echo_of_a_prompt_alone(server):
     answer = ask(server, TEXT, prompt="abc", echo=True, max_tokens=0, logprobs=0)
     (choice,) = answer["choices"]

@@ -317,6 +317,12 @@ def test_a_strange_schema_says_nothing(schema):
     assert kinds_of("a", schema) <= {"string"}
 
 
+def test_references_in_circles_do_not_multiply():
+    again = [{"$ref": "#/properties/a"}, {"$ref": "#/properties/b"}] * 2000
+    schema = {"properties": {"a": {"anyOf": again}, "b": {"oneOf": again, "type": "integer"}}}
+    assert kinds_of("a", schema) == {"integer"}
+
+
 @pytest.mark.parametrize(
     ("kind", "opening", "piece", "bound"),
     [

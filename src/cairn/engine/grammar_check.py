@@ -92,21 +92,27 @@ class GrammarCheck:
     async def _child(self) -> asyncio.subprocess.Process:
         """The child, which has said that it is there: to start it is not to count against a grammar."""
         if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                limit=_LINE_BYTES,
-            )
-            assert self._process.stdin is not None and self._process.stdout is not None
+            # what ends this early, a client that leaves too, must not leave the first answer for the next question
+            ready = False
             try:
                 async with asyncio.timeout(_START_SECONDS):
+                    self._process = await asyncio.create_subprocess_exec(
+                        *self._command,
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.DEVNULL,
+                        limit=_LINE_BYTES,
+                    )
+                    assert self._process.stdin is not None and self._process.stdout is not None
                     self._process.stdin.write(msgspec.json.encode(_HARMLESS) + b"\n")
-                    await self._process.stdout.readline()
-            except (TimeoutError, ConnectionError):
-                await self.aclose()
-                raise Overloaded("grammars cannot be compiled at the moment: try again later") from None
+                    ready = bool(await self._process.stdout.readline())
+            except (TimeoutError, OSError):
+                pass
+            finally:
+                if not ready:
+                    await self.aclose()
+            if not ready or self._process is None:
+                raise Overloaded("grammars cannot be compiled at the moment: try again later")
         return self._process
 
 

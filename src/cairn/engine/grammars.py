@@ -72,7 +72,8 @@ class Grammars:
         if compiled is not None:
             self._compiled.move_to_end(structure)
             if isinstance(compiled, RequestError):
-                raise compiled
+                # a new one each time: an exception keeps the frames of all that have raised it
+                raise InvalidRequest(compiled.message, compiled.param)
             return compiled.start()
         if request.request_id in self:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
@@ -91,8 +92,10 @@ class Grammars:
 
     def forget(self, request_id: str) -> None:
         """A request that waits no more; unknown ids are ignored."""
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):
             job.requests.pop(request_id, None)
+            if not job.requests and job.thread is None:
+                del self._jobs[job.structure]  # nobody waits for it, and it has not begun
 
     def poll(self) -> list[tuple[GenerateRequest, Compiled]]:
         """The requests whose grammar is there, or will never be."""
@@ -104,7 +107,8 @@ class Grammars:
             if job.result is None and job.thread is not None:
                 self._given_up.append(job.thread)
             del self._jobs[job.structure]
-            self._remember(job.structure, result)
+            if not isinstance(result, Overloaded):  # that may go better the next time
+                self._remember(job.structure, result)
             for request in job.requests.values():
                 ready.append((request, result if isinstance(result, RequestError) else result.start()))
         self._run_next()

@@ -10,6 +10,9 @@ from cairn.types import Keys
 
 __all__ = ["FrequencyPenalty", "RepetitionPenalty"]
 
+_LEAST = 1e-30
+"""The least penalty that is reckoned with: in float32 a smaller one makes infinity, or no number, of a logit."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepetitionPenalty:
@@ -21,8 +24,8 @@ class RepetitionPenalty:
 
     def __call__(self, logits: Tensor) -> Tensor:
         tokens = torch.from_numpy(np.unique(self.used[self.used >= 0]))
-        old = logits[tokens]
-        return logits.index_copy(0, tokens, torch.where(old > 0, old / self.penalty, old * self.penalty))
+        old, penalty = logits[tokens], max(self.penalty, _LEAST)
+        return logits.index_copy(0, tokens, torch.where(old > 0, old / penalty, old * penalty))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

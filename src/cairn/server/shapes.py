@@ -58,13 +58,15 @@ def _handed_over(output: GenerateOutput) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape:
-    """/v1/completions. `places`: how far the tokens of a stream's choices have come in their texts."""
+    """/v1/completions. `places`: how far the tokens of a stream's choices have come in their texts. `told`: what a
+    stream has been told of its prompts, which comes with the first answer to each and before anything of the others."""
 
     id: str
     created: int
     model: str
     shown: Shown
     places: dict[int, Places] = field(default_factory=dict)
+    told: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return self._body([self._whole(answer, choice) for choice in answer.choices]) | _closing(answer)
@@ -89,7 +91,9 @@ class CompletionShape:
     def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
         shown = self.shown
         text = shown.echo[choice.prompt] + output.text if first else output.text
-        logprobs = self._logprobs(choice, output.logprobs, output.prompt_logprobs, echoes=first)
+        if output.prompt_logprobs is not None:
+            self.told[choice.prompt] = output.prompt_logprobs
+        logprobs = self._logprobs(choice, output.logprobs, self.told.get(choice.prompt), echoes=first)
         if not text and logprobs is None and output.finish_reason is None and not shown.token_ids:
             return None
         body = self._choice(choice, text, logprobs, output.finish_reason)

@@ -28,7 +28,7 @@ def kinds_of(name: str, schema: Mapping[str, Any]) -> frozenset[str]:
     nothing."""
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
-    return frozenset(_kinds(own, schema, _MAX_DEPTH))
+    return frozenset(_kinds(own, schema))
 
 
 def is_text(kinds: frozenset[str]) -> bool:
@@ -36,24 +36,39 @@ def is_text(kinds: frozenset[str]) -> bool:
     return kinds <= {"string", "null"}
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
+def _kinds(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """Level by level, and into no schema twice: references may go in circles, and multiply from turn to turn."""
+    level, seen = [schema], set[int]()
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, Mapping) and id(one) not in seen:
+                seen.add(id(one))
+                yield from _own_kinds(one)
+                inner += _parts(one, root)
+        level = inner
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> Iterator[str]:
     kind = schema.get("type")
     for one in kind if isinstance(kind, list) else [kind]:
         if isinstance(one, str):
             yield _kind(one)
-    for key in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(key)
-        for part in parts if isinstance(parts, list) else []:
-            yield from _kinds(part, root, depth - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        yield from _kinds(_at(reference, root), root, depth - 1)
     if kind is None:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         for value in values if isinstance(values, list) else []:
             yield _kind_of_value(value)
+
+
+def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
+    """What it is put together from."""
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        if isinstance(parts, list):
+            yield from parts
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        yield _at(reference, root)
 
 
 def _kind(name: str) -> str:
