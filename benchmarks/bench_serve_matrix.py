@@ -44,6 +44,10 @@ REPETITION = (
     *("--prefix-repetition-num-prefixes", "10", "--prefix-repetition-output-len", "100"),
 )
 TRACE_SECONDS, DIVISOR, TRACE_CONCURRENCY = 1_800, 64, 32
+
+SLOTS = ("--max-num-seqs", "32")
+"""As many as there are requests at a time: otherwise the first token waits until another request has ended, whatever is
+cached."""
 BENCH_SECONDS = 3_600.0
 FIGURES = (
     "completed",
@@ -113,12 +117,12 @@ def knows_sharing() -> bool:
 def servers_of(case: Case, model: Path, logs: Path) -> Iterator[tuple[str, list[Child]]]:
     """Where to send to, and the servers behind it."""
     if case.part == "pd":
-        with pair(model, (*case.flags, *TRANSFER_FLAGS), logs, with_proxy=True) as servers:
+        with pair(model, (*case.flags, *SLOTS, *TRANSFER_FLAGS), logs, with_proxy=True) as servers:
             assert servers.proxy is not None
             yield servers.proxy.url, [servers.prefill, servers.decode]
     else:
         logs.mkdir(parents=True, exist_ok=True)
-        with running(serve_command(model, *case.flags), logs / "server.log") as server:
+        with running(serve_command(model, *case.flags, *SLOTS), logs / "server.log") as server:
             yield server.url, [server]
 
 

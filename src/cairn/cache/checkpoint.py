@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
     @property
     def is_bet(self) -> bool:
-        """Kept only if it is likely to save more than what would have to go for it: asked for by nobody."""
+        """Asked for by nobody: not kept if it is worth far less than what would have to go for it."""
         return self not in (Kind.GRID, Kind.INNER_END, Kind.BLOCK, Kind.BREAKPOINT, Kind.PREEMPTION)
 
 

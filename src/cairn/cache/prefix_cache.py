@@ -296,7 +296,8 @@ class PrefixCache:
     def want(self, lease: Lease, wanted: Wanted) -> Pages | None:
         """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no
         room for it, or it has one. Those on probation take free pages only, and only while a quarter of the
-        pool is free; a bet that is worth less than what would go for it is refused."""
+        pool is free; a bet that is worth far less than what would go for it is refused, and only
+        remembered."""
         size = self.layout.pages_per_checkpoint
         if wanted.position in lease.files:
             pending = lease.files[wanted.position]
@@ -321,7 +322,7 @@ class PrefixCache:
         return pages
 
     def _worth(self, lease: Lease, wanted: Wanted) -> bool:
-        """Whether what has to go for a checkpoint is worth less than it."""
+        """Whether what has to go for a checkpoint is not worth far more than it."""
         position = wanted.position
         above = max((kept for kept in lease.kept if kept < position), default=min(lease.hit, position))
         pages = self.layout.pages_per_checkpoint

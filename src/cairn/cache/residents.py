@@ -22,6 +22,9 @@ from cairn.types import Clock, Pages, SystemClock
 
 __all__ = ["Residents"]
 
+DOUBT = 10
+"""What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go."""
+
 GHOST_FACTOR, MIN_GHOSTS = 4, 2048
 """Records of checkpoints that are gone: so many, and as many times the files that fit the pool."""
 
@@ -240,8 +243,8 @@ class Residents:
             self.reuse.dropped(reuse, above.node.reuse if above is not None else None)
 
     def worth(self, kind: Kind, saves: int, pages: int, chance: float) -> bool:
-        """Whether a checkpoint that is to be made would be worth more than what goes next. `saves`: tokens over the
-        next shallower one; `pages`: those of its file and those that only it makes useful."""
+        """Whether a checkpoint that is to be made would not be worth far less than what goes next. `saves`: tokens over
+        the next shallower one; `pages`: those of its file and those that only it makes useful."""
         if self.barren or not len(self.queue):
             return True
         facts = CheckpointFacts(
@@ -250,7 +253,7 @@ class Residents:
             freed_bytes=pages * self.layout.page_bytes,
             hits=0,
             last_used=self._tick + 1,
-            chance=chance,
+            chance=DOUBT * chance,
         )
         return not self.queue.goes_before_all(facts)
 
