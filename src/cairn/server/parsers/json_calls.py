@@ -7,11 +7,9 @@
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
-from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event
-from cairn.server.parsers.marks import open_mark, trailing_breaks
+from cairn.server.parsers.call_reader import CallReader, State
 
 __all__ = ["MAX_CALL", "JsonCalls"]
 
@@ -26,62 +24,25 @@ _BRACKETS = re.compile(r'[{}\[\]"\\]')
 _TAIL = re.compile(r"\s*(?:\}\s*)?(?:</tool_call>)?")
 
 
-class JsonCalls:
+class JsonCalls(CallReader):
     """Implements `AnswerParser`. Arguments that follow the name are passed on as the model writes them; any other order
     is read when the call ends. `</tool_call>` may be missing behind a whole object."""
 
     def __init__(self) -> None:
-        self._text = ""
-        self._state: Callable[[bool], bool] = self._content
-        self._events: list[Event] = []
-        self._calls = 0
-        self._opening = ""
-        self._behind_call = False
+        super().__init__([_CALL])
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._scanned = 0
 
-    @property
-    def held(self) -> int:
-        return len(self._text) + len(self._opening)
-
-    def push(self, text: str) -> list[Event]:
-        self._text += text
-        return self._run(final=False)
-
-    def finish(self) -> list[Event]:
-        return self._run(final=True)
-
-    def _run(self, *, final: bool) -> list[Event]:
-        while self._state(final):
-            pass
-        events, self._events = self._events, []
-        return events
-
-    # Each state takes what it can from the front of the text; False when it needs more.
-
-    def _content(self, final: bool) -> bool:
-        if self._behind_call:
-            self._text = self._text.lstrip("\n")
-            self._behind_call = not self._text
-        place = self._text.find(_CALL)
-        if place < 0:
-            kept = 0 if final else open_mark(self._text, [_CALL])
-            kept += 0 if final else trailing_breaks(self._text[: len(self._text) - kept])
-            self._say(self._take(len(self._text) - kept))
-            return False
-        breaks = trailing_breaks(self._text[:place])
-        self._say(self._take(place - breaks))
-        self._opening = self._take(breaks + len(_CALL))
+    def _begun(self, beginning: str) -> State:
         self._scanned = 0
-        self._state = self._call
-        return True
+        return self._call
 
     def _call(self, final: bool) -> bool:
         head = _HEAD.match(self._text)
         if head is not None and (name := _json(head[1])):
-            self._begin(name)
+            self._begin_call(name)
             self._take(head.end())
             self._depth, self._in_string, self._escaped = 0, False, False
             self._state = self._arguments
@@ -93,21 +54,17 @@ class JsonCalls:
         near = 0 <= end <= MAX_CALL - len(_END_CALL)
         call = _call_of(self._text[:end]) if near else None
         if call is None:
-            self._say(self._opening)
-            self._opening, self._state = "", self._content
-            return True
+            return self._no_call()
         self._take(end + len(_END_CALL))
-        self._begin(call[0])
-        self._events.append(CallArguments(self._calls, call[1]))
-        self._end()
+        self._begin_call(call[0])
+        self._write(call[1])
+        self._end_call(self._content)
         return True
 
     def _arguments(self, final: bool) -> bool:
         """The object up to its last bracket; what is within strings does not count."""
         end = self._object_end()
-        text = self._take(len(self._text) if end is None else end)
-        if text:
-            self._events.append(CallArguments(self._calls, text))
+        self._write(self._take(len(self._text) if end is None else end))
         if end is None:
             return False
         self._state = self._tail
@@ -143,26 +100,8 @@ class JsonCalls:
             self._text = tail[0].strip() + rest
             return False
         self._take(tail.end())
-        self._end()
+        self._end_call(self._content)
         return True
-
-    def _begin(self, name: str) -> None:
-        self._opening = ""
-        self._events.append(CallBegin(self._calls, name))
-
-    def _end(self) -> None:
-        self._events.append(CallEnd(self._calls))
-        self._calls += 1
-        self._behind_call = True
-        self._state = self._content
-
-    def _say(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
-
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        return taken
 
 
 def _json(text: str) -> Any:

@@ -10,10 +10,10 @@ value
 """
 
 import json
-from collections.abc import Callable
 
-from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event, Tools
-from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark, trailing_breaks
+from cairn.server.parsers.call_reader import CallReader, State
+from cairn.server.parsers.contract import Tools
+from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark
 from cairn.server.parsers.values import is_text, kinds_of, typed
 
 __all__ = ["MAX_VALUE", "XmlCalls"]
@@ -34,20 +34,15 @@ _VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
 _HELD_ENDS = (*_VALUE_ENDS, *(f"\n{mark}" for mark in _VALUE_ENDS))
 
 
-class XmlCalls:
+class XmlCalls(CallReader):
     """Implements `AnswerParser`. Values get the types of the tool's schema (see `values`); text is passed on as it
     comes. As in vLLM's parser, `</parameter>`, `</function>` and `</tool_call>` may be missing, and `<tool_call>` may
     be before the name of a tool that is there.
     """
 
     def __init__(self, tools: Tools) -> None:
+        super().__init__(_BEGINNINGS)
         self._tools = tools
-        self._text = ""
-        self._state: Callable[[bool], bool] = self._content
-        self._events: list[Event] = []
-        self._calls = 0
-        self._opening = ""  # what has been read of a call that is not certain yet
-        self._behind_call = False
         self._name = ""
         self._first = True
         self._in_junk = False
@@ -55,41 +50,8 @@ class XmlCalls:
         self._scanned = 0
         self._quoted = False
 
-    @property
-    def held(self) -> int:
-        return len(self._text) + len(self._opening)
-
-    def push(self, text: str) -> list[Event]:
-        self._text += text
-        return self._run(final=False)
-
-    def finish(self) -> list[Event]:
-        return self._run(final=True)
-
-    def _run(self, *, final: bool) -> list[Event]:
-        while self._state(final):
-            pass
-        events, self._events = self._events, []
-        return events
-
-    # Each state takes what it can from the front of the text; False when it needs more.
-
-    def _content(self, final: bool) -> bool:
-        if self._behind_call:
-            self._text = self._text.lstrip("\n")
-            self._behind_call = not self._text
-        mark = first_mark(self._text, _BEGINNINGS)
-        if mark is None:
-            kept = 0 if final else open_mark(self._text, _BEGINNINGS)
-            kept += 0 if final else trailing_breaks(self._text[: len(self._text) - kept])
-            self._say(self._take(len(self._text) - kept))
-            return False
-        place, beginning = mark
-        breaks = trailing_breaks(self._text[:place])
-        self._say(self._take(place - breaks))
-        self._opening = self._take(breaks + len(beginning))
-        self._state = self._before_function if beginning == _CALL else self._bare_name
-        return True
+    def _begun(self, beginning: str) -> State:
+        return self._before_function if beginning == _CALL else self._bare_name
 
     def _before_function(self, final: bool) -> bool:
         bare = self._text.lstrip()
@@ -109,21 +71,14 @@ class XmlCalls:
         if not name or (known_only and name not in self._tools):
             return self._no_call()
         self._take(len(name) + 1)
-        self._opening, self._name, self._first = "", name, True
-        self._events.append(CallBegin(self._calls, name))
+        self._name, self._first = name, True
+        self._begin_call(name)
         self._write("{")
         self._state = self._inside
         return True
 
     def _bare_name(self, final: bool) -> bool:
         return self._function_name(final, known_only=True)
-
-    def _no_call(self) -> bool:
-        """What has been taken for a call is content."""
-        self._say(self._opening)
-        self._opening = ""
-        self._state = self._content
-        return True
 
     def _inside(self, final: bool) -> bool:
         if not self._in_junk:
@@ -135,6 +90,7 @@ class XmlCalls:
             if mark == _PARAMETER:
                 self._state = self._parameter_name
             else:
+                self._write("}")
                 self._end_call(self._behind_function if mark == _END_FUNCTION else self._content)
             return True
         if not self._text or (not final and any(mark.startswith(self._text) for mark in _INSIDE)):
@@ -209,13 +165,6 @@ class XmlCalls:
         self._state = self._content
         return True
 
-    def _end_call(self, then: Callable[[bool], bool]) -> None:
-        self._write("}")
-        self._events.append(CallEnd(self._calls))
-        self._calls += 1
-        self._behind_call = True
-        self._state = then
-
     def _read_name(self, final: bool) -> str | None:
         """The name in front of a `>`, empty for what cannot be one; None as long as that is open."""
         end = self._text.find(">")
@@ -229,18 +178,6 @@ class XmlCalls:
     @property
     def _limit(self) -> int:
         return _SHORT if is_text(self._kinds) else MAX_VALUE
-
-    def _say(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
-
-    def _write(self, text: str) -> None:
-        if text:
-            self._events.append(CallArguments(self._calls, text))
-
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        return taken
 
 
 def _escaped(text: str) -> str:

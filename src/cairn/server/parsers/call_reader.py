@@ -1,0 +1,91 @@
+"""What the readers of calls have in common: a text that grows, one state at a time, and content up to the next call."""
+
+from collections.abc import Callable, Sequence
+
+from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event
+from cairn.server.parsers.marks import first_mark, open_mark, trailing_breaks
+
+__all__ = ["CallReader", "State"]
+
+State = Callable[[bool], bool]
+"""Takes what it can from the front of the text, told whether that is all; False when it needs more."""
+
+
+class CallReader:
+    """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
+    behind one; line breaks before a call and behind it belong to it."""
+
+    def __init__(self, beginnings: Sequence[str]) -> None:
+        self._beginnings = beginnings
+        self._text = ""
+        self._state: State = self._content
+        self._events: list[Event] = []
+        self._calls = 0
+        self._opening = ""  # what has been read of a call that is not certain yet
+        self._behind_call = False
+
+    @property
+    def held(self) -> int:
+        return len(self._text) + len(self._opening)
+
+    def push(self, text: str) -> list[Event]:
+        self._text += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Event]:
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> list[Event]:
+        while self._state(final):
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def _begun(self, beginning: str) -> State:
+        raise NotImplementedError
+
+    def _content(self, final: bool) -> bool:
+        if self._behind_call:
+            self._text = self._text.lstrip("\n")
+            self._behind_call = not self._text
+        mark = first_mark(self._text, self._beginnings)
+        if mark is None:
+            kept = 0 if final else open_mark(self._text, self._beginnings)
+            kept += 0 if final else trailing_breaks(self._text[: len(self._text) - kept])
+            self._say(self._take(len(self._text) - kept))
+            return False
+        place, beginning = mark
+        breaks = trailing_breaks(self._text[:place])
+        self._say(self._take(place - breaks))
+        self._opening = self._take(breaks + len(beginning))
+        self._state = self._begun(beginning)
+        return True
+
+    def _no_call(self) -> bool:
+        """What has been taken for a call is content."""
+        self._say(self._opening)
+        self._opening = ""
+        self._state = self._content
+        return True
+
+    def _begin_call(self, name: str) -> None:
+        self._opening = ""
+        self._events.append(CallBegin(self._calls, name))
+
+    def _end_call(self, then: State) -> None:
+        self._events.append(CallEnd(self._calls))
+        self._calls += 1
+        self._behind_call = True
+        self._state = then
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(self._calls, text))
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
