@@ -59,11 +59,25 @@ class BranchDistances:
         branches = num_tokens - self._distances
         branches = np.where(self._often, branches, branches // GRID * GRID)
         branches, weights = branches[branches > hit], self._counts[branches > hit]
+        if not len(branches):
+            return []
+        worth = LEAST_SHARE * float((branches - hit) @ weights)
+        order = branches.argsort()
+        # alone, a position serves all branches from it on
+        gains = (branches[order] - hit) * weights[order][::-1].cumsum()[::-1]
+        best = int(gains.argmax())
+        if gains[best] <= worth:
+            return []
+        first = int(branches[order[best]])
+        return [first, *self._further(branches, weights, hit, first, most, worth)] if most > 1 else [first]
+
+    @staticmethod
+    def _further(branches: Ints, weights: Ints, hit: int, first: int, most: int, worth: float) -> list[int]:
+        """The positions behind `first` in the order of `positions`."""
         candidates = np.unique(branches)
-        served = np.full(len(branches), hit)
+        served = np.where(first <= branches, first, hit)
         chosen: list[int] = []
-        worth = LEAST_SHARE * float(((branches - hit) * weights).sum())
-        while len(chosen) < most and len(candidates):
+        while len(chosen) < most - 1:
             gains = (np.maximum(candidates[:, None] - served, 0) * (candidates[:, None] <= branches)) @ weights
             best = int(gains.argmax())
             if gains[best] <= worth:

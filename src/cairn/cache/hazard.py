@@ -14,7 +14,7 @@ Class = tuple[int, ...]
 BINS = 34
 """Two to an octave of age: the last begins at 2**16 requests."""
 
-PSEUDO_HITS = 1.0
+PSEUDO_HITS = 6.0
 """How many hits the row above counts for."""
 
 MAX_HITS = 1 << 14

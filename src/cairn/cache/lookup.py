@@ -72,13 +72,12 @@ class Acceptance:
 def missed(
     placement: Placement,
     lease: Lease,
-    raw: bytes | bytearray,
     found: Walk,
     running: Iterable[Lease],
     roots: Mapping[Namespace, Node],
 ) -> tuple[Stretch, ...]:
     """Why each prompt token behind `lease.hit` was not hit: stretches that follow one another from the hit to the
-    prompt's end, ascending. `raw`: the bytes of the lease's keys. O(nodes behind the hit).
+    prompt's end, ascending. O(nodes behind the hit).
 
     hit ........... matched ........ seen ............ computed now ....... n
         no checkpoint       dropped        in progress          never seen
@@ -99,7 +98,7 @@ def missed(
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
     plain = Namespace(lease.namespace.adapter)
     root = roots.get(plain) if lease.namespace != plain and position < length else None
-    if root is not None and (elsewhere := walk(root, raw, length=length).seen) > position:
+    if root is not None and (elsewhere := walk(root, lease.keys[:length].data).seen) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
     if position < length:

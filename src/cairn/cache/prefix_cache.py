@@ -100,7 +100,6 @@ class PrefixCache:
         self.counters = CacheCounters()
         self.journal = Journal(clock or SystemClock())
         self.branches = BranchDistances()
-        self._scratch = bytearray()
 
     @property
     def enabled(self) -> bool:
@@ -122,12 +121,11 @@ class PrefixCache:
         generated. `passed_by`: find nothing, because all of the prompt has to be computed. Nothing is counted before
         `admitted`.
         """
-        raw = self._as_bytes(keys)
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = Acceptance(self.policy.exact, request_id, num_prompt_tokens, resumed_from is not None)
         root = self.residents.roots.get(namespace) if self.enabled and not passed_by else None
-        found = walk(root, raw, may.run_end(), length) if root is not None else Walk()
+        found = walk(root, keys.data, may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
@@ -160,7 +158,7 @@ class PrefixCache:
         )
         if self.policy.placement is not None and not passed_by:
             running, roots = self.leases.values(), self.residents.roots
-            lease.explain(missed(self.policy.placement, lease, raw, found, running, roots))
+            lease.explain(missed(self.policy.placement, lease, found, running, roots))
         self._open(lease)
         return lease
 
@@ -225,13 +223,6 @@ class PrefixCache:
         turn = min(2, known.turn + 1) if known is not None and on else 0
         lease.lineage = Lineage(turn, lease.num_prompt_tokens - lease.seen)
         self.residents.admitted(known, lease.checkpoint)
-
-    def _as_bytes(self, keys: Keys) -> bytearray:
-        """The bytes of `keys`, until the next call: a new array of a long prompt's size costs more than the lookup."""
-        if len(self._scratch) < keys.nbytes:
-            self._scratch = bytearray(max(keys.nbytes, 2 * len(self._scratch)))
-        np.frombuffer(self._scratch, np.int64, len(keys))[:] = keys
-        return self._scratch
 
     def _open(self, lease: Lease) -> None:
         self.leases[id(lease)] = lease
@@ -307,8 +298,8 @@ class PrefixCache:
             return None
         if self.layout.state_bytes == 0 and wanted.position != lease.num_prompt_tokens and not wanted.hold_seconds:
             return None
-        if wanted.kind.is_bet and not wanted.hold_seconds and self.pool.num_free < size:
-            if not self._worth(lease, wanted):
+        if wanted.kind.is_bet and not wanted.hold_seconds:
+            if not self.residents.drop_barren(size) and not self._worth(lease, wanted):
                 lease.refused[wanted.position] = wanted.kind
                 return None
         if wanted.kind.on_probation:

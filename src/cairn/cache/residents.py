@@ -5,7 +5,7 @@ the longest unused before others; then the checkpoint that the eviction policy n
 A dropped run stays as a ghost for a while: its key tokens alone, a thousandth of its bytes, say what was lost.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 
 from cairn.cache.checkpoint import Checkpoint, Kind, Origin
@@ -23,7 +23,14 @@ from cairn.types import Clock, Pages, SystemClock
 __all__ = ["Residents"]
 
 DOUBT = 10
-"""What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go."""
+"""What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go. A
+place that statistics alone have named is taken at what they say."""
+
+RANKED_AT = (8, 64)
+"""Ages, in requests, at which a checkpoint is ranked anew in any case: a chance falls fastest while it is young."""
+
+MAX_YOUNG = 4096
+"""Checkpoints that wait for that, by age."""
 
 GHOST_FACTOR, MIN_GHOSTS = 4, 2048
 """Records of checkpoints that are gone: so many, and as many times the files that fit the pool."""
@@ -57,6 +64,7 @@ class Residents:
         self.held = HeldCheckpoints(layout, pool.num_pages, clock or SystemClock())
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
+        self._young = {age: deque[tuple[int, Checkpoint]](maxlen=MAX_YOUNG) for age in RANKED_AT}
         self._ghost_limit = ghost_tokens
         self._observer = observer
         self._tick = 0
@@ -180,6 +188,8 @@ class Residents:
         checkpoint.last_used = self._tick
         checkpoint.hits += hit
         self.queue.push(checkpoint, self._facts(checkpoint))
+        for age, young in self._young.items():
+            young.append((self.reuse.now + age, checkpoint))
 
     def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
         """Have a checkpoint go after all others for so long. False, and nothing changes, where the quota is used up."""
@@ -245,7 +255,7 @@ class Residents:
     def worth(self, kind: Kind, saves: int, pages: int, chance: float) -> bool:
         """Whether a checkpoint that is to be made would not be worth far less than what goes next. `saves`: tokens over
         the next shallower one; `pages`: those of its file and those that only it makes useful."""
-        if self.barren or not len(self.queue):
+        if not len(self.queue):
             return True
         facts = CheckpointFacts(
             kind=kind,
@@ -253,25 +263,28 @@ class Residents:
             freed_bytes=pages * self.layout.page_bytes,
             hits=0,
             last_used=self._tick + 1,
-            chance=DOUBT * chance,
+            chance=chance if kind is Kind.OFFSET else DOUBT * chance,
         )
         return not self.queue.goes_before_all(facts)
 
     # -- room ----------------------------------------------------------------------------------------------------
 
+    def drop_barren(self, num_pages: int) -> bool:
+        """Drop what can never be hit until `num_pages` pages are free. False if that is not enough."""
+        while self.pool.num_free < num_pages:
+            if not self.barren:
+                return False
+            self._drop_run(next(iter(self.barren)))
+        return True
+
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
-        if self.pool.num_free >= num_pages:
+        if self.drop_barren(num_pages):
             return True
         passed: list[Checkpoint] = []
         self.let_expired_go()
-        if self.reuse.look(len(self.queue)):
-            for ranked in list(self.queue):
-                self._rank(ranked)
-        while self.pool.num_free < num_pages:
-            if self.barren:
-                self._drop_run(next(iter(self.barren)))
-                continue
+        self._rank_aged()
+        while not self.drop_barren(num_pages):
             checkpoint = self.queue.pop()
             if checkpoint is None:
                 break
@@ -288,6 +301,15 @@ class Residents:
         for checkpoint in passed:
             self.queue.push(checkpoint, self._facts(checkpoint))
         return self.pool.num_free >= num_pages
+
+    def _rank_aged(self) -> None:
+        """Rank anew those whose chance is another by now because they have grown older."""
+        if self.reuse.look(len(self.queue)):
+            for ranked in list(self.queue):
+                self._rank(ranked)
+        for young in self._young.values():
+            while young and young[0][0] <= self.reuse.now:
+                self._rank(young.popleft()[1])
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""

@@ -108,7 +108,7 @@ class Walk:
         return max(0, last.prompt_end - self.seen)
 
 
-def common_prefix(child: Node, raw: bytes | bytearray, position: int, length: int) -> int:
+def common_prefix(child: Node, raw: bytes | memoryview, position: int, length: int) -> int:
     """How many of the node's tokens equal those of the `length` tokens of `raw` from token `position` on."""
     count = min(child.num_tokens, length - position)
     ours = np.frombuffer(raw, np.int64, count, position * KEY_BYTES)
@@ -116,16 +116,11 @@ def common_prefix(child: Node, raw: bytes | bytearray, position: int, length: in
     return int(differs.argmax()) if differs.any() else count
 
 
-def walk(
-    root: Node,
-    raw: bytes | bytearray,
-    usable: Callable[[Node], int] | None = None,
-    length: int | None = None,
-) -> Walk:
-    """Follow the first `length` key tokens of `raw`, or all of them, down from `root`. `usable(node)` says up to which
-    position its keys and values may be used; None: all of them."""
-    length = len(raw) // KEY_BYTES if length is None else length
-    tokens, limit, begins = memoryview(raw).cast("q"), length * KEY_BYTES, raw.startswith
+def walk(root: Node, raw: bytes | memoryview, usable: Callable[[Node], int] | None = None) -> Walk:
+    """Follow the key tokens of `raw` (int64, contiguous) down from `root`. `usable(node)` says up to which position its
+    keys and values may be used; None: all of them."""
+    octets = memoryview(raw).cast("B")
+    tokens, length = octets.cast("q"), len(octets) // KEY_BYTES
     path: list[Node] = []
     beyond: list[Node] = []
     node, position, matched = root, 0, 0
@@ -133,9 +128,11 @@ def walk(
         child = node.children.get(tokens[position])
         if child is None:
             break
+        end = child.end
         # nearly every node is matched whole, and this line is most of what a lookup costs
-        whole = begins(child.raw, position * KEY_BYTES, limit)
-        end = child.end if whole else position + common_prefix(child, raw, position, length)
+        whole = end <= length and child.raw.startswith(octets[position * KEY_BYTES : end * KEY_BYTES])
+        if not whole:
+            end = position + common_prefix(child, raw, position, length)
         if matched == position and child.pages is not None:
             readable = end if usable is None else min(end, usable(child))
             if readable > position:
@@ -144,7 +141,7 @@ def walk(
         if matched < end:
             beyond.append(child)
         position = end
-        if not whole and end < child.end:
+        if not whole:
             break
         node = child
     return Walk(path, beyond, matched, position)

@@ -1,0 +1,117 @@
+"""Which checkpoints are taken at all when memory is full, and how those that are there are kept in order."""
+
+import pytest
+from simulation import Simulation
+
+from cairn.cache.checkpoint import Kind
+from cairn.cache.eviction import ValuePerByte
+from cairn.cache.placement import Junction, Wanted
+from cairn.cache.residents import DOUBT, MAX_YOUNG, RANKED_AT
+
+PROMPT = tuple(range(1000, 1064))
+OTHER = tuple(range(2000, 2064))
+
+
+def full(chance: float, barren: int = 0) -> Simulation:
+    """A pool without a free page: a checkpoint behind 64 tokens whose chance is 0.5, a request of 64 more that is being
+    computed, whose checkpoints would have `chance`, and `barren` tokens that can never be hit."""
+    sim = Simulation.build(16 + 2 + 16 + -(-barren // 4), Junction(64, False), ValuePerByte())
+    book = sim.cache.residents.reuse
+    book._own_chance = lambda reuse: 0.5
+    book.first_chance = lambda kind, ways, lineage, before: chance
+    kept = sim.start("kept", PROMPT)
+    assert sim.prefill(kept, 64)
+    sim.end(kept)
+    if barren:
+        aborted = sim.start("aborted", tuple(range(3000, 3000 + barren)))
+        assert sim.cache.extend(aborted.lease, barren) == []
+        sim.cache.commit(aborted.lease, barren)
+        sim.end(aborted)
+    sim.apply()
+    request = sim.start("new", OTHER)
+    assert sim.cache.extend(request.lease, 64) == [] and sim.cache.pool.num_free == 0
+    assert bool(sim.cache.residents.barren) == bool(barren)
+    return sim
+
+
+def ask(sim: Simulation, kind: Kind, hold_seconds: int = 0) -> bool:
+    return sim.cache.want(sim.requests[0].lease, Wanted(64, kind, hold_seconds)) is not None
+
+
+def test_what_can_never_be_hit_goes_before_a_bet_is_weighed():
+    sim = full(chance=0.0, barren=8)
+    assert ask(sim, Kind.PROMPT_END)
+    assert not sim.cache.residents.barren and len(sim.cache.residents.queue) == 1
+
+
+def test_a_little_that_can_never_be_hit_does_not_open_the_door():
+    # one page of it, and a file takes two
+    sim = full(chance=0.0, barren=4)
+    assert not ask(sim, Kind.PROMPT_END)
+    assert len(sim.cache.residents.queue) == 1
+
+
+def test_a_refused_bet_is_remembered_where_it_would_have_been():
+    sim = full(chance=0.0)
+    request = sim.requests[0]
+    assert not ask(sim, Kind.PROMPT_END)
+    sim.cache.commit(request.lease, 64)
+    node = request.lease.node
+    assert node.checkpoint is None and node.reuse is not None and node.reuse.kind is Kind.PROMPT_END
+    assert sim.cache.residents.reuse.num_ghosts == 1
+    sim.end(request)
+    sim.cache.lookup(request.namespace, request.lease.keys, "again")
+    sim.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "taken"),
+    [
+        (Kind.PROMPT_END, 1.1 / DOUBT, True),
+        (Kind.PROMPT_END, 0.9 / DOUBT, False),
+        (Kind.JUNCTION, 1.1 / DOUBT, True),
+        # named by statistics alone, and held to them
+        (Kind.OFFSET, 0.9, False),
+        (Kind.OFFSET, 1.1, True),
+    ],
+)
+def test_a_bet_is_taken_unless_it_is_worth_far_less_than_what_would_go(kind, share, taken):
+    # both save 64 tokens; an end frees its 16 pages of tokens as well, a state in their middle its file alone
+    freed = 1 if kind is Kind.PROMPT_END else 2 / (2 + 16)
+    assert ask(full(chance=0.5 * share * freed), kind) is taken
+
+
+@pytest.mark.parametrize("kind", [Kind.BREAKPOINT, Kind.PREEMPTION, Kind.BLOCK])
+def test_what_somebody_asked_for_is_no_bet(kind):
+    assert ask(full(chance=0.0), kind)
+
+
+def test_what_a_client_holds_is_no_bet():
+    assert ask(full(chance=0.0), Kind.PROMPT_END, hold_seconds=60)
+
+
+def test_the_young_are_ranked_anew_as_they_grow_older():
+    sim = Simulation.build(200, Junction(64, False), ValuePerByte())
+    residents = sim.cache.residents
+    residents.reuse.look = lambda num_ranked: False
+    kept = sim.start("kept", PROMPT)
+    assert sim.prefill(kept, 64)
+    (checkpoint,) = list(residents.queue)
+    made, versions = residents.reuse.now, []
+    for now in range(made, made + RANKED_AT[-1] + 2):
+        residents.reuse.now = now
+        before = checkpoint.version
+        residents._rank_aged()
+        if checkpoint.version != before:
+            versions.append(now - made)
+    assert tuple(versions) == RANKED_AT
+
+
+def test_those_that_wait_to_be_ranked_are_bounded():
+    sim = Simulation.build(200, Junction(64, False), ValuePerByte())
+    kept = sim.start("kept", PROMPT)
+    assert sim.prefill(kept, 64)
+    (checkpoint,) = list(sim.cache.residents.queue)
+    for _ in range(MAX_YOUNG + 10):
+        sim.cache.residents.use(checkpoint, hit=True)
+    assert all(len(young) == MAX_YOUNG for young in sim.cache.residents._young.values())
