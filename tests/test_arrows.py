@@ -9,7 +9,7 @@ import pytest
 
 from source_scan import Import, Source, imports, source, sources, within
 
-FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.__version__")
+FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.trace_rows", "cairn.__version__")
 
 # What the cache's door takes and gives; tree, pages, residents, eviction and audit stay behind it.
 CACHE_DOOR = (
@@ -27,6 +27,7 @@ ARROWS = MappingProxyType(
         "errors": (),
         "types": (),
         "step": (),
+        "trace_rows": (),
         "cache": (),
         "transfer": ("cairn.cache.layout",),
         "kernels": (),
@@ -42,16 +43,17 @@ ARROWS = MappingProxyType(
         "proxy": ("cairn.http",),
         "replay": ("cairn.cache",),
         "bench": (),
-        "settings": (),
+        "api_key_settings": (),
+        "settings": ("cairn.api_key_settings",),
         "kv_settings": (),
         "image_settings": (),
-        "proxy_settings": ("cairn.settings",),
+        "proxy_settings": ("cairn.settings", "cairn.api_key_settings"),
         "cli": ("cairn",),
         "__main__": ("cairn.cli",),
     }
 )
 
-SETTINGS = ("settings", "kv_settings", "image_settings", "proxy_settings")
+SETTINGS = ("settings", "api_key_settings", "kv_settings", "image_settings", "proxy_settings")
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")

@@ -175,6 +175,8 @@ def test_a_port_that_is_taken():
         (["serve", "m", "--host", "no.such.host.invalid"], "--host no.such.host.invalid cannot be used"),
         (["serve", "m", "--tensor-parallel", "2"], "unrecognized arguments: --tensor-parallel"),
         (["serve", "m", "--port"], "--port: expected one argument"),
+        (["serve", "m", "--api-key", "k", ""], "--api-key: must not be empty"),
+        (["serve", "m", "--api-key"], "--api-key: expected at least one argument"),
         (["serve", "m", "--kv-peer-allowlist", ""], "--kv-peer-allowlist: must not be empty"),
         (["serve", "m", "--tensor-parallel-size", "0"], "--tensor-parallel-size: should be greater"),
         (["bake"], "invalid choice: 'bake'"),

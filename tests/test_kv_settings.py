@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from cairn.cli import _warn, engine_config, main
+from cairn.cli import engine_config, main
+from cairn.cli.run import warn
 from cairn.engine.contract import KvTransferConfig
 from cairn.errors import ConfigError
 from cairn.kv_settings import check_secret_file, kv_transfer_settings
@@ -230,8 +231,8 @@ def test_tensor_parallel_size_is_passed_on():
 
 def test_what_has_no_effect_is_said(secret, caplog):
     """Nothing else tells an operator that a list which opens nothing is still closed."""
-    _warn(load("m", "--kv-secret-file", str(secret), "--kv-peer-allowlist", "10.0.0.5"))
-    _warn(load("m", "--kv-transfer-config", "{}", "--kv-peer-allowlist", "10.0.0.5"))
+    warn(load("m", "--kv-secret-file", str(secret), "--kv-peer-allowlist", "10.0.0.5"))
+    warn(load("m", "--kv-transfer-config", "{}", "--kv-peer-allowlist", "10.0.0.5"))
     assert [record.message for record in caplog.records] == [
         "--kv-secret-file has no effect without --kv-transfer-config",
         "--kv-peer-allowlist has no effect without --kv-transfer-config",

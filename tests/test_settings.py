@@ -181,6 +181,46 @@ def test_several_api_keys(tmp_path, monkeypatch):
     assert keys("--api-key", "g") == ("g",)
 
 
+def test_keys_with_blanks_between_them(tmp_path, monkeypatch):
+    """vLLM's form, beside the other two and mixed with them."""
+
+    def keys(*arguments):
+        settings = load(*arguments)
+        return settings.model, server_options(settings).api_keys
+
+    assert keys("m", "--api-key", "a", "b") == ("m", ("a", "b"))
+    assert keys("m", "--api-key", "a,b", "c", "--port", "1", "--api-key", "d", "e") == ("m", ("a", "b", "c", "d", "e"))
+    assert keys("--api-key", "a", "b", "--port", "1", "m") == keys("--api-key", "a", "b", "--", "m")
+    assert keys("m", "--api-key=a", "--api-key=b") == ("m", ("a", "b"))
+    # a folder is MODEL where nothing else is
+    assert keys("--api-key", "a", "b", str(tmp_path)) == (str(tmp_path), ("a", "b"))
+    assert keys("--api-key", "a", str(tmp_path)) == (str(tmp_path), ("a",))
+    assert keys("m", "--api-key", "a", str(tmp_path)) == ("m", ("a", str(tmp_path)))
+    monkeypatch.setenv("CAIRN_MODEL", "from-env")
+    assert keys("--api-key", "a", str(tmp_path)) == ("from-env", ("a", str(tmp_path)))
+    monkeypatch.delenv("CAIRN_MODEL")
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: from-file\n")
+    assert keys("--config", str(file), "--api-key", "a", str(tmp_path)) == ("from-file", ("a", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("m", "--api-key", "good", ""), "^--api-key: must not be empty"),
+        (("m", "--api-key", "", "good"), "^--api-key: must not be empty"),
+        (("m", "--api-key", "good", "b d"), "^--api-key: "),
+        (("m", "--api-key", "good", "schl\u00fcssel"), "^--api-key: "),
+        (("m", "--api-key", *("good",) * 65), "^--api-key: .* at most 64"),
+        (("--api-key", "good", "sekret"), "^MODEL is missing: all words behind --api-key are keys"),
+    ],
+)
+def test_words_that_are_no_keys(arguments, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        load(*arguments)
+    assert not {"good", "sekret", "b d"} & set(str(caught.value).split("'")) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("given", [",", "a,", "two words", "schl\u00fcssel", "x" * 513, ",".join("x" * 65)])
 def test_api_keys_that_are_none(given, monkeypatch):
     """None of them is read as "no key", and none is shown."""

@@ -119,20 +119,23 @@ EXPORTED = {
     "cairn.replay.reenact": "Reenactment",
     "cairn.replay.replay": "Outcome Replay",
     "cairn.replay.request_log": "LoggedPolicy LoggedRequest LoggedTrace Op read_request_log",
-    "cairn.replay.traces": "Ids MOONCAKE_UNIT Trace TraceRequest key_tokens read_trace",
+    "cairn.replay.traces": "Ids Trace TraceRequest key_tokens read_trace",
+    "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids Speller TokenizerSpeller Turn Vocabulary Words spelled",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineCore EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
-    "MAX_ANSWERS MAX_BREAKPOINTS MAX_HOLD_SECONDS MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
+    "MAX_ALLOWED_TOKENS MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
+    "MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
     "Pixels RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
     "Timings TokenLogprobs TransferReport",
     "cairn.engine.core": "Core StepRunner",
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
-    "cairn.engine.fake": "FakeCore FakeFaults build_fake_core",
+    "cairn.engine.fake": "FakeCore build_fake_core",
+    "cairn.engine.fake_faults": "FakeFaults",
     "cairn.engine.local": "LocalEngine",
     "cairn.engine.process": "ProcessEngine",
     "cairn.proxy.app": "create_app",
@@ -142,6 +145,7 @@ EXPORTED = {
     "cairn.server.app": "create_app",
     "cairn.server.options": "ImageOptions ServerOptions",
     "cairn.server.run": "HttpServer",
+    "cairn.api_key_settings": "ApiKeys add_argument flatten_keys last_key_word",
     "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings parse_size size_in_bytes",
     "cairn.image_settings": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "ImageParts pixels_of",
@@ -156,6 +160,13 @@ def test_flags(add, expected):
     add(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
     assert flags == set(expected.split())
+
+
+@pytest.mark.parametrize("add", [add_flags, add_proxy_flags])
+def test_flags_that_take_several_words(add):
+    parser = argparse.ArgumentParser()
+    add(parser)
+    assert [action.option_strings for action in parser._actions if action.nargs == "+"] == [["--api-key"]]
 
 
 def test_bench_flags():

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, HttpUrl, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+from cairn.api_key_settings import ApiKeys, add_argument, flatten_keys
 from cairn.errors import ConfigError
 from cairn.settings import size_in_bytes
 
@@ -64,11 +65,10 @@ class ProxySettings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on: this machine only unless told", max_length=255)
     port: int = Field(8000, description="port to listen on; 0 takes a free one", ge=0, le=65535)
-    api_key: str | None = Field(
+    api_key: ApiKeys = Field(
         None,
-        description="key that clients must send, and that all servers get; better given as CAIRN_PROXY_API_KEY",
-        min_length=1,
-        max_length=512,
+        description="key that clients must send, or several: a b or a,b; goes on to the servers, so all take the same; "
+        "better as CAIRN_PROXY_API_KEY",
     )
     max_open: int = Field(1024, description="most requests at once; more are answered with 429", ge=1, le=65536)
     max_body_bytes: Annotated[ByteSize, BeforeValidator(size_in_bytes)] = Field(
@@ -108,6 +108,7 @@ def add_proxy_flags(parser: ArgumentParser) -> "CliSettingsSource[ProxySettings]
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
+        add_argument_method=add_argument,
     )
 
 
@@ -116,10 +117,11 @@ def load_proxy_settings(parsed: Namespace, source: "CliSettingsSource[ProxySetti
 
     Raises ConfigError with one line that names the flag or variable that is wrong and says what it takes.
     """
+    parsed = flatten_keys(parsed)
     flags = {name: value for name, value in vars(parsed).items() if name in ProxySettings.model_fields}
     for name, value in flags.items():
         # An empty --api-key must not mean "no key"; the settings library would take the default.
-        if value in ("", [""]):
+        if value in ("", [""]) or (name == "api_key" and "" in value):
             raise ConfigError(f"{_flag(name)}: must not be empty; leave it out for the default, not ''")
     try:
         # mypy takes the constructor for a plain model's, which has fields alone.

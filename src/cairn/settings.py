@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
 )
 
+from cairn.api_key_settings import ApiKeys, add_argument, flatten_keys, last_key_word
 from cairn.errors import ConfigError
 
 __all__ = [
@@ -69,14 +69,6 @@ def _object_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-def _split(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
-
-
-ApiKey = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
-ApiKeys = Annotated[
-    Annotated[list[ApiKey], Field(min_length=1, max_length=64)] | None, NoDecode, BeforeValidator(_split)
-]
 Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
 
 
@@ -101,7 +93,7 @@ class ServeSettings(BaseSettings):
     )
     api_key: ApiKeys = Field(
         None,
-        description="key that clients must send, or several: a,b; better given as CAIRN_API_KEY: others cannot see it",
+        description="key that clients must send, or several: a b or a,b; better as CAIRN_API_KEY: others cannot see it",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     seed: int = Field(0, description="seed of requests that send none", ge=0, lt=1 << 63)
@@ -212,6 +204,7 @@ def add_flags(parser: ArgumentParser) -> "CliSettingsSource[ServeSettings]":
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
+        add_argument_method=add_argument,
     )
 
 
@@ -220,13 +213,14 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
 
     Raises ConfigError with one line that names the flag, variable or key that is wrong and says what it takes.
     """
+    path = vars(parsed).get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    from_file = _read_file(Path(path)) if path else {}
+    parsed = _with_model_and_keys(parsed, from_file)
     flags = {name: value for name, value in vars(parsed).items() if name in ServeSettings.model_fields}
     for name, value in flags.items():
         # An empty --api-key must not mean "no key"; the settings library would take the default.
-        if value in ("", [""]):
+        if value == "" or (name == "api_key" and "" in value):
             raise ConfigError(f"--{name.replace('_', '-')}: must not be empty; leave it out for the default, not ''")
-    path = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
-    from_file = _read_file(Path(path)) if path else {}
     try:
         # mypy takes the constructor for a plain model's, which has fields alone.
         settings = ServeSettings(_cli_settings_source=source(parsed_args=parsed), **from_file)  # type: ignore[call-arg]
@@ -234,6 +228,20 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
         raise ConfigError(_describe(error, flags, path)) from None
     _refuse_what_is_missing(settings)
     return settings
+
+
+def _with_model_and_keys(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
+    """Keys in one list; a folder behind them is MODEL where nothing else is."""
+    word = last_key_word(parsed)
+    has_model = isinstance(getattr(parsed, "model", None), str) or os.environ.get(f"{ENV_PREFIX}MODEL")
+    if word is None or has_model or from_file.get("model"):
+        return flatten_keys(parsed)
+    if not Path(word).is_dir():
+        raise ConfigError(
+            "MODEL is missing: all words behind --api-key are keys; name the checkpoint's folder before it, as in "
+            "`cairn serve ./my-model --api-key KEY KEY`"
+        )
+    return Namespace(**vars(flatten_keys(parsed, without_last=True)) | {"model": word})
 
 
 def _refuse_what_is_missing(settings: ServeSettings) -> None:

@@ -54,6 +54,9 @@ class SamplingParams:
 
     `frequency_penalty` and `presence_penalty` (0.0: none) look at the answer so far, `repetition_penalty` (1.0: none)
     at prompt and answer. `logit_bias`: token ids and what is added to their logits.
+
+    `allowed_tokens`: none but these may come; empty: all. `bad_words`: the tokens of texts that may not come in the
+    answer; the last one of each may not follow the others.
     """
 
     temperature: float = 1.0
@@ -65,11 +68,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def needs_history(self) -> bool:
         """Whether the draw looks at earlier tokens: then it cannot be planned before they are known."""
-        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return bool(penalties) or any(len(word) > 1 for word in self.bad_words)
 
 
 class Clock(Protocol):

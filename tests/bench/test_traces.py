@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from cairn.bench.traces import MOONCAKE_UNIT, TraceCut, trace_prompts
+from cairn.bench.traces import TraceCut, trace_prompts
 from cairn.bench.work import Vocabulary
 from cairn.errors import ConfigError
+from cairn.trace_rows import MOONCAKE_UNIT
 
 # so many ids that two tokens are hardly ever equal by chance
 VOCABULARY = Vocabulary.of_size(1_000_000)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import EngineConfig, GenerateRequest, KvTransferConfig, TransferReport
-from cairn.engine.fake import FakeCore, FakeFaults, build_fake_core
+from cairn.engine.fake import FakeCore, build_fake_core
+from cairn.engine.fake_faults import FakeFaults
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FakeTokenizer
 from cairn.errors import ConfigError, InvalidRequest, Overloaded
 from cairn.types import ManualClock

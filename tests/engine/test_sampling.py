@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def expected(tiny_model):
     found, engine = {}, Engine(tiny_model, enable_prefix_caching=False)
 
     def alone(prompt, **fields):
-        key = tuple(prompt), tuple(sorted(fields.items()))
+        key = tuple(prompt), repr(sorted(fields.items()))
         if key not in found:
             found[key] = answer(engine.ask(prompt, **fields))
         return found[key]
@@ -100,6 +101,61 @@ def test_penalties_side_by_side_and_after_a_hit_are_those_of_the_request_alone(t
     assert answer(engine.outputs["c"]) == expected(OTHER, max_tokens=20)
     plain = {key: value for key, value in LIVELY.items() if "penalty" not in key}
     assert expected(TEXT, **LIVELY, max_tokens=20) != expected(TEXT, **plain, max_tokens=20)
+
+
+def rules_of(tokens):
+    """What keeps an answer from going as `tokens` do: not the first one, and behind none of them its next."""
+    pairs = [list(pair) for pair in pairwise(tokens)]
+    return {"bad_words": [tokens[:1], *pairs, [4001, 4002, 4003]], "temperature": 0.0}
+
+
+@pytest.mark.parametrize("steps", [0, 2, 7])
+def test_rules_are_kept_side_by_side_after_a_hit_and_after_a_preemption(tiny_model, expected, steps):
+    """The same answer as alone, in which no forbidden word is."""
+    free = expected(TEXT[:120], temperature=0.0, max_tokens=20)
+    rules = rules_of(free)
+    alone = expected(TEXT[:120], **rules, max_tokens=20)
+    words = {tuple(word) for word in rules["bad_words"]}
+    assert not words & {*((token,) for token in alone), *pairwise(alone)}
+    engine = Engine(tiny_model)
+    engine.ask(TEXT[:100])
+    allowed = list(range(100, 1100))
+    engine.submit("a", TEXT[:120], **rules, max_tokens=20)
+    engine.submit("b", TEXT[:150], allowed_token_ids=allowed, max_tokens=20)
+    for _ in range(steps):
+        engine.step()
+    if steps:
+        preempt(engine.books, engine.books.requests["a"], engine.books.requests["a"], 0)
+    engine.run()
+    assert answer(engine.outputs["a"]) == alone != free
+    assert answer(engine.outputs["b"]) == expected(TEXT[:150], allowed_token_ids=tuple(allowed), max_tokens=20)
+    assert set(answer(engine.outputs["b"])) <= set(allowed)
+
+
+def test_a_word_is_kept_out_where_it_would_have_come_again(tiny_model):
+    engine = Engine(tiny_model)
+    fields = {"temperature": 0.0, "max_tokens": 6, "allowed_token_ids": [50, 60]}
+    free = answer(engine.ask(TEXT[:70], **fields))
+    other = {50: 60, 60: 50}
+    # it begins as it did, and then has to go the other way
+    for length in range(1, 6):
+        held = answer(engine.ask(TEXT[:70], **fields, bad_words=[free[:length]]))
+        assert held[:length] == [*free[: length - 1], other[free[length - 1]]]
+    # both are forbidden, and one of them has to come
+    assert answer(engine.ask(TEXT[:70], **fields, bad_words=[[50], [60]])) == free
+
+
+def test_several_answers_have_their_own_words(tiny_model, expected):
+    engine = Engine(tiny_model)
+    fields = {"temperature": 0.7, "max_tokens": 8, "allowed_token_ids": (70, 80, 90)}
+    words = ((70, 80), (80, 90), (90, 90, 70))
+    engine.submit("a", TEXT, n=4, seed=40, bad_words=words, **fields)
+    engine.run()
+    for index in range(4):
+        own = answer(engine.outputs["a"], index)
+        assert own == expected(TEXT, seed=40 + index, bad_words=words, **fields)
+        assert not {*words} & {*pairwise(own), *zip(own, own[1:], own[2:], strict=False)}
+    assert len({tuple(answer(engine.outputs["a"], index)) for index in range(4)}) > 1
 
 
 @pytest.mark.parametrize("room", [0, 10_000])
@@ -283,6 +339,15 @@ BAD = [
     ({"logit_bias": {1: math.nan}}, "logit_bias"),
     ({"logit_bias": {1: 101.0}}, "logit_bias"),
     ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5, 128]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids"),
+    ({"bad_words": [[]]}, "bad_words"),
+    ({"bad_words": [[1], [5, 128]]}, "bad_words"),
+    ({"bad_words": [[-1]]}, "bad_words"),
+    ({"bad_words": [[1]] * 257}, "bad_words"),
+    ({"bad_words": [[1] * 1089]}, "bad_words"),
     ({"stop_token_ids": [128]}, "stop_token_ids"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),

@@ -7,28 +7,25 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels import cpu, reference
 from cairn.kernels.contract import TILE, Kernels
-
-SHORT = settings(max_examples=25, deadline=None, derandomize=True)
-DTYPES = st.sampled_from([torch.float64, torch.float32])
-SEEDS = st.integers(0, 2**31)
-
-
-def close(found: Tensor, wanted: Tensor) -> None:
-    """Within a tolerance of the largest number."""
-    tolerance = 1e-10 if wanted.dtype == torch.float64 else 3e-5
-    largest = wanted.abs().max().item() if wanted.numel() else 0.0
-    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * max(1.0, largest))
-
-
-def normal(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+from kernels.comparison import (
+    DTYPES,
+    SEEDS,
+    SHORT,
+    chunks_up_to,
+    close,
+    marks_of,
+    normal,
+    padding_of,
+    routed,
+    same_prefill,
+    same_update,
+)
 
 
 @pytest.mark.parametrize("backend", [cpu, reference])
@@ -91,11 +88,9 @@ def test_linear(seed: int, tiles: list[int], bias: bool, cut: bool, dtype: torch
 )
 def test_experts(seed: int, tokens: int, experts: int, chosen: int, tile: int | None, dtype: torch.dtype) -> None:
     chosen = min(chosen, experts)
-    x, scores, share = normal(seed, (tokens, 10), (tokens, experts), (tokens, chosen), dtype=dtype)
-    choice = scores.topk(chosen, dim=-1).indices
     up = normal(seed + 1, *[(14, 10)] * experts, dtype=dtype)
     down = normal(seed + 2, *[(10, 14)] * experts, dtype=dtype)
-    arguments = (x, choice, share, (up, down), tile)
+    arguments = (*routed(seed, tokens, (experts, chosen), dtype), (up, down), tile)
     close(cpu.experts(*arguments), reference.experts(*arguments))
 
 
@@ -112,7 +107,7 @@ def test_experts(seed: int, tokens: int, experts: int, chosen: int, tile: int | 
 def test_conv_prefill(
     seed: int, tokens: int, front: int, width: int, bias: bool, data: st.DataObject, dtype: torch.dtype
 ) -> None:
-    marks = sorted(data.draw(st.lists(st.integers(1, tokens), max_size=6)))
+    marks = marks_of(data, tokens)
     wide, weight, offset, state = normal(seed, (tokens, 19), (width, 11), (11,), (width - 1, 11), dtype=dtype)
     x, before = wide[:, 4:15], state.clone()  # a view, as in the layer
     wanted = x.clone()
@@ -188,20 +183,16 @@ def test_ssd_prefill(
 ) -> None:
     rows = chunks * TILE
     i = scan_inputs(seed, rows, groups, per_group, dtype)
-    padding = torch.zeros(rows, dtype=torch.bool)
-    padding[:front] = True
-    padding[rows - behind :] = behind > 0
+    padding, marks = padding_of(rows, front, behind), marks_of(data, rows)
     i["dt"][padding] = 0
-    marks = sorted(data.draw(st.lists(st.integers(1, rows), max_size=6)))
-    wanted, wanted_state = i["x"].clone(), i["state"].clone()
     rest = (i["dt"], (i["b"], i["c"]), (i["a"], i["d"]))
-    kept_wanted = reference.ssd_prefill(wanted, *rest, wanted_state, marks)
-    kept = cpu.ssd_prefill(i["x"], *rest, i["state"], marks)
-    close(i["x"][~padding], wanted[~padding])
-    close(i["state"], wanted_state)
-    assert len(kept) == len(marks)
-    for one, other in zip(kept, kept_wanted, strict=True):
-        close(one, other)
+    same_prefill(
+        lambda x, state: reference.ssd_prefill(x, *rest, state, marks),
+        lambda x, state: cpu.ssd_prefill(x, *rest, state, marks),
+        (i["x"], i["state"]),
+        padding,
+        len(marks),
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -212,7 +203,7 @@ def test_ssd_state_at_every_position_is_bitwise_that_of_a_run_which_ends_there(g
     whole, start = i["x"].clone(), i["state"].clone()
     kept = cpu.ssd_prefill(whole, i["dt"], *rest, i["state"], marks)
     for mark, wanted in zip(marks, kept, strict=True):
-        end = -(-mark // TILE) * TILE
+        end = chunks_up_to(mark)
         x, dt, state = i["x"][:end].clone(), i["dt"][:end].clone(), start.clone()
         x[mark:] = 3.0  # what stands behind the end is padding of another kind
         dt[mark:] = 0
@@ -234,14 +225,13 @@ def test_ssd_state_at_every_position_is_bitwise_that_of_a_run_which_ends_there(g
 def test_ssd_update(seed: int, groups: int, per_group: int, slots: list[int], rows: int, dtype: torch.dtype) -> None:
     i = scan_inputs(seed, rows, groups, per_group, dtype)
     (states,) = normal(seed + 2, (6, 2, groups * per_group, 5, 6), dtype=dtype)
-    wanted, wanted_states = i["x"].clone(), states.clone()
     rest = (i["dt"], (i["b"], i["c"]), (i["a"], i["d"]))
-    reference.ssd_update(wanted, *rest, wanted_states[:, 1], slots[:rows])
-    cpu.ssd_update(i["x"], *rest, states[:, 1], slots[:rows])
-    close(i["x"], wanted)
-    close(states, wanted_states)
-    untouched = slots[rows:]
-    assert torch.equal(states[untouched], wanted_states[untouched])
+    same_update(
+        lambda x, states: reference.ssd_update(x, *rest, states[:, 1], slots[:rows]),
+        lambda x, states: cpu.ssd_update(x, *rest, states[:, 1], slots[:rows]),
+        (i["x"], states),
+        untouched=slots[rows:],
+    )
 
 
 def cache(seed: int, tokens: int, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,19 @@ from torch import Tensor
 
 from cairn.kernels import cpu, reference
 from cairn.kernels.contract import TILE
-from kernels.test_against_reference import DTYPES, SEEDS, SHORT, close, normal
+from kernels.comparison import (
+    DTYPES,
+    SEEDS,
+    SHORT,
+    chunks_up_to,
+    close,
+    marks_of,
+    normal,
+    padding_of,
+    routed,
+    same_prefill,
+    same_update,
+)
 
 
 def inputs(seed: int, rows: int, heads: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -51,19 +63,15 @@ def test_gdn_prefill(
 ) -> None:
     rows = chunks * TILE
     i = inputs(seed, rows, heads, dtype)
-    padding = torch.zeros(rows, dtype=torch.bool)
-    padding[:front] = True
-    padding[rows - behind :] = behind > 0
+    padding, marks = padding_of(rows, front, behind), marks_of(data, rows)
     i["g"][padding], i["beta"][padding] = 0, 0
-    marks = sorted(data.draw(st.lists(st.integers(1, rows), max_size=6)))
-    wanted, wanted_state = i["v"].clone(), i["state"].clone()
-    kept_wanted = reference.gdn_prefill(wanted, *gates_of(i), wanted_state, marks)
-    kept = cpu.gdn_prefill(i["v"], *gates_of(i), i["state"], marks)
-    close(i["v"][~padding], wanted[~padding])
-    close(i["state"], wanted_state)
-    assert len(kept) == len(marks)
-    for one, other in zip(kept, kept_wanted, strict=True):
-        close(one, other)
+    same_prefill(
+        lambda v, state: reference.gdn_prefill(v, *gates_of(i), state, marks),
+        lambda v, state: cpu.gdn_prefill(v, *gates_of(i), state, marks),
+        (i["v"], i["state"]),
+        padding,
+        len(marks),
+    )
 
 
 @pytest.mark.parametrize("heads", [(1, 2), (2, 1), (2, 3)])
@@ -73,7 +81,7 @@ def test_gdn_state_at_every_position_is_bitwise_that_of_a_run_which_ends_there(h
     whole, state = i["v"].clone(), i["state"].clone()
     kept = cpu.gdn_prefill(whole, *gates_of(i), state, marks)
     for mark, wanted in zip(marks, kept, strict=True):
-        end = -(-mark // TILE) * TILE
+        end = chunks_up_to(mark)
         short = {name: part.clone() for name, part in i.items()}
         for name, other in (("v", 3.0), ("q", -1.0), ("k", 2.0), ("g", 0.0), ("beta", 0.0)):
             short[name][mark:] = other  # what stands behind the end is padding of another kind
@@ -98,13 +106,12 @@ def test_gdn_prefill_goes_on_bitwise_from_a_chunks_end() -> None:
 def test_gdn_update(seed: int, heads: tuple[int, int], slots: list[int], rows: int, dtype: torch.dtype) -> None:
     i = inputs(seed, rows, heads, dtype)
     (states,) = normal(seed + 2, (6, 2, heads[0] * heads[1], 6, 5), dtype=dtype)
-    wanted, wanted_states = i["v"].clone(), states.clone()
-    reference.gdn_update(wanted, *gates_of(i), wanted_states[:, 1], slots[:rows])
-    cpu.gdn_update(i["v"], *gates_of(i), states[:, 1], slots[:rows])
-    close(i["v"], wanted)
-    close(states, wanted_states)
-    untouched = slots[rows:]
-    assert torch.equal(states[untouched], wanted_states[untouched])
+    same_update(
+        lambda v, states: reference.gdn_update(v, *gates_of(i), states[:, 1], slots[:rows]),
+        lambda v, states: cpu.gdn_update(v, *gates_of(i), states[:, 1], slots[:rows]),
+        (i["v"], states),
+        untouched=slots[rows:],
+    )
 
 
 def test_gdn_update_gives_a_row_the_same_bits_in_any_batch_and_slot() -> None:
@@ -131,17 +138,14 @@ def test_gdn_update_gives_a_row_the_same_bits_in_any_batch_and_slot() -> None:
 )
 def test_gated_experts(seed: int, tokens: int, experts: int, chosen: int, tile: int | None, dtype: torch.dtype) -> None:
     chosen = min(chosen, experts)
-    x, scores, share = normal(seed, (tokens, 10), (tokens, experts), (tokens, chosen), dtype=dtype)
-    choice = scores.topk(chosen, dim=-1).indices
     gate_up = normal(seed + 1, *[(14, 10)] * experts, dtype=dtype)
     down = normal(seed + 2, *[(10, 7)] * experts, dtype=dtype)
-    arguments = (x, choice, share, (gate_up, down), tile)
+    arguments = (*routed(seed, tokens, (experts, chosen), dtype), (gate_up, down), tile)
     close(cpu.gated_experts(*arguments), reference.gated_experts(*arguments))
 
 
 def test_a_tokens_experts_give_the_same_bits_in_any_batch() -> None:
-    x, scores, share = normal(1, (50, 10), (50, 6), (50, 3), dtype=torch.float32)
-    choice = scores.topk(3, dim=-1).indices
+    x, choice, share = routed(1, 50, (6, 3), torch.float32)
     weights = normal(2, *[(16, 10)] * 6, dtype=torch.float32), normal(3, *[(10, 8)] * 6, dtype=torch.float32)
     together = cpu.gated_experts(x, choice, share, weights, 16)
     for row in range(50):

@@ -1,10 +1,9 @@
 """Tiny models of the families that are made of parts: configs, weights, drivers, and transformers as their truth."""
 
-import importlib
 import json
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from cairn.models.decoder_builder import Execution
 from cairn.models.registry import FAMILIES
 from cairn.runner.runner import Runner
 from cairn.step import Sample
+from models.wide_float import wide_float
 from runner.harness import Driver, RunnersSideBySide, left_of
 
 VOCAB = 97
@@ -258,28 +258,6 @@ def prompt(length: int, seed: int) -> list[int]:
 # -- transformers ----------------------------------------------------------------------------------------------------
 
 
-class _TorchWithWideFloat:
-    """The torch module, in which float32 means float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextmanager
-def _wide(model: PreTrainedModel) -> Iterator[None]:
-    """transformers casts to float32 inside norms, positions, router and scan; in here those are float64."""
-    module, narrow = importlib.import_module(type(model).__module__), torch.Tensor.float
-    module.torch = _TorchWithWideFloat()
-    torch.Tensor.float = torch.Tensor.double
-    try:
-        yield
-    finally:
-        module.torch = torch
-        torch.Tensor.float = narrow
-
-
 def write(tiny: Tiny, folder: Path) -> None:
     """The checkpoint as it is published."""
     save_file(dict(tiny.weights), folder / "model.safetensors", metadata={"format": "pt"})
@@ -305,7 +283,7 @@ def logits_of(model: PreTrainedModel, tokens: list[int], wide: bool) -> Tensor:
         if not wide:
             return model(torch.tensor([tokens]), use_cache=False).logits[0]
         model = model.double()
-        with _wide(model):
+        with wide_float(sys.modules[type(model).__module__]):
             logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
     assert logits.dtype == torch.float64
     return logits

@@ -1,7 +1,6 @@
 """transformers' Nemotron-H as the reference, in float64 from end to end."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,27 +9,7 @@ from transformers import NemotronHConfig as PublishedConfig
 from transformers import NemotronHForCausalLM
 from transformers.models.nemotron_h import modeling_nemotron_h
 
-
-class _TorchWithWideFloat:
-    """The torch module, in which float32 means float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextmanager
-def _wide() -> Iterator[None]:
-    """transformers casts to float32 inside norms, router and scan; in here those casts widen to float64 instead."""
-    narrow = torch.Tensor.float
-    modeling_nemotron_h.torch = _TorchWithWideFloat()
-    torch.Tensor.float = torch.Tensor.double
-    try:
-        yield
-    finally:
-        modeling_nemotron_h.torch = torch
-        torch.Tensor.float = narrow
+from models.wide_float import wide_float
 
 
 def published(raw: Mapping[str, Any], weights: Mapping[str, Tensor], clamp: bool) -> NemotronHForCausalLM:
@@ -55,7 +34,7 @@ def logits_of(model: NemotronHForCausalLM, tokens: list[int], wide: bool) -> Ten
         if not wide:
             return model(torch.tensor([tokens]), use_cache=False).logits[0]
         model = model.double()
-        with _wide():
+        with wide_float(modeling_nemotron_h):
             logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
     assert logits.dtype == torch.float64
     return logits

@@ -1,7 +1,8 @@
 """transformers' Qwen3.5 and Qwen3-Next as the reference, in float64 from end to end, and tiny models for it."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from cairn.models.qwen3_5_config import Qwen35Config, tensors
 from cairn.models.registry import FAMILIES
+from models.wide_float import wide_float
 
 CLASSES: dict[str, tuple[str, str, ModuleType]] = {
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", modeling_qwen3_5),
@@ -94,28 +96,6 @@ def qwen_weights(config: Qwen35Config, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-class _TorchWithWideFloat:
-    """The torch module, in which float32 and float mean float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextmanager
-def _wide(module: ModuleType) -> Iterator[None]:
-    """transformers casts to float32 inside norms, router, rule and angles; in here those casts widen instead."""
-    narrow = torch.Tensor.float
-    module.torch = _TorchWithWideFloat()
-    torch.Tensor.float = torch.Tensor.double
-    try:
-        yield
-    finally:
-        module.torch = torch
-        torch.Tensor.float = narrow
-
-
 def published_qwen(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
     """transformers' text model with these weights."""
     kind = raw["model_type"]
@@ -151,7 +131,7 @@ def qwen_logits(
     with torch.inference_mode(), ExitStack() as stack:
         if wide:
             model = model.double()
-            stack.enter_context(_wide(next(m for _, _, m in CLASSES.values() if m.__name__ == type(model).__module__)))
+            stack.enter_context(wide_float(sys.modules[type(model).__module__]))
         if content is not None:
             positions, places, vectors = content
             embedded = model.get_input_embeddings()(arguments.pop("input_ids"))

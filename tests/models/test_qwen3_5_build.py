@@ -1,11 +1,9 @@
 """Building Qwen3.5: names and numbers as transformers saves them, configs that are refused, shares that fit."""
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,10 +15,9 @@ from cairn.models.cut import Cut
 from cairn.models.qwen3_5 import build
 from cairn.models.qwen3_5_config import layout, tensors, units
 from cairn.models.registry import open_model
-from cairn.step import Save
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
 from models.published_qwen3_5 import QWEN35
 from models.qwen3_5_truth import CLASSES, parse_qwen, published_qwen, qwen_logits, qwen_weights, raw_qwen
+from models.rank_shares import Model, every_pair_of_sizes_is_taken, every_share_is_found
 from runner.harness import Driver, build_tiny, left_of, prompt, ranks
 
 KINDS = list(CLASSES)
@@ -132,65 +129,21 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def model_units(config: Any) -> ModelUnits:
-    found = units(config)
-    return ModelUnits(found.kv_heads, found.attention_layers, found.state_units)
+def shared(name: str) -> Model:
+    raw = QWEN35 if name == "published" else raw_qwen("qwen3_5", **SHARED[name])
+    return Model(parse_qwen(raw), units, layout)
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("name", [*SHARED, "published"])
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
-    config = parse_qwen(QWEN35 if name == "published" else raw_qwen("qwen3_5", **SHARED[name]))
-    for remote, local in product((1, 2, 4), repeat=2):
-        sides = [
-            geometry_of(layout(config, 16 if i else block_size, 2, size), size)
-            for i, size in enumerate((remote, local))
-        ]
-        pairings = [pair(model_units(config), *sides, rank) for rank in range(local)]
-        assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
-
-
-class Remembered:
-    """What the ranks of one size hold of the same prompt: page bytes and checkpoint bytes of every rank."""
-
-    def __init__(self, config: Any, weights: dict[str, Tensor], size: int) -> None:
-        several = ranks(config, weights, size, exact=True)
-        self.size, self.layout = size, several.layout
-        track, file = several.sequence(0, 100), several.file()
-        several.run(several.row(track, prompt(100, 4)))
-        several.run(saves=(Save(0, file),))
-        pages, places = track.pages[:6].tolist(), file.tolist()
-        self.pages = [runner.pool[pages].numpy().copy() for runner in several.runner.runners]
-        self.files = [runner.pool[places].flatten().numpy().copy() for runner in several.runner.runners]
-        several.runner.close()
+    every_pair_of_sizes_is_taken(shared(name), block_size)
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_every_share_is_found_among_the_ranks_of_any_other_size(name: str) -> None:
-    """What the transfer would move from a server of another size is what the own ranks have computed, up to the
-    rounding of their sums."""
-    config = parse_qwen(raw_qwen("qwen3_5", **SHARED[name]))
-    weights = qwen_weights(config, 5)
-    remembered = {size: Remembered(config, weights, size) for size in (1, 2, 4)}
-    for remote, local in product(remembered.values(), repeat=2):
-        sides = [geometry_of(each.layout, each.size) for each in (remote, local)]
-        for rank in range(local.size):
-            pairing = pair(model_units(config), *sides, rank)
-            file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
-            for source in pairing.sources:
-                for theirs, ours, count in zip(*source.file, strict=True):
-                    file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
-                for theirs, ours, count in zip(*source.page, strict=True):
-                    pages[:, ours : ours + count] = remote.pages[source.rank][:, theirs : theirs + count]
-            size = local.layout.checkpoint_bytes
-            close(file[:size], local.files[rank][:size])
-            close(pages, local.pages[rank])
-
-
-def close(found: np.ndarray, wanted: np.ndarray) -> None:
-    found, wanted = found.reshape(-1).view(np.float32), wanted.reshape(-1).view(np.float32)
-    assert np.isfinite(wanted).all() and np.abs(wanted).max() > 0.1
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    model = shared(name)
+    every_share_is_found(model, qwen_weights(model.config, 5))
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A model cut among ranks: the same logits, the shares that the transfer expects, and sizes that are refused."""
 
 import math
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from cairn.models.cut import Cut
 from cairn.models.loader import WeightReader
 from cairn.models.nemotron_h_config import layout, parse, tensors, units
 from cairn.models.registry import open_model
-from cairn.step import Keep, Save
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
+from cairn.step import Keep
+from models.logits_bar import LENGTH, Truth, steps
 from models.nemotron_h_truth import logits_of, published
 from models.published import NANO
+from models.rank_shares import Model, Remembered, close, every_pair_of_sizes_is_taken, every_share_is_found
 from runner.harness import Driver, build_tiny, left_of, prompt, random_weights, ranks, raw_config
 
-LENGTH = 150
 EIGHT_GROUPS = {"n_groups": 8, "mamba_num_heads": 16, "mamba_head_dim": 6}
 ONE_GROUP = {"n_groups": 1, "mamba_num_heads": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,17 +78,12 @@ def test_logits_against_float64(name: str, size: int) -> None:
     config, tokens = parse(raw), prompt(LENGTH, 2)
     weights = random_weights(config, 2)
     theirs = published(raw, weights, clamp=False)
-    narrow, wide = logits_of(theirs, tokens, wide=False), logits_of(theirs, tokens, wide=True)
-    bar = 2 * ((narrow.double() - wide).abs().max() / wide.std()).item() + 1e-6
+    t = Truth.of(tokens, *(logits_of(theirs, tokens, wide=wide) for wide in (False, True)))
     several = ranks(config, weights, size, exact=True)
     track = several.sequence(0, LENGTH)
-    found = [(120, several.run(several.row(track, tokens[:120]))[0])]
-    for position in range(120, LENGTH):
-        found.append((position + 1, several.run(several.row(track, tokens[position : position + 1], decode=True))[0]))
+    t.check(several.run(several.row(track, tokens[:120]))[0], 120)
+    steps(several, t, track, range(120, LENGTH))
     several.runner.close()
-    for position, logits in found:
-        error = ((logits.double() - wide[position - 1]).abs().max() / wide.std()).item()
-        assert error <= bar, f"position {position}: error {error:.2e}, bar {bar:.2e}"
 
 
 def test_bfloat16_runs_on_several_ranks() -> None:
@@ -112,73 +106,26 @@ SHARED = {
 }
 
 
-def model_units(config: Any) -> ModelUnits:
-    found = units(config)
-    return ModelUnits(found.kv_heads, found.attention_layers, found.state_units)
+def shared(name: str) -> Model:
+    raw = NANO if name == "published" else raw_config(SHARED[name][0], **SHARED[name][1])
+    return Model(parse(raw), units, layout)
 
 
 @pytest.mark.parametrize("name", [*SHARED, "published"])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
-    config = parse(NANO) if name == "published" else parse(raw_config(SHARED[name][0], **SHARED[name][1]))
-    for remote, local in product((1, 2, 4), repeat=2):
-        sides = [
-            geometry_of(layout(config, 16 if i else block_size, 2, size), size)
-            for i, size in enumerate((remote, local))
-        ]
-        pairings = [pair(model_units(config), *sides, rank) for rank in range(local)]
-        assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
-
-
-class Remembered:
-    """What the ranks of one size hold of the same prompt: page bytes and checkpoint bytes of every rank."""
-
-    def __init__(self, config: Any, weights: dict[str, Tensor], size: int) -> None:
-        several = ranks(config, weights, size, exact=True)
-        self.size, self.layout = size, several.layout
-        track, file = several.sequence(0, 100), several.file()
-        several.run(several.row(track, prompt(100, 4)))
-        several.run(saves=(Save(0, file),))
-        pages, places = track.pages[:6].tolist(), file.tolist()
-        self.pages = [runner.pool[pages].numpy().copy() for runner in several.runner.runners]
-        self.files = [runner.pool[places].flatten().numpy().copy() for runner in several.runner.runners]
-        several.runner.close()
-
-    def file(self, rank: int) -> np.ndarray:
-        return self.files[rank][: self.layout.checkpoint_bytes]
+    every_pair_of_sizes_is_taken(shared(name), block_size)
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_every_share_is_found_among_the_ranks_of_any_other_size(name: str) -> None:
-    """What the transfer would move from a server of another size is what the own ranks have computed, up to the
-    rounding of their sums."""
-    config = parse(raw_config(SHARED[name][0], **SHARED[name][1]))
-    weights = random_weights(config, 5)
-    remembered = {size: Remembered(config, weights, size) for size in (1, 2, 4)}
-    for remote, local in product(remembered.values(), repeat=2):
-        sides = [geometry_of(each.layout, each.size) for each in (remote, local)]
-        for rank in range(local.size):
-            pairing = pair(model_units(config), *sides, rank)
-            file = np.zeros_like(local.files[rank])
-            pages = np.zeros_like(local.pages[rank])
-            for source in pairing.sources:
-                for theirs, ours, count in zip(*source.file, strict=True):
-                    file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
-                for theirs, ours, count in zip(*source.page, strict=True):
-                    pages[:, ours : ours + count] = remote.pages[source.rank][:, theirs : theirs + count]
-            close(file[: local.layout.checkpoint_bytes], local.file(rank))
-            close(pages, local.pages[rank])
-
-
-def close(found: np.ndarray, wanted: np.ndarray) -> None:
-    found, wanted = found.reshape(-1).view(np.float32), wanted.reshape(-1).view(np.float32)
-    assert np.isfinite(wanted).all() and np.abs(wanted).max() > 0.1
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    model = shared(name)
+    every_share_is_found(model, random_weights(model.config, 5))
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_the_ranks_files_are_one_ranks_file_cut_between_units(name: str) -> None:
-    config = parse(raw_config(SHARED[name][0], **SHARED[name][1]))
+    config = shared(name).config
     weights = random_weights(config, 5)
     one, two = Remembered(config, weights, 1), Remembered(config, weights, 2)
     header = one.layout.header_bytes

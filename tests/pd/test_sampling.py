@@ -1,5 +1,7 @@
 """Answers to a prompt that another server has computed: several, with penalties, with what is told of the prompt."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from pd_world import World, alone, prefill
@@ -96,3 +98,27 @@ def test_what_is_drawn_with_penalties_is_that_of_one_server():
     other = lone.submit(prompt, 12, sampling=penalty)
     lone.world.run()
     assert d.answers[name] == lone.answers[other] != alone(prompt, 12, seed=3)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"allowed_tokens": (3, 7, 11)},
+        {"bad_words": ((3,), (7, 11), (11, 11, 7)), "allowed_tokens": (3, 7, 11)},
+    ],
+)
+def test_rules_behind_a_prefill_server_are_those_of_one_server(rules):
+    world, p, d = pair()
+    prompt = TEXT[:150]
+    sampling = SamplingParams(seed=3, **rules)
+    name = d.submit(prompt, 12, params=prefill(p, prompt), sampling=sampling)
+    world.run()
+    lone = World().server(9, mode=None, num_pages=2000)
+    other = lone.submit(prompt, 12, sampling=sampling)
+    lone.world.run()
+    answer = d.answers[name]
+    assert answer == lone.answers[other] and set(answer) <= {3, 7, 11}
+    words = {*((token,) for token in answer), *pairwise(answer)}
+    assert not words & set(rules.get("bad_words", ()))
+    for server in (p, d):
+        server.assert_clean()

@@ -76,7 +76,7 @@ def test_no_more_requests_than_allowed(setting, answers):
 
 def test_the_api_key(setting):
     p, d = setting.prefill(), setting.decode()
-    proxy = setting.proxy([p], [d], api_key="secret")
+    proxy = setting.proxy([p], [d], api_keys=("secret", "other"))
     for headers in (None, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
         response = proxy.ask(headers=headers)
         assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
@@ -87,6 +87,8 @@ def test_the_api_key(setting):
     headers = {"Authorization": "Bearer secret"}
     assert proxy.ask(headers=headers).status_code == proxy.get("/v1/models", headers=headers).status_code == 200
     assert {seen.headers["authorization"] for seen in (*p.seen, *d.seen)} == {"Bearer secret"}
+    assert proxy.get("/v1/models", headers={"Authorization": "Bearer other"}).status_code == 200
+    assert d.seen[-1].headers["authorization"] == "Bearer other"
 
 
 def test_paths_methods_and_ids(setting):

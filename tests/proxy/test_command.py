@@ -49,7 +49,7 @@ def test_every_flag():
     options = load(*EVERY_FLAG.split())
     assert options.prefill == ("http://a:1", "https://b:2/deep")
     assert options.decode == ("http://a:1", "http://[::1]:8")
-    assert (options.host, options.port, options.api_key) == ("0.0.0.0", 9, "k")
+    assert (options.host, options.port, options.api_keys) == ("0.0.0.0", 9, ("k",))
     assert (options.max_open, options.max_body_bytes, options.max_attempts) == (2, 3_000_000, 4)
     assert (options.connect_seconds, options.prefill_seconds, options.stall_seconds) == (5.5, 6, 7)
     assert (options.request_seconds, options.shutdown_seconds) == (8, 9)
@@ -63,7 +63,18 @@ def test_variables(monkeypatch):
     monkeypatch.setenv("CAIRN_PROXY_DECODE", "http://c:3")
     monkeypatch.setenv("CAIRN_PROXY_API_KEY", "k")
     options = load("--decode", "http://d:4")
-    assert (options.prefill, options.decode, options.api_key) == (("http://a:1", "http://b:2"), ("http://d:4",), "k")
+    assert (options.prefill, options.decode) == (("http://a:1", "http://b:2"), ("http://d:4",))
+    assert options.api_keys == ("k",)
+
+
+def test_several_api_keys(monkeypatch):
+    def keys(*words):
+        return load(*SERVERS, *words).api_keys
+
+    assert keys() == ()
+    assert keys("--api-key", "a", "b,c", "--port", "1", "--api-key", "d") == ("a", "b", "c", "d")
+    monkeypatch.setenv("CAIRN_PROXY_API_KEY", "e,f")
+    assert keys() == ("e", "f") and keys("--api-key", "g") == ("g",)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,8 @@ def test_variables(monkeypatch):
         ((*SERVERS, "--decode", ""), "--decode"),
         ((*SERVERS, "--port", "70000"), "--port: should be less than or equal to 65535, not '70000'"),
         ((*SERVERS, "--api-key", ""), "--api-key: must not be empty"),
+        ((*SERVERS, "--api-key", "a", ""), "--api-key: must not be empty"),
+        ((*SERVERS, "--api-key", "a", "b d"), "--api-key: "),
         ((*SERVERS, "--load-factor", "nan"), "--load-factor"),
         ((*SERVERS, "--max-attempts", "0"), "--max-attempts: should be greater than or equal to 1"),
     ],
@@ -100,8 +113,8 @@ def test_a_wrong_variable_is_named_and_passwords_are_not_shown(monkeypatch):
 
 
 def test_wrong_command_lines_are_one_line_and_exit_code_2(capsys):
-    for arguments in (["proxy"], ["proxy", *SERVERS, "--frobnicate"], ["proxy", *SERVERS, "--host", "no.host.invalid"]):
-        assert main(arguments) == 2
+    for arguments in ([], [*SERVERS, "--frobnicate"], [*SERVERS, "--api-key"], [*SERVERS, "--host", "no.host.invalid"]):
+        assert main(["proxy", *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.replay.paths import Paths
-from cairn.replay.traces import MOONCAKE_UNIT, key_tokens, read_trace
+from cairn.replay.traces import key_tokens, read_trace
+from cairn.trace_rows import MOONCAKE_UNIT
 
 HEADER = {"name": "made", "unit": 16}
 ROW = {"t": 1.5, "s": 0, "in": 40, "out": 20, "v": 0, "h": [[5, 2]]}

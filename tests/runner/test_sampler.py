@@ -120,6 +120,51 @@ def test_banned_tokens_do_not_come_unless_nothing_else_may() -> None:
     assert draw(logits, greedy, banned=(0,), allowed=mask_of([0], 3)) == 0
 
 
+def test_only_listed_tokens_come_unless_none_of_them_may() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    params = SamplingParams(allowed_tokens=(1, 3))
+    assert changed(logits, params).tolist() == [-torch.inf, 2.0, -torch.inf, 0.0]
+    assert {draw(logits, SamplingParams(seed=seed, allowed_tokens=(1, 3))) for seed in range(100)} == {1, 3}
+    greedy = SamplingParams(temperature=0, allowed_tokens=(1, 3))
+    assert draw(logits, greedy, banned=(1,)) == 3 and draw(logits, greedy, banned=(1, 3)) == 1
+    # the form goes first
+    assert draw(logits, greedy, allowed=mask_of([0, 3], 4)) == 3 and draw(logits, greedy, allowed=mask_of([2], 4)) == 2
+    assert draw(logits, SamplingParams(temperature=0, allowed_tokens=(3,), bad_words=((3,),))) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "banned"),
+    [
+        (((5,),), [], {5}),
+        (((5,),), [5, 5], {5}),
+        (((4, 5),), [], set()),
+        (((4, 5),), [4], {5}),
+        (((4, 5),), [4, 6], set()),
+        (((4, 5), (4, 6), (7,)), [1, 4], {5, 6, 7}),
+        (((4, 4, 5),), [4], set()),
+        (((4, 4, 5),), [4, 4], {5}),
+        (((4, 4, 5), (4, 5), (1, 4, 4, 2)), [1, 4, 4], {2, 5}),
+        (((1, 2, 3),), [2], set()),
+        (((2, 3),), [1, 2], {3}),
+    ],
+)
+def test_the_last_token_of_a_bad_word_may_not_follow_the_others(words, answer, banned) -> None:
+    params = SamplingParams(bad_words=words)
+    assert params.needs_history == any(len(word) > 1 for word in words)
+    # what the prompt ends with is no part of a word
+    prompt = [4, 1, 2, 4]
+    seen = {"history": np.array(prompt + answer), "num_prompt_tokens": 4} if params.needs_history else {}
+    left = changed(torch.zeros(9), params, **seen)
+    assert set(torch.nonzero(left == -torch.inf).flatten().tolist()) == banned
+
+
+def test_a_bad_word_comes_where_nothing_else_may() -> None:
+    params = SamplingParams(temperature=0, bad_words=((0,), (1,)))
+    assert draw(torch.tensor([3.0, 2.0, 1.0]), params) == 2
+    assert draw(torch.tensor([3.0, 2.0, 1.0]), params, allowed=mask_of([0, 1], 3)) == 0
+    assert draw(torch.tensor([3.0, 2.0, 1.0]), params, banned=(2,)) == 2
+
+
 def test_logit_bias_is_added() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
     assert changed(logits, SamplingParams(logit_bias=((0, -100.0), (2, 0.5)))).tolist() == [-97.0, 2.0, 1.5]

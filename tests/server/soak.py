@@ -156,6 +156,8 @@ class Soak:
             {"priority": draw.randint(-3, 0)},  # a later one would wait for as long as there are others
             {"stop_token_ids": [draw.choice(_VOCABULARY)], "ignore_eos": True},
             {"return_token_ids": True, "seed": 5},
+            {"allowed_token_ids": draw.sample(_VOCABULARY, 20), "bad_words": ["e", "the end", "in"]},
+            {"truncate_prompt_tokens": draw.choice([-1, 1, 16])},
         ]
         found: dict = {}
         for extra in draw.sample(extras, draw.choice([0, 0, 1, 2])):

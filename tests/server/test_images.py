@@ -221,6 +221,16 @@ def test_images_of_several_messages_in_order(world):
     assert [image.start for image in images] == sorted(image.start for image in images)
 
 
+def test_a_prompt_with_images_is_not_cut(world):
+    body = chat(part(uri(packed())))
+    length = world.post("/tokenize", {"messages": body["messages"]}).json()["count"]
+    assert len(taken(world, body | {"truncate_prompt_tokens": length})) == 1
+    before = len(world.requests)
+    answer = world.post("/v1/chat/completions", body | {"truncate_prompt_tokens": length - 1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "truncate_prompt_tokens"
+    assert "is 1 tokens longer" in answer.json()["error"]["message"] and len(world.requests) == before
+
+
 def test_tokenize_counts_the_placeholders(world):
     body = {"messages": chat(part(uri(packed())))["messages"], "add_generation_prompt": False}
     assert world.post("/tokenize", body).json()["count"] == len("user\n") + 2 + IMAGE_TOKENS

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
@@ -55,23 +57,55 @@ def build_core(
     clock = clock or SystemClock()
     opened = open_model(Path(config.model), config.dtype)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
-    num_pages = _num_pages(config, layout)
-    max_model_len = _max_model_len(config, opened)
     placement = _placement(config)
+    info = _plain_info(config, opened, layout, placement)
+    num_pages, vocab_size, eos_token_ids = info.num_pages, info.vocab_size, opened.facts.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model))
     ranks = _build_ranks(config, opened, layout, num_pages, observe)
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
-    info = EngineInfo(
+    side_channel = None if transfer is None else f"{transfer.host}:{transfer.side_port}"
+    info = msgspec.structs.replace(info, reads_images=image_keys is not None, side_channel=side_channel)
+    publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
+    events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
+    policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
+    journal = open_journal(config, info, layout, clock)
+    if journal is None:
+        cache = PrefixCache(layout, num_pages, policy, events, clock)
+    else:
+        cache = LoggedCache(layout, num_pages, policy, journal, events, clock)
+    transfers = None if transfer is None else transfer.transfers
+    scheduler = Scheduler(_scheduling(config, info.max_model_len), cache, clock, transfers, journal)
+    return Core(
+        info,
+        scheduler,
+        ranks.runner,
+        tokenizer,
+        eos_token_ids,
+        config.seed,
+        transfer=transfer,
+        events=publisher,
+        image_keys=image_keys,
+        image_counts=ranks.own.image_counts,
+        request_log=journal,
+        grammars=_grammars(tokenizer, vocab_size, eos_token_ids, clock),
+    )
+
+
+def _plain_info(
+    config: EngineConfig, opened: OpenModel, layout: CacheLayout, placement: Placement | None
+) -> EngineInfo:
+    """What can be told before anything is loaded. Raises ConfigError for a pool or a length that does not fit."""
+    return EngineInfo(
         model=config.model,
         architecture=opened.facts.model_type,
         dtype=str(opened.dtype).removeprefix("torch."),
         vocab_size=opened.facts.vocab_size,
-        max_model_len=max_model_len,
+        num_pages=_num_pages(config, layout),
+        max_model_len=_max_model_len(config, opened),
         block_size=config.block_size,
-        num_pages=num_pages,
         page_bytes=layout.page_bytes,
         bytes_per_token=layout.bytes_per_token,
         checkpoint_bytes=layout.checkpoint_bytes,
@@ -82,34 +116,8 @@ def build_core(
         enable_prefix_caching=placement is not None,
         exact=config.exact,
         tensor_parallel_size=config.tensor_parallel_size,
-        reads_images=image_keys is not None,
         logs_requests=config.request_log is not None,
         shares_in_flight=config.in_flight_sharing and placement is not None,
-        side_channel=None if transfer is None else f"{transfer.host}:{transfer.side_port}",
-    )
-    publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
-    events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
-    policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    journal = open_journal(config, info, layout, clock)
-    if journal is None:
-        cache = PrefixCache(layout, num_pages, policy, events, clock)
-    else:
-        cache = LoggedCache(layout, num_pages, policy, journal, events, clock)
-    transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, max_model_len), cache, clock, transfers, journal)
-    return Core(
-        info,
-        scheduler,
-        ranks.runner,
-        tokenizer,
-        opened.facts.eos_token_ids,
-        config.seed,
-        transfer=transfer,
-        events=publisher,
-        image_keys=image_keys,
-        image_counts=ranks.own.image_counts,
-        request_log=journal,
-        grammars=_grammars(tokenizer, info.vocab_size, opened.facts.eos_token_ids, clock),
     )
 
 

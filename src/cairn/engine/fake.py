@@ -8,7 +8,7 @@ Requests for transfers are read as a real engine reads them, and answered in its
 import os
 import signal
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -27,6 +27,8 @@ from cairn.engine.contract import (
     Timings,
 )
 from cairn.engine.fake_answer import FakeAnswer
+from cairn.engine.fake_faults import FakeFaults
+from cairn.engine.fake_paths import FakePaths
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
 from cairn.engine.fake_transfer import FakeTransfers, RemoteRole
 from cairn.engine.fake_view import FakeVisits, fake_view
@@ -34,47 +36,15 @@ from cairn.engine.sampling import check_token_ids
 from cairn.engine.step_sizes import StepSizes
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
-from cairn.errors import AuditError, ConfigError, InvalidRequest, ModelError, QueueFull
+from cairn.errors import AuditError, InvalidRequest, ModelError, QueueFull
 from cairn.transfer.params import RemotePrefill
-from cairn.types import Clock, Keys, SystemClock
+from cairn.types import Clock, SystemClock
 
-__all__ = ["FakeCore", "FakeFaults", "build_fake_core"]
+__all__ = ["FakeCore", "build_fake_core"]
 
 _BYTES_PER_TOKEN = 8
-_REMEMBERED_PATHS = 64
 _PAUSED_SECONDS = 0.002
 _LOST_STATUS = 502
-
-
-class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to go wrong. Steps count from 1; None means never.
-
-    `refuse`, `crash`: building fails, with ModelError or a bug. `build_seconds`: building takes this long.
-    `pause_after`: every answer stops growing after that many tokens. `fail_at_step`: the step raises.
-    `die_at_step`: the process is killed. `stall_at_step`: the step takes `stall_seconds`. `bad_audit`: `idle` raises.
-    `lose_transfers`: nothing ever arrives from another server.
-    """
-
-    refuse: bool = False
-    crash: bool = False
-    build_seconds: float = 0.0
-    pause_after: int | None = None
-    fail_at_step: int | None = None
-    die_at_step: int | None = None
-    stall_at_step: int | None = None
-    stall_seconds: float = 0.0
-    bad_audit: bool = False
-    lose_transfers: bool = False
-
-    @classmethod
-    def parse(cls, model: str) -> "FakeFaults":
-        """`fake:pause_after=3,bad_audit=true` -> faults. Raises ConfigError."""
-        _, _, text = model.partition(":")
-        fields = dict(part.partition("=")[::2] for part in text.split(",") if part)
-        try:
-            return msgspec.convert(fields, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"the fake model {model!r} has a fault that cannot be read: {error}") from error
 
 
 class FakeCore:
@@ -95,7 +65,7 @@ class FakeCore:
         self._info = _fake_info(config, self._transfers.side_channel)
         self._waiting: deque[FakeAnswer] = deque()
         self._running: dict[tuple[str, int], FakeAnswer] = {}
-        self._paths: OrderedDict[tuple[str | None, bytes], None] = OrderedDict()
+        self._paths = FakePaths()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._visits = FakeVisits(self._clock)
@@ -122,7 +92,7 @@ class FakeCore:
             raise QueueFull(f"{len(self._waiting)} requests are waiting already: try again later")
         check_token_ids(request, info.vocab_size)
         role = self._transfers.role_of(request)
-        cached = self._look_up(request.cache_salt, keys)
+        cached = self._paths.look_up(request.cache_salt, keys) if self._config.enable_prefix_caching else 0
         received = self._receive(role, len(keys) - cached)
         echo = [token for token in keys.tolist() if token < END_OF_SEQUENCE]
         for index in range(request.n):
@@ -227,12 +197,6 @@ class FakeCore:
             status=_LOST_STATUS,
         )
 
-    def _look_up(self, salt: str | None, keys: Keys) -> int:
-        if not self._config.enable_prefix_caching:
-            return 0
-        paths = [np.frombuffer(path, dtype="<i8") for path_salt, path in self._paths if path_salt == salt]
-        return max((_common_prefix(path, keys) for path in paths), default=0)
-
     def _misbehave(self, step: int) -> None:
         faults = self._faults
         if step == faults.fail_at_step:
@@ -249,9 +213,7 @@ class FakeCore:
             self._running[answer.request.request_id, answer.index] = answer
             if answer.index:
                 continue
-            self._paths[answer.request.cache_salt, answer.request.prompt] = None
-            while len(self._paths) > _REMEMBERED_PATHS:
-                self._paths.popitem(last=False)
+            self._paths.remember(answer.request.cache_salt, answer.request.prompt)
             n = len(answer.keys)
             self._counts.update(prompt_tokens=n, computed_prompt_tokens=answer.missing_tokens)
 
@@ -298,12 +260,6 @@ class FakeCore:
         )
         self._visits.note(answer.request.cache_salt, report)
         return report
-
-
-def _common_prefix(a: Keys, b: Keys) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _fake_info(config: EngineConfig, side_channel: str | None) -> EngineInfo:

@@ -6,6 +6,7 @@
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -250,7 +251,7 @@ def _row(row: _Row) -> Row:
 
 
 def _sample_frame(sample: Sample) -> _Sample:
-    return _Sample(sample.params, sample.position)
+    return _Sample(replace(sample.params, allowed_tokens=(), bad_words=()), sample.position)
 
 
 def _sample(sample: _Sample) -> Sample:

@@ -2,9 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from math import isfinite
 
-from cairn.engine.contract import MAX_ANSWERS, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, GenerateRequest
+from cairn.engine.contract import (
+    MAX_ALLOWED_TOKENS,
+    MAX_ANSWERS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
+    GenerateRequest,
+)
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.types import RequestId, SamplingParams
@@ -12,6 +21,8 @@ from cairn.types import RequestId, SamplingParams
 __all__ = ["answers_to", "check_sampling", "check_token_ids", "sampling_params", "seed_of"]
 
 _INT64 = 1 << 63
+_MAX_WORD_TOKENS = 1088
+"""A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""
 
 
 def check_sampling(request: GenerateRequest) -> None:
@@ -30,6 +41,17 @@ def check_sampling(request: GenerateRequest) -> None:
         ("repetition_penalty", 0 < request.repetition_penalty <= 100, "must be above 0 and at most 100"),
         ("logit_bias", len(request.logit_bias) <= MAX_LOGIT_BIAS, f"has more than {MAX_LOGIT_BIAS} entries"),
         ("logit_bias", all(abs(bias) <= 100 for bias in request.logit_bias.values()), "values must be -100 to 100"),
+        (
+            "allowed_token_ids",
+            request.allowed_token_ids is None or 1 <= len(request.allowed_token_ids) <= MAX_ALLOWED_TOKENS,
+            f"must be 1 to {MAX_ALLOWED_TOKENS} token ids",
+        ),
+        ("bad_words", len(request.bad_words) <= 2 * MAX_BAD_WORDS, f"are more than {MAX_BAD_WORDS}"),
+        (
+            "bad_words",
+            all(1 <= len(word) <= _MAX_WORD_TOKENS for word in request.bad_words),
+            f"must have 1 to {_MAX_WORD_TOKENS} tokens each",
+        ),
         ("min_tokens", request.min_tokens >= 0, "must not be negative"),
         (
             "min_tokens",
@@ -51,7 +73,13 @@ def check_sampling(request: GenerateRequest) -> None:
 
 def check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
     """Raises InvalidRequest for a token that the model does not have."""
-    for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+    named: Iterable[tuple[str, Iterable[int]]] = (
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("bad_words", chain.from_iterable(request.bad_words)),
+    )
+    for name, tokens in named:
         for token in tokens:
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(f"{name}: {token} is no token; ids go from 0 to {vocab_size - 1}", name)
@@ -68,6 +96,8 @@ def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
         presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty,
         logit_bias=tuple(sorted(request.logit_bias.items())),
+        allowed_tokens=tuple(sorted(set(request.allowed_token_ids or ()))),
+        bad_words=tuple(sorted(set(map(tuple, request.bad_words)))),
     )
 
 

@@ -54,8 +54,8 @@ def create_app(service: ProxyService) -> FastAPI:
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
     app.add_middleware(GateKeeper, gate=service, paths=_GATED_PATHS)
-    if options.api_key is not None:
-        app.add_middleware(ApiKey, api_keys=(options.api_key,), open_paths=_OPEN_PATHS)
+    if options.api_keys:
+        app.add_middleware(ApiKey, api_keys=options.api_keys, open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
     app.add_middleware(RequestIds, new_id=service.new_id)
     app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)

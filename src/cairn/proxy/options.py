@@ -10,6 +10,7 @@ class ProxyOptions:
     """Sizes in bytes, times in seconds. `prefill` and `decode`: base URLs, without a slash at the end. Without
     prefill servers the decode servers do it all, and prompts that begin alike still meet at the same one.
 
+    `api_keys`: one of them must come with a request; none: anybody may ask. It goes on to the servers.
     `max_open`: requests being answered at once. `max_attempts`: servers asked for one prefill, and for one answer.
     `body_seconds`: how long a client may take to send its request. `prefill_seconds`: how long one prefill may take.
     `stall_seconds`: the longest silence of a decode server. `request_seconds`: a request from start to end.
@@ -23,7 +24,7 @@ class ProxyOptions:
     version: str
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_open: int = 1024
     max_body_bytes: int = 16 << 20
     max_attempts: int = 3

@@ -1,36 +1,28 @@
-"""Requests as a trace records them: lengths, and ids of content instead of text.
+"""Requests as a trace records them. Its two forms: `cairn.trace_rows`; in the own one, each line also has `s` (which
+session it belongs to), `v` (whether its answer is seen again in a later prompt) and perhaps `b` (where messages end).
 
-Two forms, plain or gzip, one JSON object a line:
-
-    own        line 1 {"name", "unit"}, then {"t", "s", "in", "out", "v", "h": [[first id, count], ...], "b": [...]}
-    Mooncake   {"timestamp" (ms), "input_length", "output_length", "hash_ids"}, units of 512 tokens
-
-`h` and `hash_ids` name the full units of the prompt; two prompts share k units of tokens iff their first k ids are
-equal. A prompt's *path* is those ids; the tokens behind the last full unit are its own and never hit.
+A prompt's *path* is the ids of its full units; the tokens behind the last one are its own and never hit.
 """
 
-import gzip
-import json
 import zlib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
+from cairn.trace_rows import TraceBounds, TraceRow, has_header, trace_lines, trace_rows, whole
 from cairn.types import Keys
 
-__all__ = ["MOONCAKE_UNIT", "Ids", "Trace", "TraceRequest", "key_tokens", "read_trace"]
+__all__ = ["Ids", "Trace", "TraceRequest", "key_tokens", "read_trace"]
 
-MOONCAKE_UNIT = 512
 MAX_UNIT = 1 << 16
 MAX_TOKENS = 1 << 24
 MAX_ID = 1 << 46
 """Ids times the largest unit stay within int64."""
 MAX_REQUESTS = 1 << 22
+_BOUNDS = TraceBounds(lines=MAX_REQUESTS, unit=MAX_UNIT, tokens=MAX_TOKENS, ids=MAX_ID)
 
 Ids = NDArray[np.int64]
 
@@ -87,107 +79,45 @@ def read_trace(path: Path) -> Trace:
 
 
 def _trace(path: Path) -> Trace:
-    lines = _lines(path)
-    where, first = next(lines, ("", None))
+    lines = trace_lines(path, MAX_REQUESTS)
+    first = next(lines, None)
     if first is None:
         raise ConfigError(f"{path} is empty: a trace has one JSON object a line")
-    if first.get("source") == "cairn":
+    where, header = first
+    if header.get("source") == "cairn":
         from cairn.replay.request_log import read_request_log  # which is built on this module
 
-        return read_request_log(where, first, lines)
-    if "unit" in first:
-        unit = _whole(first, "unit", where, 1, MAX_UNIT)
-        name = str(first.get("name", path.name))
-        rows = [_own_row(line, unit, where) for where, line in lines]
+        return read_request_log(where, header, lines)
+    unit, found = trace_rows(first, lines, _BOUNDS)
+    if has_header(header):
+        name, rows = str(header.get("name", path.name)), [_own_row(row, unit) for row in found]
     else:
-        unit, name = MOONCAKE_UNIT, path.name.removesuffix(".gz").removesuffix(".jsonl")
-        rows = [_mooncake_row(first, 0, where)]
-        rows += [_mooncake_row(line, index, where) for index, (where, line) in enumerate(lines, 1)]
+        name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        rows = [_lone_row(row, index) for index, row in enumerate(found)]
     if not rows:
         raise ConfigError(f"{path} has a header and no requests")
     return Trace(name, unit, _with_answers(rows, unit))
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(where, object) of each line that is not empty."""
-    with path.open("rb") as probe:
-        zipped = probe.read(2) == b"\x1f\x8b"
-    with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            where = f"{path}:{number}"
-            if number > MAX_REQUESTS:
-                raise ConfigError(f"{where}: a trace may have {MAX_REQUESTS} lines; cut it")
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where} is no JSON: {error}") from error
-            if not isinstance(line, dict):
-                raise ConfigError(f"{where} must be a JSON object")
-            yield where, line
-
-
-def _own_row(line: Mapping[str, Any], unit: int, where: str) -> _Row:
-    num_in = _whole(line, "in", where, 1, MAX_TOKENS)
-    path = _expand(line.get("h"), num_in // unit, where)
-    ends = line.get("b", [])
-    if not isinstance(ends, list) or any(type(end) is not int or not 0 <= end <= num_in for end in ends):
+def _own_row(row: TraceRow, unit: int) -> _Row:
+    line, where, ends = row.line, row.where, row.line.get("b", [])
+    if not isinstance(ends, list) or any(type(end) is not int or not 0 <= end <= row.num_in for end in ends):
         raise ConfigError(f"{where}: `b` must list token positions of the prompt")
-    floored = {min(end // unit, len(path)) * unit for end in ends} - {0}
+    floored = {min(end // unit, len(row.ids)) * unit for end in ends} - {0}
     return _Row(
-        arrived=_seconds(line, "t", where),
-        session=_whole(line, "s", where, 0, MAX_ID),
-        num_in=num_in,
-        num_out=_whole(line, "out", where, 0, MAX_TOKENS),
-        reappears=_whole(line, "v", where, 0, 1) == 1,
-        path=path,
+        arrived=row.arrived,
+        session=whole(line, "s", where, 0, MAX_ID),
+        num_in=row.num_in,
+        num_out=row.num_out,
+        reappears=whole(line, "v", where, 0, 1) == 1,
+        path=row.ids,
         boundaries=tuple(sorted(floored)),
     )
 
 
-def _mooncake_row(line: Mapping[str, Any], index: int, where: str) -> _Row:
-    num_in = _whole(line, "input_length", where, 1, MAX_TOKENS)
-    ids = line.get("hash_ids")
-    if not isinstance(ids, list) or any(type(found) is not int or not 0 <= found < MAX_ID for found in ids):
-        raise ConfigError(f"{where}: `hash_ids` must list whole numbers from 0 to {MAX_ID - 1}")
-    return _Row(
-        arrived=_seconds(line, "timestamp", where) / 1000,
-        session=index,
-        num_in=num_in,
-        num_out=_whole(line, "output_length", where, 0, MAX_TOKENS),
-        reappears=True,
-        path=np.array(ids[: num_in // MOONCAKE_UNIT], np.int64),
-        boundaries=(),
-    )
-
-
-def _whole(line: Mapping[str, Any], name: str, where: str, least: int, most: int) -> int:
-    value = line.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(f"{where}: `{name}` must be a whole number from {least} to {most}, not {value!r:.40}")
-    return value
-
-
-def _seconds(line: Mapping[str, Any], name: str, where: str) -> float:
-    value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e15:
-        raise ConfigError(f"{where}: `{name}` must be a time from 0 to 1e15, not {value!r:.40}")
-    return float(value)
-
-
-def _expand(runs: object, most: int, where: str) -> Ids:
-    """The ids of a run-length list, at most `most`."""
-    if not isinstance(runs, list):
-        raise ConfigError(f"{where}: `h` must be a list of [first id, count]")
-    parts, length = [np.empty(0, np.int64)], 0
-    for run in runs:
-        if not isinstance(run, list) or len(run) != 2 or any(type(n) is not int or not 0 <= n < MAX_ID for n in run):
-            raise ConfigError(f"{where}: `h` must list pairs [first id, count] of whole numbers below {MAX_ID}")
-        count = min(run[1], most - length)
-        parts.append(np.arange(run[0], run[0] + count, dtype=np.int64))
-        length += count
-    return np.concatenate(parts)
+def _lone_row(row: TraceRow, index: int) -> _Row:
+    """Mooncake's say nothing of sessions: each is one of its own, whose answer may be seen again anywhere."""
+    return _Row(row.arrived, index, row.num_in, row.num_out, reappears=True, path=row.ids, boundaries=())
 
 
 def _with_answers(rows: list[_Row], unit: int) -> tuple[TraceRequest, ...]:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.filters import MinP, TopK, TopP
 from cairn.runner.penalties import FrequencyPenalty, RepetitionPenalty
-from cairn.runner.token_rules import AllowedTokens, BannedTokens, LogitBias
+from cairn.runner.token_rules import AllowedTokens, BannedTokens, ListedTokens, LogitBias
 from cairn.step import Sample
 from cairn.types import SamplingParams
 
@@ -43,12 +44,16 @@ def transforms_of(sample: Sample) -> list[Transform]:
     params, chain = sample.params, list[Transform]()
     if sample.allowed is not None:
         chain.append(AllowedTokens(sample.allowed))
+    if params.allowed_tokens:
+        chain.append(ListedTokens(params.allowed_tokens))
+    if ends := ends_of_bad_words(sample):
+        chain.append(BannedTokens(ends))
     if sample.banned:
         chain.append(BannedTokens(sample.banned))
     if params.logit_bias:
         chain.append(LogitBias(params.logit_bias))
     if params.needs_history:
-        assert sample.history is not None, f"position {sample.position}: a penalty without what it looks at"
+        assert sample.history is not None, f"position {sample.position}: a rule without what it looks at"
         if params.repetition_penalty != 1:
             chain.append(RepetitionPenalty(sample.history, params.repetition_penalty))
         answer = sample.history[sample.num_prompt_tokens :]

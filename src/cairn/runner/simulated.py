@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cairn.cache.layout import CacheLayout
+from cairn.runner.bad_words import ends_of_bad_words
 from cairn.step import GRID, FromStep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
 from cairn.types import Pages
 
@@ -110,14 +111,16 @@ class SimulatedRunner:
             seen = (*sample.history.tolist(), sample.num_prompt_tokens)
         token = hash((hidden, sample.params.seed, sample.position, *seen)) % self._vocab_size
         others = ((token + step) % self._vocab_size for step in range(self._vocab_size))
-        token = next((other for other in others if self._may_come(other, sample)), token)
+        ends = ends_of_bad_words(sample)
+        token = next((other for other in others if other not in ends and self._may_come(other, sample)), token)
         self._sampled[slot] = (step, token)
         told = None if sample.logprobs is None else self._logprobs(hidden, token, sample.logprobs)
         return SampledToken(slot, token, told)
 
     def _may_come(self, token: int, sample: Sample) -> bool:
         allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
-        return allowed and token not in sample.banned
+        listed = not sample.params.allowed_tokens or token in sample.params.allowed_tokens
+        return allowed and listed and token not in sample.banned
 
     def _logprobs(self, hidden: int, token: int, top: int) -> Logprobs:
         """What depends on the same things as the real ones do."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cairn.step import TokenMask
 
-__all__ = ["AllowedTokens", "BannedTokens", "LogitBias"]
+__all__ = ["AllowedTokens", "BannedTokens", "ListedTokens", "LogitBias"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +26,18 @@ class AllowedTokens:
         if not bits.any():
             raise ValueError("a mask that allows no token")
         return logits.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTokens:
+    """None but these tokens may come, unless none of them may: vLLM's `allowed_token_ids`."""
+
+    tokens: tuple[int, ...]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        listed = torch.tensor(self.tokens)
+        left = torch.full_like(logits, -torch.inf).index_copy_(0, listed, logits[listed])
+        return left if left.max() > -torch.inf else logits
 
 
 @dataclass(frozen=True, slots=True)

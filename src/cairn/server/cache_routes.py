@@ -27,7 +27,10 @@ class CacheViews:
         self._last: tuple[int, float, bytes] | None = None
 
     async def get(self, service: Service, max_paths: int) -> bytes:
-        """The JSON text. Raises EngineDead."""
+        """The JSON text. Raises EngineDead, and Overloaded when it is not there in the caller's time."""
+        return await service.looking.ask(lambda: self._shared(service, max_paths))
+
+    async def _shared(self, service: Service, max_paths: int) -> bytes:
         async with self._asking:
             now, last = service.clock.now(), self._last
             if last is not None and last[0] == max_paths and now - last[1] < _FRESH_SECONDS:

@@ -107,7 +107,8 @@ def _status() -> Schema:
 
 def _correct(schemas: dict[str, Schema], service: Service) -> None:
     """Types that are checked by hand, behind the framework."""
-    known = fields(service.options.model_name, service.engine.info.vocab_size)
+    info = service.engine.info
+    known = fields(service.options.model_name, info.vocab_size, info.max_model_len)
     for schema in schemas.values():
         properties = schema.get("properties", {})
         for name in properties.keys() & known.keys():

@@ -36,7 +36,7 @@ def error() -> Schema:
     return _object({"error": _object(said)})
 
 
-def fields(model_name: str, vocab_size: int) -> dict[str, Schema]:
+def fields(model_name: str, vocab_size: int, max_model_len: int) -> dict[str, Schema]:
     """Fields of several bodies, by name."""
     token, text = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}, {"type": "string", "minLength": 1}
     stop = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -54,6 +54,9 @@ def fields(model_name: str, vocab_size: int) -> dict[str, Schema]:
         "tokens": _array(token),
         "stop": nullable(stop, _array(stop, maxItems=16)),
         "stop_token_ids": nullable(_array(token, maxItems=64)),
+        "allowed_token_ids": nullable(_array(token, minItems=1, maxItems=1024)),
+        "bad_words": nullable(_array({"type": "string", "pattern": "[!-~]", "maxLength": 256}, maxItems=128)),
+        "truncate_prompt_tokens": nullable({"const": -1}, {"type": "integer", "minimum": 1, "maximum": max_model_len}),
         "logit_bias": nullable(
             {
                 "type": "object",

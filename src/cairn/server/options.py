@@ -41,8 +41,9 @@ class ServerOptions:
     `api_keys`: one of them must come with a request; none: anybody may ask. `max_open`: requests being answered at
     once, those that wait in the engine included. `head_seconds`, `body_seconds`: how long a client may take to send
     headers and body of its request. `stall_seconds`: how long it may leave unread what it was sent. `request_seconds`:
-    how long an answer may take. `shutdown_seconds`: how long open requests may go on after SIGTERM. `log_seconds`:
-    between two throughput lines.
+    how long an answer may take. `stats_seconds`, `view_seconds`: how long who asks for the engine's counters, or looks
+    at or empties its cache, waits in all, behind others included. `shutdown_seconds`: how long open requests may go on
+    after SIGTERM. `log_seconds`: between two throughput lines.
     """
 
     model_name: str
@@ -56,6 +57,8 @@ class ServerOptions:
     body_seconds: float = 60.0
     stall_seconds: float = 60.0
     request_seconds: float = 3600.0
+    stats_seconds: float = 5.0
+    view_seconds: float = 60.0
     shutdown_seconds: float = 30.0
     log_seconds: float = 10.0
     images: ImageOptions = field(default_factory=ImageOptions)

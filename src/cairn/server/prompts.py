@@ -129,6 +129,7 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
         **sampling_of(body),
         stop=body.stop or [],
         stop_token_ids=valid_tokens(service, body.stop_token_ids or [], "stop_token_ids"),
+        allowed_token_ids=_allowed(service, body),
         cache_salt=body.cache_salt,
         boundaries=prompt.boundaries,
         images=list(prompt.images),
@@ -149,6 +150,11 @@ async def shown_of(service: Service, body: SamplingFields, prompts: Sequence[Pro
         prompt_logprobs=body.prompt_logprobs is not None,
         texts=service.token_texts,
     )
+
+
+def _allowed(service: Service, body: SamplingFields) -> list[int] | None:
+    given = body.allowed_token_ids
+    return None if given is None else valid_tokens(service, given, "allowed_token_ids")
 
 
 def _check_stream_options(body: SamplingFields) -> None:

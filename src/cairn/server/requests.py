@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from cairn.engine.contract import MAX_ANSWERS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from cairn.engine.contract import MAX_ALLOWED_TOKENS, MAX_ANSWERS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from cairn.errors import InvalidRequest
 
 __all__ = [
@@ -63,6 +63,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Fields that are not supported yet, with the values that ask for nothing."""
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+BadWord = Annotated[str, StringConstraints(pattern=r"\S", min_length=1, max_length=256)]
 
 
 def _as_list(value: Any) -> Any:
@@ -101,6 +102,9 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    allowed_token_ids: list[Any] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    bad_words: list[BadWord] | None = Field(None, max_length=MAX_BAD_WORDS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     priority: int | None = Field(None, ge=-_INT32, lt=_INT32)
     cache_salt: str | None = Field(None, pattern=r"^\S+$", min_length=1, max_length=128)

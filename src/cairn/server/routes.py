@@ -33,6 +33,7 @@ from cairn.server.requests import (
 )
 from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
+from cairn.server.truncation import truncated
 
 __all__ = ["ServiceOfApp", "router", "service_of"]
 
@@ -75,13 +76,16 @@ async def _generate(
     arrived, deadline = service.clock.now(), Deadline(service.options.request_seconds)
     check_model(service, body.model)
     refuse_unsupported(body)
-    prompts = await _in_time(http, deadline, make_prompts())
+    max_model_len = service.engine.info.max_model_len
+    prompts = [truncated(one, body, max_model_len) for one in await _in_time(http, deadline, make_prompts())]
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
     # Two clients may send the same id; inside the engine an id has to be one request's alone.
     requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}") for prompt in prompts]
     form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
-    requests = [msgspec.structs.replace(request, structure=form.structure) for request in requests]
+    bad_words = await _in_time(http, deadline, service.bad_words(body.bad_words or []))
+    more = {"structure": form.structure, "bad_words": bad_words}
+    requests = [msgspec.structs.replace(request, **more) for request in requests]
     shown = await _in_time(http, deadline, shown_of(service, body, prompts))
     created, model = int(service.wall()), service.options.model_name
     shape: AnswerShape = CompletionShape(answer_id, created, model, shown)

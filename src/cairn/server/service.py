@@ -3,13 +3,14 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
-from cairn.errors import EngineDead
+from cairn.errors import EngineDead, Overloaded
+from cairn.server.bad_words import bad_word_tokens
 from cairn.server.gate import Gate, ImageRoom
 from cairn.server.images import ImageParts
 from cairn.server.logprobs import TokenTexts
@@ -17,9 +18,16 @@ from cairn.server.messages import Conversation
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerOptions
 from cairn.server.parsers.choose import choose_parsers
+from cairn.server.questions import Questions
 from cairn.types import Clock, SystemClock
 
 __all__ = ["Service"]
+
+# Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
+_MAX_COUNTING = 24
+_MAX_EMPTYING = 24
+# These share one question.
+_MAX_LOOKING = 256
 
 Result = TypeVar("Result")
 
@@ -54,6 +62,9 @@ class Service:
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
         self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
+        self.counting = self._questions("tell its counters", options.stats_seconds, _MAX_COUNTING)
+        self.looking = self._questions("show its cache", options.view_seconds, _MAX_LOOKING)
+        self.emptying = self._questions("empty its cache", options.view_seconds, _MAX_EMPTYING)
         self._stats = EngineStats()
         # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
@@ -65,8 +76,8 @@ class Service:
     async def stats(self) -> EngineStats:
         """The engine's counters; the last known ones when it does not answer in time."""
         try:
-            self._stats = await self.engine.stats()
-        except EngineDead:
+            self._stats = await self.counting.ask(self.engine.stats)
+        except (EngineDead, Overloaded):
             return self._stats
         return self._stats
 
@@ -75,6 +86,10 @@ class Service:
 
     async def decode(self, token_ids: list[int]) -> str:
         return await self._tokenize(lambda: self.engine.tokenizer.decode(token_ids))
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
+        return await self._tokenize(lambda: bad_word_tokens(self.engine.tokenizer.encode, words)) if words else []
 
     async def render_chat(self, chat: Conversation) -> RenderedPrompt:
         render = partial(
@@ -95,6 +110,9 @@ class Service:
     async def aclose(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         await self.images.aclose()
+
+    def _questions(self, what: str, seconds: float, max_waiting: int) -> Questions:
+        return Questions(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: self.engine.dead)
 
     async def _tokenize(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 
-from cairn.errors import EngineDead, InvalidRequest, NotFound
+from cairn.errors import EngineDead, InvalidRequest, NotFound, Overloaded
 from cairn.http.failures import failed
 from cairn.server.metrics import CONTENT_TYPE_LATEST
 from cairn.server.routes import ServiceOfApp
@@ -54,8 +54,8 @@ async def ready(service: ServiceOfApp) -> Response:
     """As /health, and the engine has been asked: 503 as well while it does not answer."""
     if service.healthy:
         try:
-            await service.engine.stats()
-        except EngineDead as error:
+            await service.counting.ask(service.engine.stats)
+        except (EngineDead, Overloaded) as error:
             return JSONResponse({"status": str(error)}, 503)
     return await health(service)
 
@@ -97,11 +97,14 @@ async def reset_prefix_cache(
     reset_running_requests: Annotated[bool, Query()] = False,
     reset_external: Annotated[bool, Query()] = False,
 ) -> Response:
-    """Drop all that is cached; 409 while requests, or other servers, hold pages: then nothing is dropped."""
+    """Drop all that is cached; 409 while requests, or other servers, hold pages: then nothing is dropped.
+
+    An engine that does not answer in time (503) may do it later: it was asked.
+    """
     for name, asked in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
         if asked:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
-    held = await service.engine.reset_cache()
+    held = await service.emptying.ask(service.engine.reset_cache)
     if held:
         raise failed(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
     return Response(status_code=200)

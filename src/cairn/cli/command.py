@@ -1,0 +1,157 @@
+"""The command `cairn`. Exit codes: 0 done, 1 it went wrong while running, 2 it was asked for something wrong.
+
+Heavy imports wait until their command is chosen: `cairn --help` needs neither torch nor the web framework.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from cairn import __version__
+from cairn.cli.run import load_model_tokenizer, run_proxy, run_server
+from cairn.errors import CairnError, ConfigError
+
+if TYPE_CHECKING:
+    from cairn.engine.contract import TextTokenizer
+
+__all__ = ["main"]
+
+# Written out: to import them would load torch for every --help.
+_MADE_FAMILIES = "nemotron_h, qwen3_5, qwen3_5_moe, qwen3_5_vl, granitemoehybrid, falcon_h1, lfm2, qwen3"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without repeating all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    core: str = "cairn.engine.build:build_core",
+    load_tokenizer: "Callable[[str], TextTokenizer]" = load_model_tokenizer,
+) -> int:
+    """Run one command and return its exit code. `core` and `load_tokenizer` replace the engine that `serve` runs."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else list(arguments), core, load_tokenizer)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except ConfigError as error:
+        print(f"cairn: {error}", file=sys.stderr)
+        return 2
+    except CairnError as error:
+        print(f"cairn: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str], core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
+    parser, serve, proxy, replay, bench = _parser()
+    match arguments[:1]:
+        case ["serve"]:
+            from cairn.settings import add_flags, load_settings
+
+            source = add_flags(serve)
+            return run_server(load_settings(parser.parse_args(arguments), source), core, load_tokenizer)
+        case ["proxy"]:
+            from cairn.proxy_settings import add_proxy_flags, load_proxy_settings
+
+            proxy_source = add_proxy_flags(proxy)
+            return run_proxy(load_proxy_settings(parser.parse_args(arguments), proxy_source))
+        case ["replay"]:
+            from cairn.replay.command import add_replay_flags, run_replay
+
+            add_replay_flags(replay)
+            return run_replay(parser.parse_args(arguments))
+        case ["bench"]:
+            from cairn.bench.command import add_bench_flags, run_bench
+
+            add_bench_flags(bench)
+            return run_bench(parser.parse_args(arguments))
+    parsed = parser.parse_args(arguments)
+    return _make_model(parsed) if parsed.command == "make-model" else _check(parsed)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, ...]:
+    """The whole one, and those of serve, proxy, replay and bench, which get their flags only when asked for."""
+    parser = _Parser(prog="cairn", description="A serving engine for hybrid language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"cairn {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a checkpoint over HTTP",
+        description="Serve a checkpoint over HTTP, with OpenAI's API. Every flag can also be an environment variable "
+        "(CAIRN_MAX_NUM_SEQS=8) or a line of the --config file (max-num-seqs: 8); a flag wins over a variable, and a "
+        "variable over the file.",
+        allow_abbrev=False,
+    )
+    proxy = commands.add_parser(
+        "proxy",
+        help="put prefill and decode servers behind one address",
+        description="Have prompts computed by prefill servers and answered by decode servers, behind one address. "
+        "Every flag can also be an environment variable (CAIRN_PROXY_DECODE=http://a:8200,http://b:8200).",
+        allow_abbrev=False,
+    )
+    make = commands.add_parser("make-model", help="write a random-weight checkpoint", allow_abbrev=False)
+    make.add_argument("family", metavar="FAMILY", help=f"model family: {_MADE_FAMILIES}")
+    make.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+    make.add_argument("--size", choices=("tiny", "small"), default="tiny", help="default: %(default)s")
+    make.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes; default: %(default)s")
+    make.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    check = commands.add_parser(
+        "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
+    )
+    check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
+    check.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s")
+    check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
+    check.add_argument("--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool; default: %(default)s")
+    check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
+    check.add_argument("--max-num-seqs", type=_count, default=8, help="requests at once; default: %(default)s")
+    replay = commands.add_parser("replay", help="run a request trace through the cache", allow_abbrev=False)
+    bench = commands.add_parser("bench", help="measure a server, or compare two measurements", allow_abbrev=False)
+    return parser, serve, proxy, replay, bench
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {1 << 24}, not {text}")
+    return number
+
+
+def _size(text: str) -> int:
+    from cairn.settings import parse_size
+
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _make_model(parsed: argparse.Namespace) -> int:
+    from cairn.models.make_model import make_model
+
+    make_model(parsed.family, parsed.out, size=parsed.size, seed=parsed.seed, dtype=parsed.dtype, show=True)
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cairn.models.check import CheckSettings, check, render
+
+    settings = CheckSettings(
+        dtype=parsed.dtype,
+        block_size=parsed.block_size,
+        kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
+        max_model_len=parsed.max_model_len,
+        max_num_seqs=parsed.max_num_seqs,
+    )
+    report = check(parsed.model, settings)
+    Console().print(render(report))
+    return 0 if report.ok else 1

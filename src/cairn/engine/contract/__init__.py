@@ -1,0 +1,67 @@
+"""What the HTTP room knows of the engine: plain records, and three small protocols.
+
+    server --GenerateRequest--> EngineClient --wire--> EngineCore (scheduler + runner)
+           <--GenerateOutput--              <--wire--
+
+`EngineCore` is synchronous and lives wherever it is put (a thread, a process of its own); `EngineClient` is its
+asynchronous face. All records are msgspec structs, so the process wire is their msgpack form and nothing else.
+"""
+
+from cairn.cache.view import MAX_SHOWN, CacheView
+from cairn.engine.contract.config import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig
+from cairn.engine.contract.faces import EngineClient, EngineCore
+from cairn.engine.contract.info import STEP_SIZES, EngineInfo, EngineStats
+from cairn.engine.contract.output import CacheReport, FinishReason, GenerateOutput, Timings, TransferReport
+from cairn.engine.contract.request import (
+    MAX_ALLOWED_TOKENS,
+    MAX_ANSWERS,
+    MAX_BAD_WORDS,
+    MAX_BREAKPOINTS,
+    MAX_HOLD_SECONDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
+    GenerateRequest,
+    ImageInput,
+    Pixels,
+    Structure,
+)
+from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
+from cairn.engine.logprobs import TokenLogprobs
+
+__all__ = [
+    "MAX_ALLOWED_TOKENS",
+    "MAX_ANSWERS",
+    "MAX_BAD_WORDS",
+    "MAX_BREAKPOINTS",
+    "MAX_HOLD_SECONDS",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_PROMPT_LOGPROBS",
+    "MAX_SHOWN",
+    "STEP_SIZES",
+    "Breakpoint",
+    "CacheReport",
+    "CacheView",
+    "EngineClient",
+    "EngineConfig",
+    "EngineCore",
+    "EngineInfo",
+    "EngineStats",
+    "FinishReason",
+    "GenerateOutput",
+    "GenerateRequest",
+    "ImageInput",
+    "KvEventsConfig",
+    "KvTransferConfig",
+    "Pixels",
+    "RenderedPrompt",
+    "RequestLogConfig",
+    "Structure",
+    "TemplateValue",
+    "TextStream",
+    "TextTokenizer",
+    "Timings",
+    "TokenLogprobs",
+    "TransferReport",
+]

@@ -1,0 +1,133 @@
+"""What the engine is asked, and how much at most."""
+
+from typing import Literal
+
+import msgspec
+
+from cairn.types import Boundary
+
+__all__ = [
+    "MAX_ALLOWED_TOKENS",
+    "MAX_ANSWERS",
+    "MAX_BAD_WORDS",
+    "MAX_BREAKPOINTS",
+    "MAX_HOLD_SECONDS",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_PROMPT_LOGPROBS",
+    "GenerateRequest",
+    "ImageInput",
+    "Pixels",
+    "Structure",
+]
+
+MAX_BREAKPOINTS = 4
+"""Places that one request may have held, as at Anthropic."""
+
+MAX_ANSWERS = 128
+"""Most answers to one prompt."""
+
+MAX_LOGPROBS = 20
+"""Most of the best tokens that are told of beside each."""
+
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Most tokens that are told of because of one prompt."""
+
+MAX_LOGIT_BIAS = 1024
+"""Most tokens whose logits one request may change."""
+
+MAX_ALLOWED_TOKENS = 1024
+"""Most tokens that one request's answers may be limited to."""
+
+MAX_BAD_WORDS = 128
+"""Most texts that one request may keep out of its answers; each is spelled in up to two ways."""
+
+MAX_HOLD_SECONDS = 3600
+"""The longest that a place may be held without being used."""
+
+
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt: tokens [start, start + length) are its placeholders, one for each merged patch of `grid`
+    (patches in time, height and width).
+
+    `digest`: sha256 over pixels, size and processor settings. `rgb`: uint8 [height, width, 3], in row order.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    grid: tuple[int, int, int]
+    width: int
+    height: int
+    rgb: bytes
+
+
+class Pixels(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded image on its way to a prompt. `rgb`: uint8 [height, width, 3], in row order."""
+
+    width: int
+    height: int
+    rgb: bytes
+
+
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that an answer has to have.
+
+    `kind`: what `text` is: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark or
+    GBNF), or `calls`: JSON, `{"tools": [{"name", "parameters"}], "parallel"}`, one of which has to be called. `field`:
+    where the client put it. `reasoning`: the form begins behind `</think>`, because the prompt has `opened` the
+    reasoning, or it is `possible` that the answer begins with `<think>`.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar", "calls"]
+    text: str
+    field: str
+    reasoning: Literal["none", "opened", "possible"] = "none"
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to be continued.
+
+    `prompt` is the token ids as raw little-endian int64. `max_tokens` None means as many as fit. `boundaries` are
+    the places at which the leading system segment, messages and images end, and where clients have put breakpoints:
+    ascending, each position in 1..n.
+    `seed` None lets the engine choose one. `kv_transfer_params`: that JSON object of the request's body as it came;
+    the engine alone knows what it may say, and refuses what it may not. `structure`: the form of the answer.
+
+    `n`: how many answers; with seed s theirs are s, s + 1, and so on. Penalties, `min_p` and `logit_bias` (by
+    token id) are those of `cairn.types.SamplingParams`. `min_tokens`: nothing but a full context ends the answer before
+    so many tokens. `logprobs`: tell how likely each token was held, and of so many of the best beside it;
+    `prompt_logprobs`: the same of the prompt, from its second token on. `priority`: a smaller one comes before others.
+
+    `allowed_token_ids`: none but these come; None: all may. `bad_words`: the tokens of each text that may not come.
+    """
+
+    request_id: str
+    prompt: bytes
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    cache_salt: str | None = None
+    boundaries: list[Boundary] = []
+    images: list[ImageInput] = []
+    kv_transfer_params: bytes | None = None
+    structure: Structure | None = None
+    n: int = 1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] = []
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0

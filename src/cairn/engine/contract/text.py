@@ -1,0 +1,87 @@
+"""Text to tokens and back, and chats to prompts."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from cairn.engine.contract.request import ImageInput
+from cairn.types import Boundary
+
+__all__ = ["Breakpoint", "RenderedPrompt", "TemplateValue", "TextStream", "TextTokenizer"]
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat as token ids, with the places at which messages end (see `GenerateRequest.boundaries`), and its images
+    in order."""
+
+    token_ids: list[int]
+    boundaries: list[Boundary]
+    images: list[ImageInput] = []
+
+
+TemplateValue: TypeAlias = str | int | float | bool | None
+
+
+class Breakpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in a chat that its client wants held for `seconds` after each use: the end of part `part` of the content
+    of message `message`, which is not its last; with part None that of the whole message, and with message None that
+    of the tools."""
+
+    message: int | None = None
+    part: int | None = None
+    seconds: int
+
+
+class TextStream(Protocol):
+    """Turns one answer's tokens into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is still open."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when the answer ends, a cut character as U+FFFD."""
+        ...
+
+
+class TextTokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def image_markers(self) -> tuple[str, ...]:
+        """The texts that a chat template writes for images and that nobody else may write; empty where the model reads
+        text alone."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template's text, which shows how answers are written; empty where there is none."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, as UTF-8 that may begin or end within a character."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        breakpoints: Sequence[Breakpoint] = (),
+        continue_final_message: bool = False,
+    ) -> RenderedPrompt:
+        """The chat template applied, `template_kwargs` among its variables. With `continue_final_message` the prompt
+        ends within the last message, where its text does. Content is text, or parts `{"type": "text",
+        "text": ...}` and `{"type": "image", "image": Pixels}`. Raises InvalidRequest when the template refuses the
+        messages."""
+        ...
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream: ...

@@ -1,0 +1,84 @@
+"""What the ranks of a model remember, and what the transfer would move between servers of different sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cairn.cache.layout import CacheLayout
+from cairn.step import Save
+from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
+from runner.harness import prompt, ranks
+
+SIZES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config, and what its family says of it. `layout(block size, bytes of a number, ranks)`."""
+
+    config: Any
+    family_units: Callable[[Any], Any]
+    family_layout: Callable[[Any, int, int, int], CacheLayout]
+
+    @property
+    def units(self) -> ModelUnits:
+        found = self.family_units(self.config)
+        return ModelUnits(found.kv_heads, found.attention_layers, found.state_units)
+
+    def layout(self, block_size: int, size: int) -> CacheLayout:
+        return self.family_layout(self.config, block_size, 2, size)
+
+
+class Remembered:
+    """What the ranks of one size hold of the same prompt: page bytes and checkpoint bytes of every rank."""
+
+    def __init__(self, config: Any, weights: dict[str, Tensor], size: int) -> None:
+        several = ranks(config, weights, size, exact=True)
+        self.size, self.layout = size, several.layout
+        track, file = several.sequence(0, 100), several.file()
+        several.run(several.row(track, prompt(100, 4)))
+        several.run(saves=(Save(0, file),))
+        pages, places = track.pages[:6].tolist(), file.tolist()
+        self.pages = [runner.pool[pages].numpy().copy() for runner in several.runner.runners]
+        self.files = [runner.pool[places].flatten().numpy().copy() for runner in several.runner.runners]
+        several.runner.close()
+
+    def file(self, rank: int) -> np.ndarray:
+        return self.files[rank][: self.layout.checkpoint_bytes]
+
+
+def every_pair_of_sizes_is_taken(model: Model, block_size: int) -> None:
+    """The remote side has blocks of `block_size`, the local one of 16."""
+    for remote, local in product(SIZES, repeat=2):
+        layouts = model.layout(block_size, remote), model.layout(16, local)
+        sides = [geometry_of(layout, size) for layout, size in zip(layouts, (remote, local), strict=True)]
+        pairings = [pair(model.units, *sides, rank) for rank in range(local)]
+        assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
+
+
+def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
+    """What the transfer would move from a server of another size is what the own ranks have computed, up to the
+    rounding of their sums."""
+    remembered = [Remembered(model.config, weights, size) for size in SIZES]
+    for remote, local in product(remembered, repeat=2):
+        sides = [geometry_of(each.layout, each.size) for each in (remote, local)]
+        for rank in range(local.size):
+            file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
+            for source in pair(model.units, *sides, rank).sources:
+                for theirs, ours, count in zip(*source.file, strict=True):
+                    file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
+                for theirs, ours, count in zip(*source.page, strict=True):
+                    pages[:, ours : ours + count] = remote.pages[source.rank][:, theirs : theirs + count]
+            close(file[: local.layout.checkpoint_bytes], local.file(rank))
+            close(pages, local.pages[rank])
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    """The same float32 numbers, but for their last bits."""
+    found, wanted = found.reshape(-1).view(np.float32), wanted.reshape(-1).view(np.float32)
+    assert np.isfinite(wanted).all() and np.abs(wanted).max() > 0.1
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
