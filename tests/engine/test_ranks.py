@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -308,6 +309,20 @@ def test_what_a_rank_refuses_is_raised_and_no_process_is_left(tiny_model, change
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_a_rank_that_does_not_start_in_time_ends_the_start(tiny_model):
+@pytest.mark.parametrize("step_seconds", [20.0, 0.001])
+def test_a_rank_that_does_not_start_in_time_ends_the_start(tiny_model, step_seconds):
+    """However short a step may be: what a start may take is another matter."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(EngineDead, match=r"rank 1 was not started within 0\.001 s"):
-        build_ranked(config_of(tiny_model), None, dataclasses.replace(DEADLINES, hello=0.001))
+        build_ranked(
+            config_of(tiny_model, step_seconds=step_seconds), None, dataclasses.replace(DEADLINES, hello=0.001)
+        )
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_rank_that_cannot_be_started_ends_the_start(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        build_ranked(config_of(tiny_model), None, DEADLINES)
+    assert not list(tmp_path.iterdir())

@@ -347,3 +347,43 @@ def test_an_image_is_compared_by_its_digest_and_not_by_its_numbers():
     turn = prompt + d.answers[same] + TEXT[500:530]
     prefill(p, turn, images=(image(b"a"),), hint=hint(d, same))
     assert p.scheduler.books.counters.external_hits == 99
+
+
+def turn_until(done, *servers) -> None:
+    for _ in range(400):
+        if done():
+            return
+        for server in servers:
+            server.turn()
+    raise AssertionError("it never came to that")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_prompt_that_came_whole_is_drawn_apart_from_those_that_run(ahead):
+    """Its first token comes of a step without a forward pass, and no two such steps come one after the other."""
+    world, p, d = pair(max_num_seqs=8, ahead=ahead, num_pages=800)
+    plans, run = [], d.runner.run
+    d.runner.run = lambda plan: plans.append(plan) or run(plan)
+    busy = d.submit(TEXT[500:560], max_tokens=150)
+    turn_until(lambda: len(d.answers[busy]) > 3, d)
+    prompts = [TEXT[7 * index : 7 * index + 90] for index in range(5)]
+    handed = [p.submit(prompt, max_tokens=1, params=dict(REMOTE_DECODE)) for prompt in prompts]
+    turn_until(lambda: all(name in p.ended for name in handed), p)
+    names = []
+    for prompt, name in zip(prompts, handed, strict=True):
+        # one turn apart, and so they come
+        names.append(d.submit(prompt, max_tokens=5, params=p.params(name)))
+        d.turn()
+        p.turn()
+    turn_until(lambda: all(d.answers[name] for name in names), p, d)
+    assert busy not in d.ended
+    drawn = [index for index, plan in enumerate(plans) if plan.sample_only]
+    assert sum(len(plans[index].sample_only) for index in drawn) == len(names)
+    assert len(drawn) > 1 and not plans[drawn[0]].rows
+    assert all(plan.rows or after.rows for plan, after in zip(plans[drawn[0] :], plans[drawn[0] + 1 :], strict=False))
+    world.run()
+    for name, prompt in zip(names, prompts, strict=True):
+        assert d.answers[name] == alone(prompt, 5)
+    assert d.answers[busy] == alone(TEXT[500:560], 150)
+    for server in (p, d):
+        server.assert_clean()

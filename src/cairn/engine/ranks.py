@@ -85,17 +85,26 @@ class _Follower:
         # One plan at a time is on its way; more than a few can only mean that nobody reads them.
         self._socket.setsockopt(zmq.SNDHWM, 4)
         self._socket.setsockopt(zmq.SNDTIMEO, int(config.step_seconds * 1000))
+        self._config = frames_of_config().encode(config)
         address = f"ipc://{Path(config.rendezvous).parent}/rank-{config.rank}"
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise ConfigError(f"no socket can be made at {address}: {error}; set TMPDIR to another place") from error
         level = logging.getLevelName(logger.getEffectiveLevel())
         # -P: a module of that name lying in the current directory must not get in the way.
         command = (sys.executable, "-P", "-m", "cairn.engine.rank_worker", address, level)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self._socket.send(frames_of_config().encode(config))
+        try:
+            self._socket.bind(address)
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"no socket can be made at {address}: {error}; set TMPDIR to another place") from error
+        except BaseException:
+            # an open socket would keep the context from ever ending
+            self._socket.close()
+            raise
+
+    def configure(self) -> None:
+        """Gives the rank its configuration as soon as its process is there to take it."""
+        self._wait(zmq.POLLOUT, self._deadlines.hello, "started")
+        self._send(self._config, "configuration")
 
     def expect_hello(self) -> None:
         self._expect(Hello(), self._deadlines.hello, "started")
@@ -108,11 +117,7 @@ class _Follower:
         self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
 
     def post(self, plan: StepPlan) -> None:
-        frame = self._plans.encode(frame_of_plan(plan))
-        try:
-            self._socket.send(frame)
-        except zmq.Again:
-            raise EngineDead(f"rank {self.rank} has taken no plan for {self._step_seconds:g} s") from None
+        self._send(self._plans.encode(frame_of_plan(plan)), "plan")
 
     def end(self) -> str | None:
         """How the rank's process has ended, or None while it runs."""
@@ -146,6 +151,12 @@ class _Follower:
             self.process.wait()
         self._socket.close()
 
+    def _send(self, frame: bytes, what: str) -> None:
+        try:
+            self._socket.send(frame)
+        except zmq.Again:
+            raise EngineDead(f"rank {self.rank} has taken no {what} for {self._step_seconds:g} s") from None
+
     def _expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
         message = self._receive(seconds, what)
         if isinstance(message, RankRefused):
@@ -156,15 +167,20 @@ class _Follower:
             raise EngineDead(f"rank {self.rank} has sent {message} instead of {wanted}")
 
     def _receive(self, seconds: float, what: str) -> ToRankZero:
+        self._wait(zmq.POLLIN, seconds, what)
+        return self._incoming.decode(self._socket.recv())
+
+    def _wait(self, event: int, seconds: float, what: str) -> None:
+        """Until the socket can do this. Raises EngineDead when the process ends before, or it takes longer."""
         deadline = self._clock.now() + seconds
         while True:
             left = deadline - self._clock.now()
-            if self._socket.poll(max(0, int(min(left, _LOOK_SECONDS) * 1000))):
-                return self._incoming.decode(self._socket.recv())
+            if self._socket.poll(max(0, int(min(left, _LOOK_SECONDS) * 1000)), event):
+                return
             if (end := self.end()) is not None:
                 # What it said last may have come in between.
-                if self._socket.poll(int(_LAST_WORDS_SECONDS * 1000)):
-                    return self._incoming.decode(self._socket.recv())
+                if event == zmq.POLLIN and self._socket.poll(int(_LAST_WORDS_SECONDS * 1000)):
+                    return
                 raise EngineDead(end)
             if left <= 0:
                 raise EngineDead(f"rank {self.rank} was not {what} within {seconds:g} s")
@@ -181,6 +197,8 @@ class _Followers:
             for rank in range(1, config.tp_size):
                 own = msgspec.structs.replace(config, rank=rank)
                 self._all.append(_Follower(self._context, own, deadlines, clock))
+            for follower in self._all:
+                follower.configure()
         except BaseException:
             self.close(kill=True)
             raise

@@ -10,7 +10,18 @@ from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.sampling import sample_at
 from cairn.step import PageCopy, Restore, SampleOnly
 
-__all__ = ["admit"]
+__all__ = ["admit", "admit_whole"]
+
+
+def admit_whole(books: Books, draft: Draft) -> bool:
+    """Take in those that have had all of their prompt from another server, while others run: their first tokens are
+    drawn by a step without a forward pass, not at the end of one that the others need. False if there are none."""
+    if not books.running:
+        return False
+    for request in sorted(books.transfers.ready, key=lambda request: request.turn):
+        if request.lease is None or request.lease.hit < request.num_known or not _admit_fetched(books, draft, request):
+            break
+    return bool(draft.parts)
 
 
 def admit(books: Books, draft: Draft) -> None:
@@ -42,18 +53,25 @@ def admit(books: Books, draft: Draft) -> None:
 
 def _admit_ready(books: Books, draft: Draft) -> None:
     for request in sorted(books.transfers.ready, key=lambda request: request.turn):
-        lease = request.lease
-        assert lease is not None
-        request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
-        num_free = len(books.free_slots) - books.in_flight.num_before(request)
-        if num_free <= 0 or draft.budget <= 0 or (request.spec.hand_over and not has_room(books, request)):
+        if not _admit_fetched(books, draft, request):
             return
-        place = len(draft.copies)
-        if not _first_step(books, draft, request, lease):
-            if not books.running and not books.ending:
-                give_way(books)
-            return
-        draft.copies[place:place] = books.transfers.ready.pop(request)
+
+
+def _admit_fetched(books: Books, draft: Draft, request: Request) -> bool:
+    """Plan the first share of one whose pages have been fetched; False if neither it nor any behind it can go now."""
+    lease = request.lease
+    assert lease is not None
+    request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
+    num_free = len(books.free_slots) - books.in_flight.num_before(request)
+    if num_free <= 0 or draft.budget <= 0 or (request.spec.hand_over and not has_room(books, request)):
+        return False
+    place = len(draft.copies)
+    if not _first_step(books, draft, request, lease):
+        if not books.running and not books.ending:
+            give_way(books)
+        return False
+    draft.copies[place:place] = books.transfers.ready.pop(request)
+    return True
 
 
 def _held_back(books: Books, draft: Draft, request: Request) -> bool:

@@ -9,7 +9,7 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.errors import InvalidRequest, QueueFull
-from cairn.scheduler.admit import admit
+from cairn.scheduler.admit import admit, admit_whole
 from cairn.scheduler.advance import advance
 from cairn.scheduler.books import Books, SchedulerConfig
 from cairn.scheduler.budget import capacity_tokens
@@ -63,6 +63,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._stalled = False
+        self._drawn_only = False
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,9 @@ class Scheduler:
         assert len(self._flying) < self.books.config.max_in_flight, f"{len(self._flying)} steps are out already"
         self._step += 1
         draft = Draft(self._step, self.books.config.max_num_batched_tokens)
-        if advance(self.books, draft):
+        # every second step at least is for those that run
+        self._drawn_only = not self._drawn_only and admit_whole(self.books, draft)
+        if not self._drawn_only and advance(self.books, draft):
             admit(self.books, draft)
         add_saves(self.books, draft)
         add_keeps(self.books, draft)
