@@ -6,7 +6,7 @@ from simulation import Simulation
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.placement import Junction, Wanted
-from cairn.cache.residents import DOUBT, MAX_YOUNG, RANKED_AT
+from cairn.cache.residents import DOUBT, MAX_YOUNG, YOUNG
 
 PROMPT = tuple(range(1000, 1064))
 OTHER = tuple(range(2000, 2064))
@@ -90,28 +90,29 @@ def test_what_a_client_holds_is_no_bet():
     assert ask(full(chance=0.0), Kind.PROMPT_END, hold_seconds=60)
 
 
-def test_the_young_are_ranked_anew_as_they_grow_older():
+def test_the_young_are_ranked_anew_when_they_are_a_little_older():
     sim = Simulation.build(200, Junction(64, False), ValuePerByte())
     residents = sim.cache.residents
     residents.reuse.look = lambda num_ranked: False
     kept = sim.start("kept", PROMPT)
     assert sim.prefill(kept, 64)
     (checkpoint,) = list(residents.queue)
-    made, versions = residents.reuse.now, []
-    for now in range(made, made + RANKED_AT[-1] + 2):
+    made, ages = residents.reuse.now, []
+    for now in range(made, made + 2 * YOUNG):
         residents.reuse.now = now
         before = checkpoint.version
         residents._rank_aged()
         if checkpoint.version != before:
-            versions.append(now - made)
-    assert tuple(versions) == RANKED_AT
+            ages.append(now - made)
+    assert ages == [YOUNG]
 
 
 def test_those_that_wait_to_be_ranked_are_bounded():
-    sim = Simulation.build(200, Junction(64, False), ValuePerByte())
-    kept = sim.start("kept", PROMPT)
-    assert sim.prefill(kept, 64)
-    (checkpoint,) = list(sim.cache.residents.queue)
-    for _ in range(MAX_YOUNG + 10):
-        sim.cache.residents.use(checkpoint, hit=True)
-    assert all(len(young) == MAX_YOUNG for young in sim.cache.residents._young.values())
+    sim = Simulation.build(4 * MAX_YOUNG, Junction(1, False), ValuePerByte())
+    for start in range(MAX_YOUNG + 10):
+        request = sim.start(f"r{start}", (start,))
+        assert sim.prefill(request, 1)
+        sim.end(request)
+        sim.apply()
+    assert sim.cache.residents.taken[Kind.PROMPT_END] > MAX_YOUNG
+    assert len(sim.cache.residents._young) == MAX_YOUNG

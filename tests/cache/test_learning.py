@@ -81,7 +81,7 @@ def test_the_table_is_bounded_and_forgets():
     assert table.index(table.row((1,)), 0) < 0.2
 
 
-@given(st.lists(st.tuples(st.floats(0, 5000), st.floats(0, 5000)), max_size=20))
+@given(st.lists(st.tuples(st.floats(0, 300_000), st.floats(0, 300_000)), max_size=20))
 def test_time_at_risk_is_the_same_one_by_one_and_together(spans):
     spans = [(min(span), max(span)) for span in spans]
     one, many = HazardTable(), HazardTable()

@@ -32,6 +32,11 @@ def _bin(age: float) -> int:
     return 0 if age < 1 else min(BINS - 1, int(age * age).bit_length())
 
 
+def _bins(ages: Floats) -> NDArray[np.intp]:
+    """`_bin` of each."""
+    return np.minimum(np.searchsorted(_EDGES, ages, side="right") - 1, BINS - 1)
+
+
 class HazardTable:
     """Hits and time at risk by class and age. Ages and times in requests; `refresh` makes what was noted count."""
 
@@ -79,9 +84,20 @@ class HazardTable:
             since, position = end, position + 1
 
     def all_at_risk(self, rows: NDArray[np.int64], since: Floats, until: Floats) -> None:
-        """`at_risk` for many at once; all of shape [n]."""
-        lengths = np.clip(until[:, None] - _EDGES[:-1], 0, _WIDTHS) - np.clip(since[:, None] - _EDGES[:-1], 0, _WIDTHS)
-        np.add.at(self._risk, rows, lengths)
+        """`at_risk` for many at once; all of shape [n].
+
+        From its first bin to its last each goes through those between as a whole, so these need only be counted.
+        """
+        first, last = _bins(since), _bins(until)
+        shape, size = self._risk.shape, self._risk.size
+        begins, ends = rows * BINS + first, rows * BINS + last
+        into = last > first
+        self._risk += np.bincount(begins, np.where(into, _EDGES[first + 1], until) - since, size).reshape(shape)
+        begins, ends, rest = begins[into], ends[into], (until - _EDGES[last])[into]
+        self._risk += np.bincount(ends, rest, size).reshape(shape)
+        # the first bin after `begins` is never the next row's: nothing goes on behind a row's last bin
+        through = np.bincount(begins + 1, minlength=size) - np.bincount(ends, minlength=size)
+        self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
 
     def index(self, row: int, age: float) -> float:
         """The chance per request of something of class `row` being used, at its best: see `refresh`."""

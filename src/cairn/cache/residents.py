@@ -26,11 +26,11 @@ DOUBT = 10
 """What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go. A
 place that statistics alone have named is taken at what they say."""
 
-RANKED_AT = (8, 64)
-"""Ages, in requests, at which a checkpoint is ranked anew in any case: a chance falls fastest while it is young."""
+YOUNG = 16
+"""The age, in requests, at which a checkpoint is ranked anew in any case: a chance falls fastest in the beginning."""
 
 MAX_YOUNG = 4096
-"""Checkpoints that wait for that, by age."""
+"""Checkpoints that wait for that."""
 
 GHOST_FACTOR, MIN_GHOSTS = 4, 2048
 """Records of checkpoints that are gone: so many, and as many times the files that fit the pool."""
@@ -64,7 +64,7 @@ class Residents:
         self.held = HeldCheckpoints(layout, pool.num_pages, clock or SystemClock())
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
-        self._young = {age: deque[tuple[int, Checkpoint]](maxlen=MAX_YOUNG) for age in RANKED_AT}
+        self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
         self._ghost_limit = ghost_tokens
         self._observer = observer
         self._tick = 0
@@ -169,6 +169,8 @@ class Residents:
         self.barren.pop(node, None)
         self.taken[kind] += 1
         self.use(checkpoint, hit=False)
+        if not kind.on_probation:
+            self._young.append((self.reuse.now, checkpoint))
         self._rank(self._above(node))
         if self._observer is not None:
             self._observer.node_changed(node)
@@ -188,8 +190,6 @@ class Residents:
         checkpoint.last_used = self._tick
         checkpoint.hits += hit
         self.queue.push(checkpoint, self._facts(checkpoint))
-        for age, young in self._young.items():
-            young.append((self.reuse.now + age, checkpoint))
 
     def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
         """Have a checkpoint go after all others for so long. False, and nothing changes, where the quota is used up."""
@@ -307,9 +307,8 @@ class Residents:
         if self.reuse.look(len(self.queue)):
             for ranked in list(self.queue):
                 self._rank(ranked)
-        for young in self._young.values():
-            while young and young[0][0] <= self.reuse.now:
-                self._rank(young.popleft()[1])
+        while self._young and self._young[0][0] + YOUNG <= self.reuse.now:
+            self._rank(self._young.popleft()[1])
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""

@@ -129,8 +129,12 @@ def walk(root: Node, raw: bytes | memoryview, usable: Callable[[Node], int] | No
         if child is None:
             break
         end = child.end
-        # nearly every node is matched whole, and this line is most of what a lookup costs
+        # nearly every node is matched whole, and these lines are most of what a lookup costs
         whole = end <= length and child.raw.startswith(octets[position * KEY_BYTES : end * KEY_BYTES])
+        if whole and usable is None and matched == position and child.pages is not None:
+            path.append(child)
+            node, position, matched = child, end, end
+            continue
         if not whole:
             end = position + common_prefix(child, raw, position, length)
         if matched == position and child.pages is not None:
@@ -153,14 +157,11 @@ def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: 
     parent   | p0 | p1 |            a node that starts inside p1's tokens lists that page, too:
     child         | q1 | q2 |   ->  p0, q1, q2
     """
-    parts: list[Pages] = []
     tokens_per_page = group.tokens_per_page
-    for node in path:
-        pages = node.pages
-        assert pages is not None
-        if node.start % tokens_per_page:
-            parts[-1] = parts[-1][:-1]
-        parts.append(pages[index])
+    parts = [node.pages[index] for node in path if node.pages is not None]
+    assert len(parts) == len(path), "a run on the path has no pages"
+    for place in [place for place, node in enumerate(path) if node.start % tokens_per_page]:
+        parts[place - 1] = parts[place - 1][:-1]
     return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
 
 
