@@ -6,7 +6,7 @@ from simulation import Simulation
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.placement import Junction, Wanted
-from cairn.cache.residents import DOUBT, MAX_YOUNG, YOUNG
+from cairn.cache.ranking import DOUBT, MAX_YOUNG, YOUNG
 
 PROMPT = tuple(range(1000, 1064))
 OTHER = tuple(range(2000, 2064))
@@ -30,7 +30,7 @@ def full(chance: float, barren: int = 0) -> Simulation:
     sim.apply()
     request = sim.start("new", OTHER)
     assert sim.cache.extend(request.lease, 64) == [] and sim.cache.pool.num_free == 0
-    assert bool(sim.cache.residents.barren) == bool(barren)
+    assert bool(sim.cache.residents.runs.barren) == bool(barren)
     return sim
 
 
@@ -41,7 +41,7 @@ def ask(sim: Simulation, kind: Kind, hold_seconds: int = 0) -> bool:
 def test_what_can_never_be_hit_goes_before_a_bet_is_weighed():
     sim = full(chance=0.0, barren=8)
     assert ask(sim, Kind.PROMPT_END)
-    assert not sim.cache.residents.barren and len(sim.cache.residents.queue) == 1
+    assert not sim.cache.residents.runs.barren and len(sim.cache.residents.queue) == 1
 
 
 def test_a_little_that_can_never_be_hit_does_not_open_the_door():
@@ -101,7 +101,7 @@ def test_the_young_are_ranked_anew_when_they_are_a_little_older():
     for now in range(made, made + 2 * YOUNG):
         residents.reuse.now = now
         before = checkpoint.version
-        residents._rank_aged()
+        residents.ranking.rank_aged()
         if checkpoint.version != before:
             ages.append(now - made)
     assert ages == [YOUNG]
@@ -115,4 +115,4 @@ def test_those_that_wait_to_be_ranked_are_bounded():
         sim.end(request)
         sim.apply()
     assert sim.cache.residents.taken[Kind.PROMPT_END] > MAX_YOUNG
-    assert len(sim.cache.residents._young) == MAX_YOUNG
+    assert len(sim.cache.residents.ranking._young) == MAX_YOUNG

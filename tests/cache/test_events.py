@@ -27,8 +27,7 @@ from cairn.cache.events import (
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import Wanted, placement_for
-from cairn.cache.prefix_cache import GHOST_FACTOR
-from cairn.cache.residents import Residents
+from cairn.cache.prefix_cache import GHOST_FACTOR, PrefixCache
 
 Announced = dict[int, tuple[int, ...]]
 """Block hash -> all tokens of the path up to the block's end."""
@@ -61,11 +60,10 @@ class Router:
 
 def observe(sim: Simulation, ghost_factor: int = GHOST_FACTOR) -> tuple[Router, BlockEvents]:
     """Put an observer under a cache that has not been used yet."""
-    router, cache = Router(), sim.cache
-    layout = cache.layout
-    events = BlockEvents(layout.block_size, router.receive, cache.policy.exact, layout.state_bytes == 0)
-    ghost_tokens = ghost_factor * cache.pool.num_pages * layout.block_size
-    cache.residents = Residents(layout, cache.pool, cache.policy.eviction, ghost_tokens, events, sim.clock)
+    router, policy, layout, num_pages = Router(), sim.cache.policy, sim.cache.layout, sim.cache.pool.num_pages
+    events = BlockEvents(layout.block_size, router.receive, policy.exact, layout.state_bytes == 0)
+    sim.cache = PrefixCache(layout, num_pages, policy, events, sim.clock)
+    sim.cache.residents.runs._ghost_limit = ghost_factor * num_pages * layout.block_size
     return router, events
 
 
@@ -357,7 +355,7 @@ def told_of(numbers: Numbers | None, *prompts) -> Router:
     router = Router()
     sim = Simulation.build(200, placement_for("auto", 4, False), LeastRecentlyUsed())
     events = BlockEvents(4, router.receive, contents=numbers)
-    sim.cache.residents._observer = events
+    sim.cache.residents.runs._observer = events
     for number, prompt in enumerate(prompts):
         request = sim.start(f"r{number}", tuple(prompt))
         sim.prefill(request, len(prompt))

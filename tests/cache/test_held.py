@@ -149,7 +149,7 @@ def test_a_hold_survives_a_better_state_in_its_place():
     sim.finish(request)
     sim.apply()
     (checkpoint,) = [c for c in sim.cache.residents.queue if c.position > 64]
-    assert sim.cache.residents.hold(checkpoint, 300)
+    assert sim.cache.residents.ranking.hold(checkpoint, 300)
     # a prompt that ends right there computes the state by prefill, which serves others, too
     run(sim, (prompt + tuple(LONG[64:]))[: checkpoint.position])
     (held,) = sim.cache.residents.held

@@ -75,6 +75,31 @@ def test_a_chain_of_nodes_is_one_path_with_its_cairns():
     check_sums(view)
 
 
+def test_a_checkpoint_frees_what_the_view_says_it_frees():
+    """Also the runs above it that had lost their own checkpoints, down from the next one that is left."""
+    sim = simulation()
+    run(sim, range(200))
+    sim.apply()
+    cache = sim.cache
+    residents, pool = cache.residents, cache.pool
+
+    def drop(checkpoint):
+        residents.queue.remove(checkpoint)
+        residents._drop(checkpoint)
+
+    for checkpoint in [c for c in residents.queue if c.position in (128, 192)]:
+        drop(checkpoint)
+    assert not residents.runs.barren
+    said = {stone.position: stone.freed_bytes for stone in whole(cache).paths[0].checkpoints}
+    free, (last,) = pool.num_free, [c for c in residents.queue if c.position == 200]
+    drop(last)
+    assert not residents.runs.drop_barren(pool.num_pages)
+    freed = pool.num_free - free
+    size = cache.layout.pages_per_checkpoint
+    assert freed == size + cache.layout.pages_for(200) - cache.layout.pages_for(64) > size
+    assert said == {64: size * cache.layout.page_bytes, 200: freed * cache.layout.page_bytes}
+
+
 def test_a_fork_and_a_dropped_run_are_paths_of_their_own():
     sim = simulation()
     run(sim, range(200))

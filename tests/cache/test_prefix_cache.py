@@ -209,10 +209,10 @@ def test_runs_without_a_checkpoint_go_before_any_checkpoint():
     sim.cache.residents.make_room(1)
     for checkpoint in [c for c in sim.cache.residents.queue if c.position > 64]:
         sim.cache.residents.queue.remove(checkpoint)
-        sim.cache.residents._drop_checkpoint(checkpoint)
+        sim.cache.residents._drop(checkpoint)
     sim.end(request)
     before = len(sim.cache.residents.queue)
-    assert sim.cache.residents.barren
+    assert sim.cache.residents.runs.barren
     sim.cache.residents.make_room(sim.cache.pool.num_free + 1)
     assert len(sim.cache.residents.queue) == before
     sim.apply()
@@ -247,7 +247,7 @@ def test_ghosts_are_bounded():
     for start in range(40):
         run(sim, tuple(range(1000 * start, 1000 * start + 150)))
     assert 0 < sim.cache.residents.num_ghost_tokens <= 4 * 60 * 4
-    assert len(sim.cache.residents.ghosts) < 60
+    assert len(sim.cache.residents.runs.ghosts) < 60
 
 
 def test_an_empty_namespace_is_forgotten():
@@ -295,9 +295,9 @@ def test_the_audit_finds_what_is_wrong(what):
         case "lock":
             node.locks += 1
         case "ghost":
-            cache.residents.num_ghost_tokens += 1
+            cache.residents.runs.num_ghost_tokens += 1
         case "barren":
-            cache.residents.barren[node] = None
+            cache.residents.runs.barren[node] = None
         case "queue":
             cache.residents.queue.pop()
         case "pages":

@@ -61,7 +61,7 @@ def test_a_checkpoint_that_was_dropped_is_charged_up_to_where_it_stood():
     run(sim, A[:128] + B)
     node = sim.cache.lookup(PLAIN, np.array(A[:128], np.int64), "x").checkpoint
     sim.cache.residents.queue.remove(node)
-    sim.cache.residents._drop_checkpoint(node)
+    sim.cache.residents._drop(node)
     lease = sim.cache.lookup(PLAIN, np.array(A[:128] + B[:60] + (1, 2), np.int64), "y")
     assert (lease.hit, lease.matched) == (0, 188)
     assert lease.missed == ((128, Reason.EVICTED), (188, Reason.NO_CHECKPOINT), (190, Reason.NEVER_SEEN))

@@ -7,9 +7,9 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.models.registry import FAMILIES, family_of
-from cairn.replay import model_sizes as sizes_of_families
+from cairn.replay import family_sizes as sizes_of_families
+from cairn.replay.family_sizes import model_sizes
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
-from cairn.replay.model_sizes import model_sizes
 from models.decoder_families import falcon, granite, lfm2, qwen3
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35

@@ -60,11 +60,11 @@ def _audit_tree(cache: PrefixCache) -> None:
         if node.pages is None:
             ghosts.add(node)
         checkpoints += node.checkpoint is not None
-        if residents.is_barren(node):
+        if residents.runs.is_barren(node):
             barren.add(node)
-    _check(ghosts == set(residents.ghosts), "the list of ghosts is not that of the tree")
+    _check(ghosts == set(residents.runs.ghosts), "the list of ghosts is not that of the tree")
     _check(sum(ghost.num_tokens for ghost in ghosts) == residents.num_ghost_tokens, "ghost tokens miscounted")
-    _check(barren == set(residents.barren), "the list of barren runs is not that of the tree")
+    _check(barren == set(residents.runs.barren), "the list of barren runs is not that of the tree")
     _check(checkpoints == len(residents.queue), "the eviction queue has not one entry for each checkpoint")
     _audit_reuse(cache)
     for root in residents.roots.values():

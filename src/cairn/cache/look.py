@@ -6,8 +6,6 @@ may change meanwhile. What is shown is then of several moments, and its form is 
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from cairn.cache.cures import Situation, cure
 from cairn.cache.journal import INTERVAL_SECONDS
 from cairn.cache.prefix_cache import PrefixCache
@@ -23,7 +21,6 @@ from cairn.cache.view import (
     TreeView,
     VisitView,
 )
-from cairn.types import Pages
 
 __all__ = ["look"]
 
@@ -201,27 +198,17 @@ def _whole(cache: PrefixCache, tree: TreeView, paths: list[PathView]) -> CacheVi
 
 
 def _pool(cache: PrefixCache) -> PoolView:
-    leases = cache.leases.values()
-    requests = [table.pages for lease in leases for table in lease.tables]
-    requests += [pages for lease in leases for pages in (*(f.pages for f in lease.files.values()), *lease.transient)]
-    transfers = [hold.pages for hold in cache.holds.values()]
-    steps = [pages for held in cache.held.values() for pages in held]
+    holders = cache.holders
+    requests, transfers, steps = holders.of_requests(), holders.of_others(), holders.of_steps()
     pool = cache.pool
     return PoolView(
         pages=pool.num_pages,
         page_bytes=cache.layout.page_bytes,
         free_pages=pool.num_free,
-        cached_pages=pool.num_pages - pool.num_free - _distinct(cache, requests + transfers + steps),
-        held_by_requests=_distinct(cache, requests),
-        held_by_transfers=_distinct(cache, transfers),
-        held_by_steps=_distinct(cache, steps),
+        cached_pages=pool.num_pages - pool.num_free - holders.num_distinct(requests + transfers + steps),
+        held_by_requests=holders.num_distinct(requests),
+        held_by_transfers=holders.num_distinct(transfers),
+        held_by_steps=holders.num_distinct(steps),
         open_leases=len(cache.leases),
         open_holds=len(cache.holds),
     )
-
-
-def _distinct(cache: PrefixCache, lists: list[Pages]) -> int:
-    named = np.zeros(cache.pool.num_pages, bool)
-    for pages in lists:
-        named[pages] = True
-    return int(named.sum())

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 from cairn.cache.checkpoint import Checkpoint, Origin
-from cairn.cache.lease import Lease, Namespace, Stretch
+from cairn.cache.layout import CacheLayout
+from cairn.cache.lease import Lease, Namespace, PageTable, Stretch
 from cairn.cache.placement import Placement
 from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
-from cairn.cache.tree import Node, Walk, walk
+from cairn.cache.tree import Node, Walk, path_pages, walk
 from cairn.types import Keys
 
-__all__ = ["Acceptance", "missed"]
+__all__ = ["Acceptance", "Finder", "missed"]
 
 _BLOCK = 8192
 _MAX_COMPARED = 1 << 19
@@ -67,6 +68,55 @@ class Acceptance:
                 return position == self.num_prompt_tokens
             case Origin.DECODE:
                 return self.resumed and maker == self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """Goes down a tree along prompts. `exact`: as `Acceptance` has it."""
+
+    layout: CacheLayout
+    exact: bool
+
+    def find(
+        self, root: Node | None, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None
+    ) -> tuple[Lease, Walk]:
+        """The lease of what is usable of `keys` below `root` (None: nothing), which refers to nothing yet, and how far
+        they are known. The others as in `PrefixCache.lookup`."""
+        length = len(keys)
+        num_prompt_tokens = length if resumed_from is None else resumed_from
+        may = Acceptance(self.exact, request_id, num_prompt_tokens, resumed_from is not None)
+        found = walk(root, keys.data, may.run_end()) if root is not None else Walk()
+        checkpoint = may.deepest(found)
+        hit = checkpoint.position if checkpoint is not None else 0
+        if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
+            # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
+            hit, checkpoint = min(found.matched, length - 1), None
+        lease = Lease(
+            purpose=f"running {request_id}" if resumed_from is None else f"resuming {request_id}",
+            request_id=request_id,
+            namespace=namespace,
+            num_prompt_tokens=num_prompt_tokens,
+            hit=hit,
+            matched=found.matched,
+            seen=found.seen,
+            reason=Reason.DISABLED,
+            checkpoint=checkpoint,
+            groups=self.layout.groups,
+            tables=tuple(
+                PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))
+                for index, group in enumerate(self.layout.groups)
+            ),
+            node=found.path[-1] if found.path else None,
+            decode_from=num_prompt_tokens if self.exact else length,
+            _keys=keys,
+            num_tokens=length,
+            committed=found.matched,
+            restore=checkpoint.pages if checkpoint is not None else None,
+            known=may.deepest_known(found),
+            left=found.left_before_end(),
+            ways=found.ways_on(),
+        )
+        return lease, found
 
 
 def missed(

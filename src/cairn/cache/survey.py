@@ -9,7 +9,9 @@ import numpy as np
 
 from cairn.cache.checkpoint import Checkpoint
 from cairn.cache.journal import NAMED_TOKENS
+from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
+from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
 from cairn.cache.tree import KEY_BYTES, Node
 
@@ -89,7 +91,7 @@ class Survey:
                 self._add(node, row, start, pages, number)
                 row = len(self.parent) - 1
                 is_open.append(row)
-            above = self._look_at(node, row, above, start, pages)
+            above = self._look_at(cache.layout, node, row, above, start)
             alone = len(node.children) == 1
             stack.extend((child, row, alone, above, node.end, number) for child in node.children.values())
             if self.nodes % _SLICE == 0:
@@ -106,7 +108,7 @@ class Survey:
         self.last.append(node)
         self.until.append(0)
 
-    def _look_at(self, node: Node, row: int, above: int, start: int, pages: int) -> int:
+    def _look_at(self, layout: CacheLayout, node: Node, row: int, above: int, start: int) -> int:
         """Take in one node; returns the end of the deepest checkpoint so far on the way down."""
         self.nodes += 1
         self.dropped_checkpoints += node.loss is Reason.EVICTED
@@ -115,8 +117,7 @@ class Survey:
         checkpoint = node.checkpoint
         if checkpoint is None:
             return above
-        size = len(checkpoint.pages)
-        freed = size if node.resident_children else size + pages
+        size, freed = len(checkpoint.pages), pages_freed(layout, checkpoint)
         self.stones.append(Stone(row, checkpoint, node.end, node.end - above, size, freed, checkpoint.hits))
         self.tick = max(self.tick, checkpoint.last_used)
         return node.end

@@ -5,7 +5,8 @@ from types import MappingProxyType
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.replay.config_fields import load_config
-from cairn.replay.model_sizes import ModelSizes, model_sizes
+from cairn.replay.family_sizes import model_sizes
+from cairn.replay.model_sizes import ModelSizes
 from cairn.replay.published import HALF_BY_DEFAULT, PUBLISHED
 
 __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]

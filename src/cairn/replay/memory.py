@@ -55,7 +55,7 @@ def tree_memory(cache: PrefixCache) -> TreeMemory:
 def _reachable_bytes(cache: PrefixCache) -> int:
     outside = [cache, cache.pool, cache.layout, cache.counters, cache.leases, cache.holds, cache.held]
     # what only carries news, and what tells the time
-    outside += [value for name, value in _fields(cache.residents) if name.strip("_") in ("observer", "clock")]
+    outside += [value for name, value in _fields(cache.residents.runs) if name.strip("_") in ("observer", "clock")]
     seen, total = {id(each) for each in outside}, 0
     stack: list[object] = [cache.residents, cache.policy]
     while stack:

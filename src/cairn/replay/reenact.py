@@ -19,13 +19,13 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted, placement_for
-from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.prefix_cache import CachePolicy
 from cairn.cache.reasons import Reason
-from cairn.replay.memory import tree_memory
-from cairn.replay.replay import Outcome
+from cairn.replay.outcome import Outcome
 from cairn.replay.request_log import LoggedPolicy, LoggedRequest, LoggedTrace, Op
+from cairn.replay.timed_cache import TimedCache
 from cairn.step import GRID
-from cairn.types import Clock, Keys, ManualClock
+from cairn.types import Clock, Keys
 
 __all__ = ["Reenactment"]
 
@@ -75,13 +75,8 @@ class Reenactment:
         max_num_batched_tokens: int = 8192,
     ) -> None:
         """Raises ValueError for a budget of less than a page and chunks of less than 64 tokens."""
-        if max_num_batched_tokens < GRID:
-            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_num_batched_tokens}")
-        self._log_time = ManualClock()
-        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._log_time)
-        self.outcome = Outcome()
-        self._clock = clock
-        self._budget_tokens = max_num_batched_tokens
+        self._timed = TimedCache(layout, budget_bytes, policy, clock, max_num_batched_tokens)
+        self.cache, self.outcome = self._timed.cache, self._timed.outcome
         self._going: dict[int, _Going] = {}
         self._hits: dict[int, int] = {}
         self._late: deque[LoggedRequest] = deque()
@@ -115,21 +110,20 @@ class Reenactment:
     def _call(self, op: Op, known: Mapping[int, LoggedRequest]) -> None:
         code = op[0]
         if code == "t":
-            self._log_time.advance(max(0.0, op[1] - self._log_time.now()))
+            self._timed.show(op[1])
             return
         if code in ("l", "b"):
             self._join(op, known)
-        start = self._clock.now()
-        match code:
-            case "p":
-                self._plan(op[1], op[2])
-            case "s":
-                self._applied(op[1])
-            case "m":
-                self.cache.make_room(op[1])
-            case _ if op[1] in self._going:
-                self._call_for(self._going[op[1]], op)
-        self.outcome.seconds += self._clock.now() - start
+        with self._timed.inside():
+            match code:
+                case "p":
+                    self._plan(op[1], op[2])
+                case "s":
+                    self._applied(op[1])
+                case "m":
+                    self.cache.make_room(op[1])
+                case _ if op[1] in self._going:
+                    self._call_for(self._going[op[1]], op)
 
     def _join(self, op: Op, known: Mapping[int, LoggedRequest]) -> None:
         """The sequence of a request is made before its time is measured."""
@@ -251,8 +245,7 @@ class Reenactment:
         for going in planned:
             if going.lease is not None:
                 self.cache.hold_until(step, going.lease)
-        in_use = self.cache.pool.num_pages - self.cache.pool.num_free
-        self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use * self.cache.layout.page_bytes)
+        self._timed.note_use()
 
     def _row(self, going: _Going, facts: PromptFacts, end: int, kind: int) -> list[int]:
         """The positions whose files a row fills that ends at `end`."""
@@ -272,17 +265,11 @@ class Reenactment:
             kept = [position for position in going.promised if start < position <= end and position in lease.files]
             while start < end:
                 # one chunk where the server's hit and policy were the same
-                stop = self._chunk_end(start, end)
+                stop = self._timed.chunk_end(start, end)
                 self.outcome.forward_passes += 1
                 wanted += placement.in_prefill(facts, start, stop) if placement is not None else []
                 start = stop
         return kept + [want.position for want in wanted if self.cache.want(lease, want) is not None]
-
-    def _chunk_end(self, start: int, limit: int) -> int:
-        placement, most = self.cache.policy.placement, self._budget_tokens
-        if placement is not None and placement.step_tokens is not None:
-            most = min(most, placement.step_tokens)
-        return limit if start + most >= limit else (start + most) // GRID * GRID
 
     def _commit(self, going: _Going, lease: Lease, num_tokens: int, with_files: bool = False) -> None:
         num_tokens = min(num_tokens, going.limit)
@@ -351,8 +338,8 @@ class Reenactment:
     def _whole(self, request: LoggedRequest, alone: bool) -> bool:
         """Compute a request from start to end. False if it has to go on waiting, which it does not when nobody else
         has a lease."""
-        layout, cache = self.cache.layout, self.cache
-        if layout.pages_for(request.num_prompt_tokens) + len(layout.groups) > cache.pool.num_pages:
+        cache = self.cache
+        if not self._timed.holds(request.num_prompt_tokens):
             self.outcome.refused += 1
             self._hits[request.number] = 0
             self.outcome.prefill_tokens += request.num_prompt_tokens
@@ -377,7 +364,7 @@ class Reenactment:
     def _compute(self, going: _Going, lease: Lease) -> None:
         request = going.request
         while going.position < request.num_prompt_tokens:
-            self._one_step(going, self._chunk_end(going.position, request.num_prompt_tokens), _PREFILL)
+            self._one_step(going, self._timed.chunk_end(going.position, request.num_prompt_tokens), _PREFILL)
         last = max(request.num_prompt_tokens, request.num_tokens - 1)  # the last token of an answer is not computed
         for end in range((going.position // GRID + 1) * GRID, last + GRID, GRID):
             self._extend(going, lease, min(end, last), done=True)
@@ -394,13 +381,10 @@ class Reenactment:
         self._applied(self._alone_steps)
 
     def _counted(self, trace: LoggedTrace) -> Outcome:
-        outcome, residents = self.outcome, self.cache.residents
+        outcome = self._timed.ended()
         outcome.hits = [self._hits[request.number] for request in trace.logged]
         outcome.hit_tokens = sum(outcome.hits)
         outcome.prompt_tokens = sum(request.num_prompt_tokens for request in trace.logged)
-        outcome.taken, outcome.evicted = residents.taken, residents.evicted
-        outcome.used = self.cache.counters.used
-        outcome.tree = tree_memory(self.cache)
         return outcome
 
 

@@ -6,56 +6,21 @@ the cache sees is its path, the tokens behind that are computed every time, and 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
-from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.prefix_cache import CachePolicy
 from cairn.cache.reasons import Reason
-from cairn.replay.memory import TreeMemory, tree_memory
+from cairn.replay.outcome import Outcome
 from cairn.replay.paths import Paths
+from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest, key_tokens
-from cairn.step import GRID
-from cairn.types import Boundary, Clock, Keys, ManualClock
+from cairn.types import Boundary, Clock, Keys
 
 __all__ = ["Outcome", "Replay"]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a replay came to, in tokens, requests, checkpoints, bytes and seconds.
-
-    `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
-    earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached
-    tokens, by request. `peak_bytes`: pages in use at most. `seconds`: inside the cache's door and its placement policy.
-    `tree`: what the cache's books take in memory at the end.
-    """
-
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    prefill_tokens: int = 0
-    forward_passes: int = 0
-    refused: int = 0
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    hits: list[int] = field(default_factory=list)
-    lost: Counter[Reason] = field(default_factory=Counter)
-    taken: Counter[Kind] = field(default_factory=Counter)
-    used: Counter[Kind] = field(default_factory=Counter)
-    evicted: Counter[Kind] = field(default_factory=Counter)
-    tree: TreeMemory | None = None
-
-    @property
-    def token_hit_rate(self) -> float:
-        return self.hit_tokens / max(1, self.prompt_tokens)
-
-    @property
-    def microseconds_per_request(self) -> float:
-        return 1e6 * self.seconds / max(1, len(self.hits))
 
 
 class Replay:
@@ -71,68 +36,50 @@ class Replay:
         max_num_batched_tokens: int = 8192,
     ) -> None:
         """Raises ValueError for a budget of less than a page and chunks of less than 64 tokens."""
-        if max_num_batched_tokens < GRID:
-            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_num_batched_tokens}")
-        self._trace_time = ManualClock()
-        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._trace_time)
-        self.outcome = Outcome()
-        self._clock = clock
-        self._budget_tokens = max_num_batched_tokens
+        self._timed = TimedCache(layout, budget_bytes, policy, clock, max_num_batched_tokens)
+        self.cache, self.outcome = self._timed.cache, self._timed.outcome
         self._paths = Paths()
         self._step = 0
 
     def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> Outcome:
         """Replay all requests; `progress` is told how many are done. An object is good for one run."""
         for index, request in enumerate(trace.requests):
-            self._trace_time.advance(max(0.0, request.arrived - self._trace_time.now()))
+            self._timed.show(request.arrived)
             self._request(request, trace.unit, str(index))
             if progress is not None:
                 progress(index + 1)
-        residents = self.cache.residents
-        self.outcome.taken, self.outcome.evicted = residents.taken, residents.evicted
-        self.outcome.used = self.cache.counters.used
-        self.outcome.tree = tree_memory(self.cache)
-        return self.outcome
+        return self._timed.ended()
 
     def _request(self, request: TraceRequest, unit: int, name: str) -> None:
         known = self._paths.shared(request.path) * unit
         self._paths.add(request.path, request.answer)
         hit, lost = 0, {Reason.NEVER_SEEN: request.num_prompt_tokens}
         if not len(request.path):
-            self.outcome.forward_passes += -(-request.num_prompt_tokens // self._budget_tokens)
+            self.outcome.forward_passes += -(-request.num_prompt_tokens // self._timed.most_tokens)
         elif (lease := self._admit(name, key_tokens(request.path, unit))) is None:
             self.outcome.refused += 1
-            self.outcome.forward_passes += -(-request.num_prompt_tokens // self._budget_tokens)
+            self.outcome.forward_passes += -(-request.num_prompt_tokens // self._timed.most_tokens)
             lost = {Reason.DISABLED: request.num_prompt_tokens}
         else:
             hit, lost = lease.hit, lease.lost
             self._through_the_cache(lease, request, unit)
         self._count(request.num_prompt_tokens, hit, known, lost)
 
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """What is in here are calls of the cache, and their time counts."""
-        start = self._clock.now()
-        yield
-        self.outcome.seconds += self._clock.now() - start
-
     def _through_the_cache(self, lease: Lease, request: TraceRequest, unit: int) -> None:
         ends = tuple(Boundary(end) for end in request.boundaries)
         answer = key_tokens(request.answer, unit).tolist()
-        with self._inside():
+        with self._timed.inside():
             facts = self.cache.facts(lease, lease.num_prompt_tokens, ends)
         self._prefill(lease, facts, request.num_prompt_tokens)
         self._decode(lease, facts, answer, unit)
-        with self._inside():
+        with self._timed.inside():
             self.cache.release(lease)
 
     def _admit(self, name: str, keys: Keys) -> Lease | None:
-        """A lease with pages for the whole prompt; None, and nothing has gone, if the pool cannot hold it at all: the
-        scheduler refuses such a request, and leaves one page a group for copy on write, too."""
-        layout = self.cache.layout
-        if layout.pages_for(len(keys)) + len(layout.groups) > self.cache.pool.num_pages:
+        """A lease with pages for the whole prompt; None, and nothing has gone, if the pool cannot hold it at all."""
+        if not self._timed.holds(len(keys)):
             return None
-        with self._inside():
+        with self._timed.inside():
             for _ in range(2):
                 lease = self.cache.lookup(Namespace(), keys, name)
                 if self.cache.extend(lease, lease.num_tokens) is not None:
@@ -145,19 +92,16 @@ class Replay:
     def _prefill(self, lease: Lease, facts: PromptFacts, num_prompt_tokens: int) -> None:
         """Compute the prompt from the hit on, and what is behind the path with its last chunks."""
         placement, path_end = self.cache.policy.placement, lease.num_prompt_tokens
-        most = self._budget_tokens
-        if placement is not None and placement.step_tokens is not None:
-            most = min(most, placement.step_tokens)
         start = lease.hit
         while start < num_prompt_tokens:
-            end = _chunk_end(start, num_prompt_tokens, most)
+            end = self._timed.chunk_end(start, num_prompt_tokens)
             low, high = min(start, path_end), min(end, path_end)
-            with self._inside():
+            with self._timed.inside():
                 wanted = placement.in_prefill(facts, low, high) if placement is not None and low < high else []
                 self._commit(lease, high, wanted)
             self.outcome.forward_passes += 1
             start = end
-        with self._inside():
+        with self._timed.inside():
             self._commit(lease, path_end, [])
 
     def _decode(self, lease: Lease, facts: PromptFacts, answer: list[int], unit: int) -> None:
@@ -169,7 +113,7 @@ class Replay:
         placement, exact = self.cache.policy.placement, self.cache.policy.exact
         prompt, position = lease.num_prompt_tokens, lease.num_prompt_tokens
         for end in range(prompt + unit, prompt + len(answer) + 1, unit):
-            with self._inside():
+            with self._timed.inside():
                 point = placement.in_decode(facts, end) if placement is not None and not exact else None
             if point is None and end < prompt + len(answer):
                 continue
@@ -178,10 +122,10 @@ class Replay:
             if position < end:
                 break
             if point is not None:
-                with self._inside():
+                with self._timed.inside():
                     self._commit(lease, position, [point])
         at_end = placement is not None and placement.keeps_answer_end and not exact and position > prompt
-        with self._inside():
+        with self._timed.inside():
             self._commit(lease, position, [Wanted(position, Kind.ANSWER_END)] if at_end else [])
 
     def _grow(self, lease: Lease, tokens: list[int], unit: int) -> int:
@@ -190,7 +134,7 @@ class Replay:
         grown = 0
         for step in (len(tokens), unit):
             while grown < len(tokens):
-                with self._inside():
+                with self._timed.inside():
                     fits = self.cache.extend(lease, lease.num_tokens + step) is not None
                 if not fits:
                     break
@@ -204,8 +148,7 @@ class Replay:
         kept = [want.position for want in wanted if self.cache.want(lease, want) is not None]
         self._step += 1
         self.cache.hold_until(self._step, lease)
-        in_use = self.cache.pool.num_pages - self.cache.pool.num_free
-        self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use * self.cache.layout.page_bytes)
+        self._timed.note_use()
         self.cache.commit(lease, num_tokens, kept)
         self.cache.step_applied(self._step)
 
@@ -225,9 +168,3 @@ class Replay:
         outcome.lost[Reason.EVICTED] += left
         outcome.lost[Reason.NEVER_SEEN] += num_prompt_tokens - known
         outcome.lost += Counter()  # without the reasons that have cost nothing
-
-
-def _chunk_end(start: int, limit: int, budget: int) -> int:
-    """Where a chunk from `start` ends: at `limit` if the budget reaches it, else on the 64-token grid."""
-    end = start + budget
-    return limit if end >= limit else end // GRID * GRID

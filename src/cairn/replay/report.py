@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from cairn.replay.model_sizes import ModelSizes
-from cairn.replay.replay import Outcome
+from cairn.replay.outcome import Outcome
 from cairn.replay.traces import Trace
 
 __all__ = ["OFFLINE", "UNLIMITED", "Report", "Result", "gigabytes"]

@@ -1,0 +1,69 @@
+"""A cache that is shown a trace's own time, while a clock measures the calls that are made of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cairn.cache.layout import CacheLayout
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.replay.memory import tree_memory
+from cairn.replay.outcome import Outcome
+from cairn.step import GRID
+from cairn.types import Clock, ManualClock
+
+__all__ = ["TimedCache"]
+
+
+class TimedCache:
+    """`cache`, and the `outcome` of what is gone through with it, good for one run. `most_tokens`: the longest prefill
+    chunk."""
+
+    def __init__(
+        self, layout: CacheLayout, budget_bytes: int, policy: CachePolicy, clock: Clock, most_tokens: int
+    ) -> None:
+        """Raises ValueError for a budget of less than a page and chunks of less than 64 tokens."""
+        if most_tokens < GRID:
+            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {most_tokens}")
+        self._trace_time = ManualClock()
+        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._trace_time)
+        self.outcome = Outcome()
+        self.most_tokens = most_tokens
+        self._clock = clock
+
+    def show(self, seconds: float) -> None:
+        """The trace has come to this time, unless it was later already."""
+        self._trace_time.advance(max(0.0, seconds - self._trace_time.now()))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """What is in here are calls of the cache, and their time counts."""
+        start = self._clock.now()
+        yield
+        self.outcome.seconds += self._clock.now() - start
+
+    def holds(self, num_prompt_tokens: int) -> bool:
+        """Whether an empty pool has room for such a prompt: with one page a group for copy on write, as the scheduler
+        has it, which refuses others."""
+        layout = self.cache.layout
+        return layout.pages_for(num_prompt_tokens) + len(layout.groups) <= self.cache.pool.num_pages
+
+    def chunk_end(self, start: int, limit: int) -> int:
+        """Where a prefill chunk from `start` ends: at `limit` if it may be so long, else on the 64-token grid."""
+        placement, most = self.cache.policy.placement, self.most_tokens
+        if placement is not None and placement.step_tokens is not None:
+            most = min(most, placement.step_tokens)
+        end = start + most
+        return limit if end >= limit else end // GRID * GRID
+
+    def note_use(self) -> None:
+        """A step has been planned, so no more pages will be in use before it is applied."""
+        pool = self.cache.pool
+        in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
+        self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
+
+    def ended(self) -> Outcome:
+        """The outcome, with what the cache itself has counted."""
+        outcome, residents = self.outcome, self.cache.residents
+        outcome.taken, outcome.evicted = residents.taken, residents.evicted
+        outcome.used = self.cache.counters.used
+        outcome.tree = tree_memory(self.cache)
+        return outcome
