@@ -12,7 +12,7 @@ from cairn.types import Clock
 
 __all__ = ["Ranking", "pages_freed"]
 
-DOUBT = 10
+DOUBT = 3
 """What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go. A
 place that statistics alone have named is taken at what they say."""
 
