@@ -69,6 +69,13 @@ def test_every_answer_is_right_whatever_happens(**mix):
     check_mix(**mix)
 
 
+@pytest.mark.parametrize("mode", ["auto", "junction", "align"])
+@pytest.mark.parametrize("num_pages", [38, 39, 40, 41, 42])
+def test_the_same_again_in_a_pool_that_holds_its_answer_once(num_pages, mode):
+    same = ([6, 0, 3, 6], 70, 0, False, -1)
+    check_mix(mode, False, (), 1, num_pages, 8, [same, same])
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @settings(max_examples=int(os.environ.get("CAIRN_LONG_EXAMPLES", "5000")), **COMMON)

@@ -33,6 +33,11 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
         elif place > 0:
             preempt(books, request, request, 0)
             return None
+        elif request.lease.num_tokens > request.sent_back_at:
+            # even alone it may hold pages of tokens that the tree has as well: looked up again, it shares those
+            request.sent_back_at = request.lease.num_tokens
+            preempt(books, request, request, 0)
+            return None
         else:
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
     return copies

@@ -160,7 +160,8 @@ class Request:
     answer's end has been. `furthest`: the most tokens ever computed, also before a preemption.
     `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `sampling_step`: the
     step still out that samples the next token. `first`: the lease facts of the first admission, for the report.
-    `preempted_by`: requests that have preempted this one, each once at most.
+    `preempted_by`: requests that have preempted this one, each once at most. `sent_back_at`: how many tokens it had
+    when it last went back to the queue though it was the oldest, which it does again only when it has more.
 
     `source` is the spec's until it has been asked; `remote_failed`: it had promised more and did not deliver.
     `pulled`: what it gave, and `pull_seconds` how long that took. `failure`: why the request ended with an error.
@@ -191,6 +192,7 @@ class Request:
     num_prompt_computed: int = 0
     furthest: int = 0
     preempted_by: set[RequestId] = field(default_factory=set)
+    sent_back_at: int = 0
     source: Source | None = None
     remote_failed: bool = False
     pulled: PullEnded | None = None
