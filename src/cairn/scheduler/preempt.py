@@ -16,8 +16,9 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
 
     Requests that hold fetched pages and do not run yet give way first, then what branches are to start from. A request
     preempts each other one at most once; after that it waits for it, without giving up what it holds. The youngest of
-    all gives way itself. So the oldest always goes on, or waits for one that does, or for another server. None: the
-    request does not run in this step.
+    all gives way itself. So the oldest always goes on, or waits for one that does, or for another server; left alone
+    without room, it goes back once for each time it has come further, to share what it holds twice. None: the request
+    does not run in this step.
     """
     assert request.lease is not None
     while (copies := books.cache.extend(request.lease, num_tokens)) is None:
@@ -30,12 +31,10 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
             preempt(books, victims[-1], request, request.lease.missing_pages(num_tokens))
         elif younger or books.ending or request.in_flight or books.transfers.is_open:
             return None
-        elif place > 0:
-            preempt(books, request, request, 0)
-            return None
-        elif request.lease.num_tokens > request.sent_back_at:
-            # even alone it may hold pages of tokens that the tree has as well: looked up again, it shares those
-            request.sent_back_at = request.lease.num_tokens
+        elif place > 0 or request.lease.num_tokens > request.sent_back_at:
+            if place == 0:
+                # even alone it may hold pages of tokens that the tree has as well: looked up again, it shares those
+                request.sent_back_at = request.lease.num_tokens
             preempt(books, request, request, 0)
             return None
         else:

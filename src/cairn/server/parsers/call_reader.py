@@ -1,5 +1,6 @@
 """What the readers of calls have in common: a text that grows, one state at a time, and content up to the next call."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event
@@ -11,7 +12,7 @@ State = Callable[[bool], bool]
 """Takes what it can from the front of the text, told whether that is all; False when it needs more."""
 
 
-class CallReader:
+class CallReader(ABC):
     """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
     behind one; line breaks before a call and behind it belong to it."""
 
@@ -41,8 +42,9 @@ class CallReader:
         events, self._events = self._events, []
         return events
 
+    @abstractmethod
     def _begun(self, beginning: str) -> State:
-        raise NotImplementedError
+        """How to go on behind the mark `beginning`."""
 
     def _content(self, final: bool) -> bool:
         if self._behind_call:
