@@ -9,7 +9,7 @@ import pytest
 
 from source_scan import Import, Source, imports, source, sources, within
 
-FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.trace_rows", "cairn.__version__")
+FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.keys", "cairn.trace_rows", "cairn.__version__")
 
 # What the cache's door takes and gives; tree, pages, residents, eviction and audit stay behind it.
 CACHE_DOOR = (
@@ -27,6 +27,7 @@ ARROWS = MappingProxyType(
         "errors": (),
         "types": (),
         "step": (),
+        "keys": (),
         "trace_rows": (),
         "cache": (),
         "transfer": ("cairn.cache.layout",),

@@ -152,13 +152,13 @@ def test_a_writer_that_left_the_prompt_early_computes_nothing_of_it():
 
 def test_a_lookup_compares_a_bounded_number_of_tokens(monkeypatch):
     counted = []
-    compare = lookup._common_tokens
+    compare = lookup.common_tokens
 
     def counting(ours, theirs, limit):
         counted.append(compare(ours, theirs, limit))
         return counted[-1]
 
-    monkeypatch.setattr(lookup, "_common_tokens", counting)
+    monkeypatch.setattr(lookup, "common_tokens", counting)
     monkeypatch.setattr(lookup, "_MAX_COMPARED", 1000)
     sim = simulation(Junction(64, False))
     for number in range(60):

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from cairn.engine.contract import KvTransferConfig
@@ -227,7 +228,14 @@ def test_what_cannot_be_filled_is_absent(server):
     text = server.get("/metrics").text
     for name in ("nixl", "external", "leased_pages", "quarantined", "open_transfers", "side_channel"):
         assert name not in text
-    assert server.metric("vllm:prompt_tokens_by_source_total") == server.metric("vllm:prompt_tokens_total")
+
+
+def test_a_request_that_is_aborted_is_counted_with_its_sources(serve):
+    server = serve(model="fake:pause_after=1")
+    with httpx.stream("POST", server.url + "/v1/completions", json={"prompt": "hello", "stream": True}) as response:
+        assert next(response.iter_lines())
+    server.until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("vllm:prompt_tokens_by_source_total") == server.metric("vllm:prompt_tokens_total") == 5
 
 
 # -- behind proxies --------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from cairn.cache.placement import Placement
 from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
 from cairn.cache.tree import Node, Walk, path_pages, walk
+from cairn.keys import common_tokens
 from cairn.types import Keys
 
 __all__ = ["Acceptance", "Finder", "missed"]
 
-_BLOCK = 8192
 _MAX_COMPARED = 1 << 19
 """Most tokens of running requests that one lookup compares."""
 
@@ -195,20 +195,8 @@ def _being_computed(lease: Lease, least: int, running: Iterable[Lease]) -> int:
             break
         if other.num_tokens <= last or other.keys[last] != keys[last] or other.namespace != lease.namespace:
             continue
-        shared = _common_tokens(keys, other.keys, _MAX_COMPARED - compared)
+        shared = common_tokens(keys, other.keys, _MAX_COMPARED - compared)
         compared += shared + 1
         if shared >= least:
             longest = max(longest, shared)
     return longest
-
-
-def _common_tokens(ours: Keys, theirs: Keys, limit: int) -> int:
-    """How many tokens both begin with, at most `limit`."""
-    length = min(len(ours), len(theirs), limit)
-    for start in range(0, length, _BLOCK):
-        end = min(start + _BLOCK, length)
-        differs = ours[start:end] != theirs[start:end]
-        first = int(differs.argmax())
-        if differs[first]:
-            return start + first
-    return length

@@ -59,10 +59,12 @@ class CachePolicy:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """In prompt tokens (`queries`, `hits`, `lost`) and in requests (`reasons`) or checkpoints (`used`)."""
+    """In prompt tokens (`queries`, `hits`, `received` from other servers, `lost`) and in requests (`reasons`) or
+    checkpoints (`used`)."""
 
     queries: int = 0
     hits: int = 0
+    received: int = 0
     reasons: Counter[Reason] = field(default_factory=Counter)
     lost: Counter[Reason] = field(default_factory=Counter)
     used: Counter[Kind] = field(default_factory=Counter)
@@ -141,6 +143,7 @@ class PrefixCache:
         if not resumed:
             self.counters.queries += lease.num_prompt_tokens
             self.counters.hits += lease.hit - lease.received
+            self.counters.received += lease.received
             self.counters.reasons[lease.reason] += 1
             self.counters.lost.update(lease.lost)
             self.journal.admitted(lease)

@@ -19,7 +19,7 @@ __all__ = ["cache_report", "engine_stats", "timings", "with_images"]
 def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int, audits: int) -> EngineStats:
     """Counters since the start, and gauges of this moment."""
     cache, counters, transfers = books.cache, books.counters, books.transfers
-    held = cache.num_held_pages()
+    held, hits, received = cache.num_held_pages(), cache.counters.hits, cache.counters.received
     cache.residents.let_expired_go()
     return EngineStats(
         num_running=len(books.running),
@@ -31,8 +31,13 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         held_checkpoints=len(cache.residents.held),
         open_leases=len(cache.leases),
         prefix_cache_queries=cache.counters.queries,
-        prefix_cache_hits=cache.counters.hits,
+        prefix_cache_hits=hits,
         prompt_tokens=counters.prompt_tokens,
+        prompt_tokens_by_source={
+            "local_compute": counters.prompt_tokens - hits - received,
+            "local_cache_hit": hits,
+            "external_kv_transfer": received,
+        },
         computed_prompt_tokens=counters.computed_prompt_tokens,
         generation_tokens=counters.generation_tokens,
         num_preemptions=counters.preemptions,

@@ -67,6 +67,7 @@ class FakeCore:
         self._running: dict[tuple[str, int], FakeAnswer] = {}
         self._paths = FakePaths()
         self._counts: Counter[str] = Counter()
+        self._sources = Counter(local_compute=0, local_cache_hit=0, external_kv_transfer=0)
         self._reasons: Counter[str] = Counter()
         self._visits = FakeVisits(self._clock)
         self._step_sizes = StepSizes()
@@ -156,6 +157,7 @@ class FakeCore:
             held_pages=held,
             free_pages=num_pages - held,
             open_leases=len(self._running),
+            prompt_tokens_by_source=dict(self._sources),
             reasons=dict(self._reasons),
             lost_tokens=dict(self._visits.lost),
         )
@@ -214,8 +216,11 @@ class FakeCore:
             if answer.index:
                 continue
             self._paths.remember(answer.request.cache_salt, answer.request.prompt)
-            n = len(answer.keys)
-            self._counts.update(prompt_tokens=n, computed_prompt_tokens=answer.missing_tokens)
+            missing = answer.missing_tokens
+            self._counts.update(prompt_tokens=len(answer.keys), computed_prompt_tokens=missing)
+            self._sources["local_compute"] += missing
+            self._sources["local_cache_hit"] += answer.cached_tokens
+            self._sources["external_kv_transfer"] += answer.received_tokens
 
     def _advance(self, answer: FakeAnswer) -> GenerateOutput:
         if answer.num_tokens == 0:

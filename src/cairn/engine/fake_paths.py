@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cairn.keys import common_tokens
 from cairn.types import Keys
 
 __all__ = ["FakePaths"]
@@ -24,7 +25,7 @@ class FakePaths:
 
     def look_up(self, salt: str | None, keys: Keys) -> int:
         paths = [np.frombuffer(path, dtype="<i8") for path_salt, path in self._paths if path_salt == salt]
-        return max((_common_prefix(path, keys) for path in paths), default=0)
+        return max((common_tokens(path, keys) for path in paths), default=0)
 
     def remember(self, salt: str | None, prompt: bytes) -> None:
         self._paths[salt, prompt] = None
@@ -33,9 +34,3 @@ class FakePaths:
 
     def clear(self) -> None:
         self._paths.clear()
-
-
-def _common_prefix(a: Keys, b: Keys) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n

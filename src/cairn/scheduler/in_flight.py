@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from cairn.cache.lease import Lease
 from cairn.cache.prefix_cache import PrefixCache
+from cairn.keys import common_tokens
 from cairn.scheduler.draft import Draft
 from cairn.scheduler.request import Phase, Request
 from cairn.step import GRID
-from cairn.types import Keys
 
 __all__ = ["MAX_IDLE", "MAX_WAITS", "InFlight", "SharedCounters"]
 
@@ -40,8 +40,6 @@ MAX_UNALIGNED = 2
 
 MAX_COMPARED = 1 << 19
 """Most tokens that one plan compares."""
-
-_BLOCK = 8192
 
 
 @dataclass(slots=True)
@@ -192,7 +190,7 @@ class InFlight:
                 continue
             if self._compared >= MAX_COMPARED:
                 break
-            shared = _common(keys, theirs)
+            shared = common_tokens(keys, theirs)
             self._compared += shared + 1
             if shared >= least:
                 found.append((leader, shared))
@@ -248,15 +246,3 @@ class InFlight:
 
 def _in_prefill(request: Request) -> bool:
     return request.phase is Phase.RUNNING and request.num_computed < request.prefill_until
-
-
-def _common(ours: Keys, theirs: Keys) -> int:
-    """How many tokens both begin with."""
-    length = min(len(ours), len(theirs))
-    for start in range(0, length, _BLOCK):
-        end = min(start + _BLOCK, length)
-        differs = ours[start:end] != theirs[start:end]
-        first = int(differs.argmax())
-        if differs[first]:
-            return start + first
-    return length

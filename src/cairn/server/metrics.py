@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cairn.engine.contract import STEP_SIZES, CacheReport, EngineInfo, EngineStats, GenerateOutput, TransferReport
+from cairn.engine.contract import STEP_SIZES, EngineInfo, EngineStats, GenerateOutput, TransferReport
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics", "RequestMeter", "TransferMetrics"]
 
@@ -42,7 +42,7 @@ _DESCRIPTOR_BUCKETS = (
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of answered requests, cached ones included."),
+    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, cached ones included."),
     ("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
     ("cairn:forward_passes", "forward_passes", "Forward passes of the model."),
@@ -80,6 +80,12 @@ _SHARING_COUNTERS = (
 # Only where there is a request log.
 _LOG_COUNTERS = (("cairn:request_log_dropped", "request_log_dropped", "Requests that the request log has no line of."),)
 _COUNTERS_BY = (
+    (
+        "vllm:prompt_tokens_by_source",
+        "source",
+        "prompt_tokens_by_source",
+        "Prompt tokens of requests that were started, by where what they need came from.",
+    ),
     ("cairn:miss_requests", "reason", "reasons", "Requests by why their cached part was not longer."),
     ("cairn:lost_tokens", "reason", "lost_tokens", "Prompt tokens that were not cached, by why."),
     ("cairn:checkpoints_taken", "kind", "checkpoints_taken", "State checkpoints taken."),
@@ -125,6 +131,8 @@ class _EngineCollector(Collector):
         for name, label, field, text in _COUNTERS_BY:
             counter = CounterMetricFamily(name, text, labels=(*_LABELS, label))
             for key, value in sorted(getattr(stats, field).items()):
+                if key == "external_kv_transfer" and not joined:
+                    continue
                 counter.add_metric((*labels, key), value)
             yield counter
         for name, field, text in (*_GAUGES, *(_TRANSFER_GAUGES if joined else ()), *(_IMAGE_GAUGES if sees else ())):
@@ -201,25 +209,11 @@ class Metrics:
         self.finished = self._counters(
             "request_success", "Requests by how they ended.", "finished_reason", _FINISHED_REASONS
         )
-        self._by_source = self._counters(
-            "prompt_tokens_by_source",
-            "Prompt tokens of answered requests, by where what they need came from.",
-            "source",
-            ("local_compute", "local_cache_hit", *(("external_kv_transfer",) if joined else ())),
-        )
 
     def exposition(self, stats: EngineStats) -> bytes:
         """Everything in Prometheus' text format."""
         self._engine.stats = stats
         return generate_latest(self._registry)
-
-    def count_sources(self, report: CacheReport) -> None:
-        """Every token of the prompt is counted once, and never as more than one."""
-        received = report.received_tokens if "external_kv_transfer" in self._by_source else 0
-        self._by_source["local_compute"].inc(max(0, report.prompt_tokens - report.cached_tokens - received))
-        self._by_source["local_cache_hit"].inc(report.cached_tokens)
-        if received:
-            self._by_source["external_kv_transfer"].inc(received)
 
     def _counters(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
         """One counter for each value of a label."""
@@ -273,8 +267,6 @@ class RequestMeter:
         metrics.whole_request.observe(now - self._arrived)
         metrics.prompt_tokens.observe(self._prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
-        if output.cache is not None:
-            metrics.count_sources(output.cache)
         if output.timings is not None:
             metrics.queue_time.observe(output.timings.queue)
             metrics.prefill_time.observe(output.timings.prefill)

@@ -44,10 +44,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment.
 
     `held_pages`: pages that open leases refer to; `cached_pages`: pages that only the tree refers to;
-    `held_checkpoints`: those that clients hold. The prefix
-    cache counters are in prompt tokens. `reasons`: requests by miss reason. `lost_tokens`: prompt tokens not cached,
-    by the same reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was
-    recounted and found right.
+    `held_checkpoints`: those that clients hold. The prefix cache counters are in prompt tokens. `prompt_tokens`: those
+    of the requests that have been started, and by where what they need came from: `local_compute`, `local_cache_hit`,
+    `external_kv_transfer`. `reasons`: requests by miss reason. `lost_tokens`: prompt tokens not cached, by the same
+    reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was recounted and
+    found right.
 
     `step_sizes`: steps that computed tokens, by how many: each one is counted once, in the first of `STEP_SIZES` that
     it does not exceed, or behind them. `step_tokens`: all their tokens, of prompts and of answers.
@@ -74,6 +75,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0
+    prompt_tokens_by_source: dict[str, int] = {}
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0

@@ -1,0 +1,20 @@
+"""How two sequences of key tokens compare."""
+
+from cairn.types import Keys
+
+__all__ = ["common_tokens"]
+
+_BLOCK = 8192
+"""Key tokens that are compared in one go."""
+
+
+def common_tokens(ours: Keys, theirs: Keys, limit: int | None = None) -> int:
+    """How many tokens both begin with, at most `limit`. No block behind the first difference is read."""
+    length = min(len(ours), len(theirs)) if limit is None else min(len(ours), len(theirs), limit)
+    for start in range(0, length, _BLOCK):
+        end = min(start + _BLOCK, length)
+        differs = ours[start:end] != theirs[start:end]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+    return length
