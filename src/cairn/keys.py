@@ -1,6 +1,9 @@
 """How two sequences of key tokens compare."""
 
-from cairn.types import Keys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["common_tokens"]
 
@@ -8,7 +11,10 @@ _BLOCK = 8192
 """Key tokens that are compared in one go."""
 
 
-def common_tokens(ours: Keys, theirs: Keys, limit: int | None = None) -> int:
+Tokens = NDArray[np.signedinteger[Any]]
+
+
+def common_tokens(ours: Tokens, theirs: Tokens, limit: int | None = None) -> int:
     """How many tokens both begin with, at most `limit`. No block behind the first difference is read."""
     length = min(len(ours), len(theirs)) if limit is None else min(len(ours), len(theirs), limit)
     for start in range(0, length, _BLOCK):

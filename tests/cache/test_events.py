@@ -71,17 +71,17 @@ def anchors(sim: Simulation) -> list[tuple[Namespace, tuple[int, ...]]]:
     """From the tree alone: every path that some later prompt can resume at its end."""
     found, exact = [], sim.cache.policy.exact
     for namespace, root in sim.cache.residents.roots.items():
-        stack = [(child, ()) for child in root.children.values()]
+        stack = [(child, ()) for child in root.children]
         while stack:
             node, above = stack.pop()
-            path = above + tuple(np.frombuffer(node.raw, np.int64).tolist())
+            path = above + tuple(node.keys().tolist())
             if sim.cache.layout.state_bytes == 0:
                 hit = node.pages is not None and (node.decode_by is None or not exact)
             else:
                 hit = node.checkpoint is not None and (node.checkpoint.origin is not Origin.DECODE or not exact)
             if hit and namespace.cache_salt is None:
                 found.append((namespace, path))
-            stack += [(child, path) for child in node.children.values()]
+            stack += [(child, path) for child in node.children]
     return found
 
 

@@ -100,10 +100,10 @@ def test_time_at_risk_is_the_same_one_by_one_and_together(spans):
 
 def chain(length):
     """Nodes of one path, from the root on."""
-    nodes = [Node(None, b"", 0)]
+    nodes = [Node(None, b"", 0, 0)]
     for _ in range(length):
-        nodes.append(Node(nodes[-1], KEYS * 100, nodes[-1].end))
-        nodes[-2].children[len(nodes)] = nodes[-1]
+        nodes.append(Node(nodes[-1], KEYS * 100, nodes[-1].end, nodes[-1].end + 100))
+        nodes[-2].adopt(nodes[-1])
     return nodes[1:]
 
 
@@ -172,10 +172,11 @@ def test_a_branch_makes_another_class_and_never_fewer():
     book, (node,) = ReuseBook(8), chain(1)
     record = made(book, node)
     before = record.kind_of_use()
-    node.children[1] = Node(node, KEYS, node.end)
+    child = Node(node, KEYS, node.end, node.end + 1)
+    node.adopt(child)
     book.changed(record)
     assert record.kind_of_use() != before and record.branches == 1
-    node.children.clear()
+    node.disown(child)
     book.changed(record)
     assert record.branches == 1, "that it was gone on from stays true"
 

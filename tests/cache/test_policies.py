@@ -96,7 +96,7 @@ def test_unknown_policies_are_named():
 
 
 def checkpoint(kind=Kind.PROMPT_END):
-    return Checkpoint(Node(None, b"", 0), None, kind, Origin.GRID, "r")
+    return Checkpoint(Node(None, b"", 0, 0), None, kind, Origin.GRID, "r")
 
 
 def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0, chance=0.0):

@@ -3,8 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.cache.key_run import NARROW, WIDE
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.tree import KEY_BYTES, Node
+from cairn.cache.tree import Node
 from cairn.errors import AuditError
 
 __all__ = ["audit"]
@@ -90,9 +91,10 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
     where = f"node [{node.start}, {node.end})"
     assert node.parent is not None
     _check(node.start == node.parent.end, f"{where} does not start where its parent ends")
-    _check(node.end - node.start == len(node.raw) // KEY_BYTES > 0, f"{where} has {len(node.raw)} key bytes")
-    _check(node.parent.children.get(node.key()) is node, f"{where} is not listed under its first key")
-    resident = sum(child.pages is not None for child in node.children.values())
+    _check(node.num_tokens > 0, f"{where} has no tokens")
+    _check(len(node.raw) / node.num_tokens in (NARROW, WIDE), f"{where} has {len(node.raw)} key bytes")
+    _check(node.parent.child(node.key()) is node, f"{where} is not listed under its first key")
+    resident = sum(child.pages is not None for child in node.children)
     _check(resident == node.resident_children, f"{where} counts {node.resident_children} children, has {resident}")
     if node.pages is None:
         _check(resident == 0 and node.checkpoint is None and node.locks == 0, f"{where} is a ghost that holds things")

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cairn.cache.checkpoint import Origin
+from cairn.cache.key_run import Sought, common_prefix
 from cairn.cache.lease import Lease
 from cairn.cache.residents import Residents
-from cairn.cache.tree import KEY_BYTES, Node, common_prefix
+from cairn.cache.tree import Node
 from cairn.step import GRID
 
 __all__ = ["TreeWriter"]
@@ -49,19 +50,18 @@ class TreeWriter:
         else:
             node = runs.root(lease.namespace)
         position = base = node.end
-        raw = lease.keys[base:upto].tobytes()
+        new = Sought(lease.keys[base:upto])
         while position < upto:
             decoded = position >= lease.decode_from
             stop = upto if decoded else min(upto, lease.decode_from)
             maker = lease.request_id if decoded else None
-            offset = (position - base) * KEY_BYTES
-            child = node.children.get(int(lease.keys[position]))
+            child = node.child(int(new.tokens[position - base]))
             if child is None:
-                run = raw[offset : (stop - base) * KEY_BYTES]
-                node = runs.add(node, run, lease.span(position, stop), maker, lease.num_prompt_tokens)
+                run = new.run(position - base, stop - base)
+                node = runs.add(node, run, stop, lease.span(position, stop), maker, lease.num_prompt_tokens)
                 position = stop
                 continue
-            end = min(stop, position + common_prefix(child, raw, position - base, upto - base))
+            end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))
             if end < child.end:
                 child = runs.cut(child, end)
             # while somebody has locked a run, its pages are what that lease reads

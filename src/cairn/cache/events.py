@@ -18,8 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from cairn.cache.checkpoint import Origin
+from cairn.cache.key_run import WIDE
 from cairn.cache.lease import Namespace
-from cairn.cache.tree import KEY_BYTES, Node
+from cairn.cache.tree import Node
 
 __all__ = [
     "AllBlocksCleared",
@@ -233,13 +234,13 @@ class BlockEvents:
 
     def _announce(self, path: list[Node]) -> None:
         """Make the nodes of `path` live, each the parent of the next, and tell of their blocks."""
-        top, size = path[0], self._block_size * KEY_BYTES
+        top, size = path[0], self._block_size * WIDE
         before = self._chain_before(top)
         digest, unfinished = before, self._tokens_before(top)
         stored: list[bytes] = []
         digests: list[bytes] = []
         for node in path:
-            run = unfinished + node.raw
+            run = unfinished + node.keys().tobytes()
             count = len(run) // size
             own = self._chain(digest, run) if digest is not None else []
             self._live[node] = _Live(b"".join(own))
@@ -279,7 +280,7 @@ class BlockEvents:
 
     def _chain(self, digest: bytes, run: bytes) -> list[bytes]:
         """The digests, continued from `digest`, of the full blocks of `run` before its first token without a name."""
-        size = self._block_size * KEY_BYTES
+        size = self._block_size * WIDE
         chain: list[bytes] = []
         for at in range(0, len(run) // size * size, size):
             spelled = self._spelled(run[at : at + size])
@@ -318,13 +319,13 @@ class BlockEvents:
 
     def _tokens_before(self, node: Node) -> bytes:
         """The tokens of the unfinished block at `node.start`."""
-        need = node.start % self._block_size * KEY_BYTES
+        need = node.start % self._block_size
         parts: list[bytes] = []
         step = node.parent
         while need:
             assert step is not None
-            parts.append(step.raw[-need:])
-            need -= len(parts[-1])
+            parts.append(step.keys(-need).tobytes())
+            need -= min(need, step.num_tokens)
             step = step.parent
         return b"".join(reversed(parts))
 

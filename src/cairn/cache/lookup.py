@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from cairn.cache.checkpoint import Checkpoint, Origin
+from cairn.cache.key_run import Sought
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace, PageTable, Stretch
 from cairn.cache.placement import Placement
@@ -85,7 +86,7 @@ class Finder:
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = Acceptance(self.exact, request_id, num_prompt_tokens, resumed_from is not None)
-        found = walk(root, keys.data, may.run_end()) if root is not None else Walk()
+        found = walk(root, Sought(keys), may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
@@ -148,7 +149,7 @@ def missed(
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
     plain = Namespace(lease.namespace.adapter)
     root = roots.get(plain) if lease.namespace != plain and position < length else None
-    if root is not None and (elsewhere := walk(root, lease.keys[:length].data).seen) > position:
+    if root is not None and (elsewhere := walk(root, Sought(lease.keys[:length])).seen) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
     if position < length:

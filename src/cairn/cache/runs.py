@@ -21,7 +21,7 @@ __all__ = ["Runs"]
 class Runs:
     """The nodes of all namespaces, the references they hold on pages, and the ghosts among them.
 
-    `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 8 bytes. `observer` is told of what
+    `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 4 or 8 bytes. `observer` is told of what
     comes and goes. `reuse` has the records that stand at nodes. `barren`: the longest unused first.
     """
 
@@ -46,7 +46,7 @@ class Runs:
             node = stack.pop()
             if node.parent is not None:
                 yield node
-            stack.extend(node.children.values())
+            stack.extend(node.children)
 
     # -- what comes ----------------------------------------------------------------------------------------------
 
@@ -54,17 +54,19 @@ class Runs:
         """The root of a namespace, made if need be."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(None, b"", 0)
+            root = self.roots[namespace] = Node(None, b"", 0, 0)
             self._names[root] = namespace
             if self._observer is not None:
                 self._observer.root_added(root, namespace)
         return root
 
-    def add(self, parent: Node, raw: bytes, pages: tuple[Pages, ...], decode_by: str | None, prompt_end: int) -> Node:
-        """A new node below `parent` for the key tokens `raw`, referring to `pages` (per group)."""
-        node = Node(parent, raw, parent.end)
+    def add(
+        self, parent: Node, raw: bytes, end: int, pages: tuple[Pages, ...], decode_by: str | None, prompt_end: int
+    ) -> Node:
+        """A new node below `parent` for the key tokens `raw` up to token `end`, referring to `pages` (per group)."""
+        node = Node(parent, raw, parent.end, end)
         node.prompt_end = prompt_end
-        parent.children[node.key()] = node
+        parent.adopt(node)
         if parent.reuse is not None:
             self._reuse.changed(parent.reuse)
         self.fill(node, pages, decode_by)
@@ -166,7 +168,7 @@ class Runs:
     def _forget(self, ghost: Node) -> None:
         """Take a ghost and all ghosts below it out of the tree."""
         assert ghost.parent is not None
-        del ghost.parent.children[ghost.key()]
+        ghost.parent.disown(ghost)
         self._forget_root(ghost.parent)
         stack = [ghost]
         while stack:
@@ -175,7 +177,7 @@ class Runs:
                 self._reuse.forget(node.reuse)
             del self.ghosts[node]
             self.num_ghost_tokens -= node.num_tokens
-            stack.extend(node.children.values())
+            stack.extend(node.children)
 
     def _forget_root(self, node: Node) -> None:
         if node.parent is None and not node.children and node.locks == 0:

@@ -13,7 +13,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
-from cairn.cache.tree import KEY_BYTES, Node
+from cairn.cache.tree import Node
 
 __all__ = ["Columns", "Numbers", "Stone", "Survey", "last_tokens"]
 
@@ -77,7 +77,7 @@ class Survey:
         stack: list[tuple[Node, int, bool, int, int, int]] = []
         for namespace, root in cache.residents.roots.items():
             number = cache.journal.number(namespace)
-            stack.extend((child, -1, False, 0, 0, number) for child in root.children.values())
+            stack.extend((child, -1, False, 0, 0, number) for child in root.children)
         is_open: list[int] = []
         while stack:
             node, row, goes_on, above, start, number = stack.pop()
@@ -93,7 +93,7 @@ class Survey:
                 is_open.append(row)
             above = self._look_at(cache.layout, node, row, above, start)
             alone = len(node.children) == 1
-            stack.extend((child, row, alone, above, node.end, number) for child in node.children.values())
+            stack.extend((child, row, alone, above, node.end, number) for child in node.children)
             if self.nodes % _SLICE == 0:
                 yield
         for row in is_open:
@@ -166,9 +166,9 @@ class Survey:
 
 def last_tokens(node: Node) -> bytes:
     """The bytes of the last tokens of the path from the root to a node's end, as many as name a prefix."""
-    parts, missing, step = [], NAMED_TOKENS * KEY_BYTES, node
+    parts, missing, step = [], NAMED_TOKENS, node
     while missing > 0 and step.parent is not None:
-        parts.append(step.raw[-missing:])
-        missing -= len(parts[-1])
+        parts.append(step.keys(-missing).tobytes())
+        missing -= step.num_tokens
         step = step.parent
     return b"".join(reversed(parts))

@@ -11,24 +11,23 @@ A node whose pages are gone is a *ghost*: it still says what was once seen, and 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cairn.cache.checkpoint import Checkpoint
+from cairn.cache.key_run import Sought, common_prefix, widen
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
-from cairn.types import Pages
+from cairn.types import Keys, Pages
 
-__all__ = ["KEY_BYTES", "Node", "Walk", "common_prefix", "path_pages", "split", "walk"]
-
-KEY_BYTES = 8
+__all__ = ["Node", "Walk", "path_pages", "split", "walk"]
 
 
 class Node:
-    """One run of key tokens. `raw` is their bytes (int64), so that comparing a run is one memcmp.
+    """One run of key tokens. `raw` is their bytes, as `cairn.cache.key_run` has them.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
     `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone. `reuse` is
@@ -36,8 +35,8 @@ class Node:
     """
 
     __slots__ = (
+        "_below",
         "checkpoint",
-        "children",
         "decode_by",
         "end",
         "locks",
@@ -51,12 +50,13 @@ class Node:
         "start",
     )
 
-    def __init__(self, parent: "Node | None", raw: bytes, start: int) -> None:
+    def __init__(self, parent: "Node | None", raw: bytes, start: int, end: int) -> None:
         self.parent = parent
         self.raw = raw
         self.start = start
-        self.end = start + len(raw) // KEY_BYTES
-        self.children: dict[int, Node] = {}
+        self.end = end
+        # nearly all nodes have one child or none, and a dict takes more than all else of a node
+        self._below: Node | dict[int, Node] | None = None
         self.resident_children = 0
         self.pages: tuple[Pages, ...] | None = None
         self.checkpoint: Checkpoint | None = None
@@ -76,7 +76,47 @@ class Node:
 
     def key(self) -> int:
         """The first key token, under which the parent lists this node."""
-        return int.from_bytes(self.raw[:KEY_BYTES], sys.byteorder, signed=True)
+        return int.from_bytes(self.raw[: len(self.raw) // self.num_tokens], sys.byteorder, signed=True)
+
+    def keys(self, first: int = 0, end: int | None = None) -> Keys:
+        """Its key tokens [first, end), counted from its own start; as slices have it."""
+        return widen(self.raw, self.end - self.start, first, end)
+
+    @property
+    def children(self) -> "Collection[Node]":
+        """Those that go on from its end."""
+        below = self._below
+        if below is None:
+            return ()
+        return below.values() if isinstance(below, dict) else (below,)
+
+    def child(self, key: int) -> "Node | None":
+        """The one that begins with this key token."""
+        below = self._below
+        if isinstance(below, dict):
+            return below.get(key)
+        return below if below is not None and below.key() == key else None
+
+    def adopt(self, node: "Node") -> None:
+        """List `node`, in the place of the one that begins with the same key token."""
+        below, key = self._below, node.key()
+        if isinstance(below, dict):
+            below[key] = node
+        elif below is None or below.key() == key:
+            self._below = node
+        else:
+            self._below = {below.key(): below, key: node}
+
+    def disown(self, node: "Node") -> None:
+        """List `node` no more."""
+        below = self._below
+        if not isinstance(below, dict):
+            assert below is node
+            self._below = None
+            return
+        del below[node.key()]
+        if len(below) == 1:
+            (self._below,) = below.values()
 
 
 @dataclass(slots=True)
@@ -108,35 +148,31 @@ class Walk:
         return max(0, last.prompt_end - self.seen)
 
 
-def common_prefix(child: Node, raw: bytes | memoryview, position: int, length: int) -> int:
-    """How many of the node's tokens equal those of the `length` tokens of `raw` from token `position` on."""
-    count = min(child.num_tokens, length - position)
-    ours = np.frombuffer(raw, np.int64, count, position * KEY_BYTES)
-    differs = ours != np.frombuffer(child.raw, np.int64, count)
-    return int(differs.argmax()) if differs.any() else count
-
-
-def walk(root: Node, raw: bytes | memoryview, usable: Callable[[Node], int] | None = None) -> Walk:
-    """Follow the key tokens of `raw` (int64, contiguous) down from `root`. `usable(node)` says up to which position its
-    keys and values may be used; None: all of them."""
-    octets = memoryview(raw).cast("B")
-    tokens, length = octets.cast("q"), len(octets) // KEY_BYTES
+def walk(root: Node, sought: Sought, usable: Callable[[Node], int] | None = None) -> Walk:
+    """Follow `sought` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
+    all of them."""
+    octets, width, length = sought.octets, sought.width, len(sought)
     path: list[Node] = []
     beyond: list[Node] = []
     node, position, matched = root, 0, 0
     while position < length:
-        child = node.children.get(tokens[position])
+        below = node._below
+        child = below.get(int(sought.tokens[position])) if isinstance(below, dict) else below
         if child is None:
             break
         end = child.end
         # nearly every node is matched whole, and these lines are most of what a lookup costs
-        whole = end <= length and child.raw.startswith(octets[position * KEY_BYTES : end * KEY_BYTES])
+        piece = octets[position * width : end * width]
+        whole = end <= length and len(piece) == len(child.raw) and child.raw.startswith(piece)
         if whole and usable is None and matched == position and child.pages is not None:
             path.append(child)
             node, position, matched = child, end, end
             continue
         if not whole:
-            end = position + common_prefix(child, raw, position, length)
+            end = position + common_prefix(child.raw, child.end - position, sought, position)
+            whole = end == child.end
+            if end == position:
+                break
         if matched == position and child.pages is not None:
             readable = end if usable is None else min(end, usable(child))
             if readable > position:
@@ -173,10 +209,10 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
         after    parent -- [start .. at) -- [at .. end)
     """
     assert node.parent is not None and node.start < at < node.end
-    cut = (at - node.start) * KEY_BYTES
-    upper = Node(node.parent, node.raw[:cut], node.start)
+    cut = (at - node.start) * (len(node.raw) // node.num_tokens)
+    upper = Node(node.parent, node.raw[:cut], node.start, at)
     upper.locks, upper.decode_by, upper.prompt_end = node.locks, node.decode_by, node.prompt_end
-    node.parent.children[upper.key()] = upper
+    node.parent.adopt(upper)
     shared: list[Pages] = []
     if node.pages is not None:
         above, below = [], []
@@ -191,5 +227,5 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
         upper.pages, node.pages = tuple(above), tuple(below)
         upper.resident_children = 1
     node.raw, node.start, node.parent = node.raw[cut:], at, upper
-    upper.children[node.key()] = node
+    upper.adopt(node)
     return upper, shared

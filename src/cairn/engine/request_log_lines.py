@@ -23,10 +23,11 @@ from hashlib import blake2b
 
 import numpy as np
 
+from cairn.cache.key_run import WIDE, Sought
 from cairn.cache.lease import Namespace
-from cairn.cache.tree import KEY_BYTES, Node, split, walk
+from cairn.cache.tree import Node, split, walk
 from cairn.engine.request_log import Entry, reported
-from cairn.types import Boundary
+from cairn.types import Boundary, Keys
 
 __all__ = ["LogLines", "Shares"]
 
@@ -44,24 +45,23 @@ class Shares:
         self._roots: dict[int, Node] = {}
         self._owners: OrderedDict[Node, int] = OrderedDict()
 
-    def add(self, namespace: int, raw: bytes, owner: int) -> tuple[int, int]:
+    def add(self, namespace: int, keys: Keys, owner: int) -> tuple[int, int]:
         """(owner of an earlier sequence, the number of tokens that it shares with this one); (owner, 0) for none.
 
-        `raw`: the sequence's key tokens, int64. O(length).
+        `keys`: the sequence's key tokens. O(length).
         """
-        root = self._roots.setdefault(namespace, Node(None, b"", 0))
-        found = walk(root, raw)
+        root, sought = self._roots.setdefault(namespace, Node(None, b"", 0, 0)), Sought(keys)
+        found = walk(root, sought)
         shared, nodes = found.seen, list(found.beyond)
         other = self._owners[nodes[-1]] if nodes else owner
         if nodes and shared < nodes[-1].end:
             upper = split(nodes[-1], shared, ())[0]
             self._owners[upper] = other
             nodes[-1] = upper
-        rest = raw[shared * KEY_BYTES :]
-        if rest:
+        if shared < len(keys):
             parent = nodes[-1] if nodes else root
-            child = Node(parent, rest, shared)
-            parent.children[child.key()] = child
+            child = Node(parent, sought.run(shared, len(keys)), shared, len(keys))
+            parent.adopt(child)
             self._owners[child] = owner
             self.num_tokens += child.num_tokens
             nodes.append(child)
@@ -74,14 +74,14 @@ class Shares:
         while self.num_tokens > self._limit:
             oldest, _ = self._owners.popitem(last=False)
             assert oldest.parent is not None and not oldest.children
-            del oldest.parent.children[oldest.key()]
+            oldest.parent.disown(oldest)
             self.num_tokens -= oldest.num_tokens
             self._roots = {name: root for name, root in self._roots.items() if root.children}
 
 
 class LogLines:
     """The lines of one file. `header`: what the first one says; `unit`: tokens of a hash; `key`: 16 to 64 random bytes;
-    `shared_tokens`: how many tokens are remembered for `shares`, 8 bytes each."""
+    `shared_tokens`: how many tokens are remembered for `shares`, 4 bytes each, or 8."""
 
     def __init__(self, header: Mapping[str, object], unit: int, key: bytes, shared_tokens: int) -> None:
         self._header = header
@@ -98,7 +98,7 @@ class LogLines:
         keys = np.concatenate([entry.prompt, np.array(entry.output, np.int64)])
         raw = np.ascontiguousarray(keys, "<i8").tobytes()
         namespace = 0 if entry.namespace == Namespace() else self._hash(_named(entry.namespace))
-        other, shared = self._shares.add(namespace, raw, entry.number)
+        other, shared = self._shares.add(namespace, keys, entry.number)
         told: dict[str, object] = {
             "n": entry.number,
             "id": entry.request_id,
@@ -125,7 +125,7 @@ class LogLines:
         self._shares = Shares(self._shared_tokens)
 
     def _hashes(self, namespace: Namespace, raw: bytes, first: int) -> list[int]:
-        size = self._unit * KEY_BYTES
+        size = self._unit * WIDE
         state = blake2b(_named(namespace), digest_size=HASH_BYTES, key=self._key)
         state.update(raw[: first * size])
         hashes = []

@@ -153,7 +153,7 @@ class Ledger:
     def _bare(self, node: Node, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """What of `spans` neither the node's checkpoint nor a child needs its tokens for."""
         # a beginning that many share is mostly held by one of the first
-        for cover in chain((self._states.get(node),), map(self._runs.get, node.children.values())):
+        for cover in chain((self._states.get(node),), map(self._runs.get, node.children)):
             if cover is not None:
                 spans = [gap for start, end in spans for gap in cover.gaps(start, end)]
             if not spans:

@@ -47,8 +47,8 @@ def tree_memory(cache: PrefixCache) -> TreeMemory:
         nodes += 1
         ghosts += not node.resident
         page_runs += -(-node.num_tokens // block)
-        key_bytes += 8 * node.num_tokens
-        stack.extend(node.children.values())
+        key_bytes += len(node.raw)
+        stack.extend(node.children)
     return TreeMemory(_reachable_bytes(cache), key_bytes, nodes, ghosts, page_runs)
 
 

@@ -1,0 +1,60 @@
+"""How a tree keeps key tokens, and how they are compared: four bytes each where that is enough, else eight.
+
+Vocabulary ids and the numbers of images fit into four. A run has one width for all its tokens, so that comparing a run
+with a prompt of the same width is one memcmp.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.keys import common_tokens
+from cairn.types import Keys
+
+__all__ = ["NARROW", "WIDE", "Sought", "common_prefix", "narrow", "widen"]
+
+NARROW, WIDE = 4, 8
+_NARROW_TOKENS = np.iinfo(np.int32)
+
+
+def narrow(keys: Keys) -> NDArray[np.int32] | NDArray[np.int64]:
+    """`keys` in as few bytes as hold them, contiguous: int32 or int64. O(n)."""
+    fits = True
+    if len(keys):
+        # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
+        bits = int(np.bitwise_or.reduce(keys))
+        fits = 0 <= bits <= _NARROW_TOKENS.max or (
+            bits < 0 and int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
+        )
+    return keys.astype(np.int32) if fits else np.ascontiguousarray(keys)
+
+
+def widen(raw: bytes, num_tokens: int, first: int = 0, end: int | None = None) -> Keys:
+    """Tokens [first, end) of the run of `num_tokens` tokens that `raw` holds, shape [n]."""
+    return _tokens(raw, num_tokens)[first:end].astype(np.int64)
+
+
+class Sought:
+    """Key tokens that are looked up or added: `octets` has them as `narrow` does, `width` bytes each."""
+
+    __slots__ = ("octets", "tokens", "width")
+
+    def __init__(self, keys: Keys) -> None:
+        self.tokens = narrow(keys)
+        self.octets = self.tokens.data.cast("B")
+        self.width = self.tokens.itemsize
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def run(self, start: int, end: int) -> bytes:
+        """Tokens [start, end) as a node keeps them."""
+        return self.octets[start * self.width : end * self.width].tobytes()
+
+
+def common_prefix(raw: bytes, num_tokens: int, sought: Sought, position: int) -> int:
+    """How many tokens of the run in `raw` equal those of `sought` from `position` on."""
+    return common_tokens(_tokens(raw, num_tokens), sought.tokens[position:])
+
+
+def _tokens(raw: bytes, num_tokens: int) -> NDArray[np.int32] | NDArray[np.int64]:
+    return np.frombuffer(raw, np.int32) if len(raw) == num_tokens * NARROW else np.frombuffer(raw, np.int64)

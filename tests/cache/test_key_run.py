@@ -1,0 +1,95 @@
+"""Keys of four bytes and of eight: runs of both widths in one tree, and what is told apart."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cairn.cache.key_run import NARROW, WIDE, Sought, common_prefix, narrow
+from cairn.cache.layout import AttentionGroup
+from cairn.cache.tree import Node, split, walk
+
+EDGES = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
+"""Some of these have the lower four bytes of others."""
+
+sequences = st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 2)), min_size=1, max_size=12)
+
+
+def keys(tokens):
+    return np.array(tokens, np.int64)
+
+
+@pytest.mark.parametrize("token", EDGES)
+def test_a_run_is_narrow_where_all_of_it_fits(token):
+    fits = -(2**31) <= token < 2**31
+    made = narrow(keys([5, token, 7]))
+    assert made.itemsize == (NARROW if fits else WIDE) and made.tolist() == [5, token, 7]
+
+
+def test_a_run_of_nothing():
+    assert narrow(keys([])).tolist() == [] and len(Sought(keys([]))) == 0
+
+
+def test_every_other_key_of_an_array():
+    assert narrow(keys([1, 2**40, 2, 2**40])[::2]).tolist() == [1, 2]
+    assert narrow(keys([1, 2, 2**40, 4])[::2]).tolist() == [1, 2**40]
+
+
+def common(ours, theirs):
+    """How many numbers both begin with."""
+    pairs = list(zip(ours, theirs, strict=False))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+
+@given(sequences, sequences, st.integers(0, 3))
+def test_the_common_prefix_is_that_of_the_numbers(ours, theirs, position):
+    sought = Sought(keys(ours))
+    raw = narrow(keys(theirs)).tobytes()
+    assert common_prefix(raw, len(theirs), sought, position) == common(ours[position:], theirs)
+
+
+class Tree:
+    """All sequences, each of which is cut where another one leaves it, with their pages."""
+
+    def __init__(self):
+        self.root = Node(None, b"", 0, 0)
+
+    def add(self, tokens):
+        sought = Sought(keys(tokens))
+        found = walk(self.root, sought)
+        node = found.path[-1] if found.path else self.root
+        if found.seen < node.end:
+            node, _ = split(node, found.seen, (AttentionGroup("full", 1),))
+        if found.seen < len(tokens):
+            child = Node(node, sought.run(found.seen, len(tokens)), found.seen, len(tokens))
+            child.pages = (np.arange(found.seen, len(tokens), dtype=np.int32),)
+            node.adopt(child)
+
+    def nodes(self):
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            stack += node.children
+            if node is not self.root:
+                yield node
+
+
+@given(st.lists(sequences, min_size=1, max_size=12), st.randoms())
+def test_a_tree_of_both_widths_finds_what_a_list_finds(added, random):
+    tree = Tree()
+    for tokens in added:
+        tree.add(tokens)
+    for tokens in [*added, [random.choice(EDGES) for _ in range(5)]]:
+        longest = max(common(tokens, other) for other in added)
+        found = walk(tree.root, Sought(keys(tokens)))
+        assert found.seen == found.matched == longest
+        assert [token for node in found.path for token in node.keys().tolist()][:longest] == tokens[:longest]
+    for node in tree.nodes():
+        assert node.parent.child(node.key()) is node and node.key() == int(node.keys()[0])
+        assert node.keys(-1).tolist() == node.keys().tolist()[-1:]
+    assert tree.root.child(77) is None
+    # leaves first, until nothing is left
+    while leaves := [node for node in tree.nodes() if not node.children]:
+        leaf = random.choice(leaves)
+        leaf.parent.disown(leaf)
+    assert len(tree.root.children) == 0
