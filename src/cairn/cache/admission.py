@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cairn.cache.checkpoint import Kind
+from cairn.cache.eviction import CheckpointFacts
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, PendingFile
 from cairn.cache.pages import PagePool
@@ -42,7 +43,7 @@ class Admission:
             return None
         size = self.layout.pages_per_checkpoint
         if wanted.kind.is_bet and not wanted.hold_seconds:
-            if not self.residents.runs.drop_barren(size) and not self._worth(lease, wanted):
+            if not self._costs_nothing(lease, wanted) and not self.residents.ranking.worth(self._facts(lease, wanted)):
                 lease.refused[wanted.position] = wanted.kind
                 return None
         if wanted.kind.on_probation:
@@ -76,8 +77,20 @@ class Admission:
         """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
         return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
 
-    def _worth(self, lease: Lease, wanted: Wanted) -> bool:
-        """Whether what has to go for a checkpoint is not worth far more than it."""
+    def _costs_nothing(self, lease: Lease, wanted: Wanted) -> bool:
+        """Whether there is room for a checkpoint without dropping another one: also for the one at the prompt's end, if
+        that is to come and would be worth more. What has been given to this one cannot be had back by then."""
+        runs, size = self.residents.runs, self.layout.pages_per_checkpoint
+        if not runs.drop_barren(size):
+            return False
+        end = lease.num_prompt_tokens
+        if wanted.position >= end or end in lease.files or runs.drop_barren(2 * size):
+            return True
+        place, at_end = self.residents.queue.place, Wanted(end, Kind.PROMPT_END)
+        return place(self._facts(lease, wanted)) >= place(self._facts(lease, at_end))
+
+    def _facts(self, lease: Lease, wanted: Wanted) -> CheckpointFacts:
+        """What eviction may know of a checkpoint that is to be made."""
         position = wanted.position
         above = max((kept for kept in lease.kept if kept < position), default=min(lease.hit, position))
         pages = self.layout.pages_per_checkpoint
@@ -87,4 +100,4 @@ class Admission:
         known = lease.known if lease.known is not None and lease.known.position == position else None
         ways = (lease.ways + 1,) if wanted.kind is Kind.JUNCTION else FIRST_WAYS.get(wanted.kind, (1,))
         chance = self.residents.reuse.first_chance(wanted.kind, ways, lease.lineage, known)
-        return self.residents.ranking.worth(wanted.kind, position - above, pages, chance)
+        return self.residents.ranking.foreseen(wanted.kind, position - above, pages, chance)

@@ -78,7 +78,7 @@ class EvictionQueue:
         self._version += 1
         checkpoint.version = self._version
         self._live[self._version] = checkpoint
-        heapq.heappush(self._heap, (*self._place(facts), self._version, checkpoint))
+        heapq.heappush(self._heap, (*self.place(facts), self._version, checkpoint))
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
@@ -100,9 +100,10 @@ class EvictionQueue:
         """Whether a checkpoint that is not in, or no more, of which this is known would be the next to go."""
         while self._heap and self._heap[0][2] not in self._live:
             heapq.heappop(self._heap)
-        return not self._heap or self._place(facts) <= self._heap[0][:2]
+        return not self._heap or self.place(facts) <= self._heap[0][:2]
 
-    def _place(self, facts: CheckpointFacts) -> tuple[int, float]:
+    def place(self, facts: CheckpointFacts) -> tuple[int, float]:
+        """Where a checkpoint of which this is known stands: the least goes first."""
         earned = not facts.kind.on_probation or facts.hits > 0
         return 2 if facts.held else int(earned), self._policy.priority(facts)
 

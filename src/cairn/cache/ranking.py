@@ -136,20 +136,22 @@ class Ranking:
             chance=self.reuse.chance(node.reuse) if node.reuse is not None else 0.0,
         )
 
-    def worth(self, kind: Kind, saves: int, pages: int, chance: float) -> bool:
-        """Whether a checkpoint that is to be made would not be worth far less than what goes next. `saves`: tokens over
-        the next shallower one; `pages`: those of its file and those that only it makes useful."""
-        if not len(self.queue):
-            return True
-        facts = CheckpointFacts(
+    def foreseen(self, kind: Kind, saves: int, pages: int, chance: float) -> CheckpointFacts:
+        """The facts of a checkpoint that is to be made. `saves`: tokens over the next shallower one; `pages`: those of
+        its file and those that only it makes useful."""
+        return CheckpointFacts(
             kind=kind,
             saved_tokens=saves,
             freed_bytes=pages * self._layout.page_bytes,
             hits=0,
             last_used=self._tick + 1,
-            chance=chance if kind is Kind.OFFSET else DOUBT * chance,
+            chance=chance,
         )
-        return not self.queue.goes_before_all(facts)
+
+    def worth(self, facts: CheckpointFacts) -> bool:
+        """Whether a checkpoint that is to be made would not be worth far less than what goes next."""
+        doubted = facts if facts.kind is Kind.OFFSET else facts._replace(chance=DOUBT * facts.chance)
+        return not len(self.queue) or not self.queue.goes_before_all(doubted)
 
     def rank_aged(self) -> None:
         """Rank anew those whose chance is another by now because they have grown older."""
