@@ -52,7 +52,7 @@ def test_a_little_that_can_never_be_hit_does_not_open_the_door():
 
 
 @pytest.mark.parametrize(
-    ("offset", "end", "barren", "taken"),
+    ("junction", "end", "barren", "taken"),
     [
         # room for one file: whoever earns more gets it
         (0.0, 0.1, 8, False),
@@ -61,12 +61,12 @@ def test_a_little_that_can_never_be_hit_does_not_open_the_door():
         (0.0, 0.1, 16, True),
     ],
 )
-def test_a_bet_leaves_the_room_that_the_prompts_end_will_need_if_that_is_worth_more(offset, end, barren, taken):
+def test_a_bet_leaves_the_room_that_the_prompts_end_will_need_if_that_is_worth_more(junction, end, barren, taken):
     sim = full(chance=0.0, barren=barren)
-    chances = {Kind.OFFSET: offset, Kind.PROMPT_END: end}
+    chances = {Kind.JUNCTION: junction, Kind.PROMPT_END: end}
     sim.cache.residents.reuse.first_chance = lambda kind, ways, lineage, before: chances[kind]
     lease = sim.requests[0].lease
-    assert (sim.cache.want(lease, Wanted(32, Kind.OFFSET)) is not None) is taken
+    assert (sim.cache.want(lease, Wanted(32, Kind.JUNCTION)) is not None) is taken
     assert (sim.cache.want(lease, Wanted(64, Kind.PROMPT_END)) is not None) is (barren == 16 or not taken)
     assert len(sim.cache.residents.queue) == 1, "nothing that is of use has gone for them"
 
@@ -74,7 +74,14 @@ def test_a_bet_leaves_the_room_that_the_prompts_end_will_need_if_that_is_worth_m
 def test_a_bet_leaves_no_room_for_a_prompts_end_that_has_its_file():
     sim = full(chance=0.0, barren=16)
     assert ask(sim, Kind.PROMPT_END)
-    assert sim.cache.want(sim.requests[0].lease, Wanted(32, Kind.OFFSET)) is not None
+    assert sim.cache.want(sim.requests[0].lease, Wanted(32, Kind.JUNCTION)) is not None
+
+
+def test_what_statistics_alone_have_named_is_weighed_where_no_page_is_free():
+    sim = full(chance=0.0, barren=16)
+    assert not ask(sim, Kind.OFFSET) and sim.cache.residents.runs.barren
+    assert sim.cache.make_room(2)
+    assert ask(sim, Kind.OFFSET)
 
 
 def test_a_refused_bet_is_remembered_where_it_would_have_been():

@@ -79,8 +79,11 @@ class Admission:
 
     def _costs_nothing(self, lease: Lease, wanted: Wanted) -> bool:
         """Whether there is room for a checkpoint without dropping another one: also for the one at the prompt's end, if
-        that is to come and would be worth more. What has been given to this one cannot be had back by then."""
+        that is to come and would be worth more. What has been given to this one cannot be had back by then. A place
+        that statistics alone have named finds room where pages are free, not where they can be made free."""
         runs, size = self.residents.runs, self.layout.pages_per_checkpoint
+        if wanted.kind is Kind.OFFSET and self.pool.num_free < size:
+            return False
         if not runs.drop_barren(size):
             return False
         end = lease.num_prompt_tokens
