@@ -1,13 +1,14 @@
 """cairn's float32 logits against transformers' in float64, by every way a token can be computed.
 
-The bar: cairn's largest error is at most twice transformers' own float32 error plus 1e-6, both in units of the
-logits' standard deviation.
+The bar: cairn's error is at most twice transformers' own float32 error plus 1e-6, both in units of the logits'
+standard deviation.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cairn.step import Keep, Restore, Sample, SampleOnly
@@ -20,29 +21,36 @@ LENGTH = 150
 
 @dataclass(frozen=True)
 class Truth:
-    """float64 logits of every position of one prompt, [n, vocab], and the error that cairn may have."""
+    """float64 logits of every position of one prompt, [n, vocab], and the error that cairn may have at each, [n]."""
 
     tokens: list[int]
     logits: Tensor
-    bar: float
+    bar: Tensor
 
     @classmethod
     def of(cls, tokens: list[int], narrow: Tensor, wide: Tensor) -> "Truth":
-        """`narrow`, `wide`: transformers' own logits in float32 and in float64."""
-        return cls(tokens, wide, 2 * error_of(narrow, wide, wide) + 1e-6)
+        """`narrow`, `wide`: transformers' own logits in float32 and in float64. The bar of every position is that of
+        the worst one."""
+        return cls(tokens, wide, (2 * errors(narrow, wide, wide).amax() + 1e-6).expand(len(tokens)))
+
+    @classmethod
+    def of_several(cls, tokens: list[int], narrow: list[Tensor], wide: Tensor) -> "Truth":
+        """`narrow`: transformers' own logits in float32, of several models that differ in nothing but what is rounded.
+        Each position has the bar of its own worst error."""
+        return cls(tokens, wide, 2 * errors(torch.stack(narrow), wide, wide).amax(0) + 1e-6)
 
     def check(self, logits: Tensor, position: int) -> None:
         """`logits`: of the token at `position` - 1."""
-        error = self.error(logits, position)
-        assert error <= self.bar, f"position {position}: error {error:.2e}, bar {self.bar:.2e}"
+        error, bar = self.error(logits, position), self.bar[position - 1].item()
+        assert error <= bar, f"position {position}: error {error:.2e}, bar {bar:.2e}"
 
     def error(self, logits: Tensor, position: int) -> float:
-        return error_of(logits, self.logits[position - 1], self.logits)
+        return float(errors(logits, self.logits[position - 1], self.logits).item())
 
 
-def error_of(found: Tensor, wanted: Tensor, spread: Tensor) -> float:
-    """The largest difference, in standard deviations of `spread`."""
-    return float(((found.double() - wanted).abs().max() / spread.std()).item())
+def errors(found: Tensor, wanted: Tensor, spread: Tensor) -> Tensor:
+    """[..., vocab] -> the largest differences, in standard deviations of `spread`."""
+    return (found.double() - wanted).abs().amax(-1) / spread.std()
 
 
 def full_hits(driver: Driver, truth: Truth, files: Mapping[int, Pages]) -> None:

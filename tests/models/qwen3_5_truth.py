@@ -15,6 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from cairn.models.qwen3_5_config import Qwen35Config, tensors
 from cairn.models.registry import FAMILIES
+from models.logits_bar import Truth
 from models.wide_float import wide_float
 
 CLASSES: dict[str, tuple[str, str, ModuleType]] = {
@@ -141,3 +142,36 @@ def qwen_logits(
         logits: Tensor = model(**arguments).logits[0]
     assert logits.dtype == (torch.float64 if wide else torch.float32)
     return logits
+
+
+def qwen_truth(
+    raw: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    tokens: list[int],
+    content: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Truth:
+    """See `qwen_logits`. transformers' float32 error is that of the model with its hidden channels in several orders.
+
+    Where a head of the gated delta net gives almost nothing, the norm behind it magnifies whatever float32 has rounded
+    before, in any layer and by any form of the rule. How large that is, one computation does not tell: at one such
+    position transformers' own error is anything from 8e-6 to 3e-5, depending on how many tokens it takes in one go
+    before it steps. The order of channels changes nothing but what is rounded.
+    """
+    wide = qwen_logits(published_qwen(raw, weights), tokens, True, content)
+    narrow = []
+    for seed in range(16):
+        order = torch.randperm(raw.get("text_config", raw)["hidden_size"], generator=torch.manual_seed(seed))
+        moved = content and (*content[:2], content[2][:, order])
+        narrow.append(qwen_logits(published_qwen(raw, _reordered(weights, order)), tokens, False, moved))
+    return Truth.of_several(tokens, narrow, wide)
+
+
+def _reordered(weights: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+    """The same model with its hidden channels in another order. Matrices that lead back to them have them in front."""
+    found = {}
+    for name, weight in weights.items():
+        if weight.shape[-1] == len(order):
+            found[name] = weight[..., order]
+        else:
+            found[name] = weight[order] if len(weight) == len(order) else weight
+    return found

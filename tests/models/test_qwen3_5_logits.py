@@ -1,6 +1,8 @@
 """Qwen3.5's logits against transformers' in float64, by every way a token can be computed: see `logits_bar`."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn.kernels import cpu
+from cairn.models.qwen3_5_config import Qwen35Config
 from cairn.step import Image
 from models.logits_bar import (
     LENGTH,
@@ -18,7 +22,7 @@ from models.logits_bar import (
     steps,
     whole_in_chunks_and_token_by_token,
 )
-from models.qwen3_5_truth import parse_qwen, published_qwen, qwen_logits, qwen_weights, raw_qwen
+from models.qwen3_5_truth import parse_qwen, published_qwen, qwen_logits, qwen_truth, qwen_weights, raw_qwen
 from runner.harness import Driver, build_tiny, prompt, ranks
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,13 +45,17 @@ def cases(short: int) -> list[Any]:
     ]
 
 
-def truth(name: str, seed: int, exact: bool = False, size: int = 1, **driver: Any) -> tuple[Driver, Truth]:
+@cache
+def model(name: str, seed: int) -> tuple[Qwen35Config, dict[str, Tensor], Truth]:
     model_type, changes = MODELS[name]
     raw = raw_qwen(model_type, **changes)
     config = parse_qwen(raw)
-    weights, tokens = qwen_weights(config, seed), prompt(LENGTH, seed)
-    theirs = published_qwen(raw, weights)
-    found = Truth.of(tokens, *(qwen_logits(theirs, tokens, wide=wide) for wide in (False, True)))
+    weights = qwen_weights(config, seed)
+    return config, weights, qwen_truth(raw, weights, prompt(LENGTH, seed))
+
+
+def truth(name: str, seed: int, exact: bool = False, size: int = 1, **driver: Any) -> tuple[Driver, Truth]:
+    config, weights, found = model(name, seed)
     if size > 1:
         return ranks(config, weights, size, exact, **driver), found
     return Driver(config, build_tiny(config, weights, exact), exact, **driver), found
@@ -57,6 +65,26 @@ def truth(name: str, seed: int, exact: bool = False, size: int = 1, **driver: An
 def test_prefill_and_decode(name: str, seed: int) -> None:
     driver, t = truth(name, seed, exact=seed % 2 == 1, num_pages=2048)
     whole_in_chunks_and_token_by_token(driver, t, (1, 2, 3, 37, 63, 64, 65, 100, 128, 129), stepped_from=90)
+
+
+def scaled_beta(log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    return log_decay, beta * 1.0001
+
+
+def stronger_decay(log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    return log_decay - 1e-4, beta
+
+
+@pytest.mark.parametrize("wrong", [scaled_beta, stronger_decay])
+@pytest.mark.parametrize("kernel", ["gdn_prefill", "gdn_update"])
+def test_the_bar_stops_what_is_no_rounding(
+    kernel: str, wrong: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(cpu, kernel)
+    monkeypatch.setattr(cpu, kernel, lambda v, qk, gates, *rest: right(v, qk, wrong(*gates), *rest))
+    driver, t = truth("dense", 0)
+    with pytest.raises(AssertionError, match="bar"):
+        whole_in_chunks_and_token_by_token(driver, t, (), stepped_from=90)
 
 
 @pytest.mark.parametrize(("name", "seed"), cases(1))
@@ -109,8 +137,7 @@ def test_images_stand_in_three_dimensions() -> None:
     for place in places.tolist():
         tokens[place] = -1 - place
     content = (torch.from_numpy(positions), places, torch.cat(list(vectors.values())))
-    theirs = published_qwen(raw, weights)
-    t = Truth.of(tokens, *(qwen_logits(theirs, tokens, wide, content) for wide in (False, True)))
+    t = qwen_truth(raw, weights, tokens, content)
     driver = Driver(config, build_tiny(config, weights, exact=False), exact=False, vision=GivenVectors(vectors))
     # Before, inside, between and after images, and token by token.
     for cuts in ([LENGTH], [20, LENGTH], [27, 64, LENGTH], [40, 70, 140, LENGTH], [35, 76, *range(77, 90)]):
@@ -120,7 +147,7 @@ def test_images_stand_in_three_dimensions() -> None:
             (logits,) = driver.run(replace(row, images=images))
             t.check(logits, end)
             begin = end
-    text = qwen_logits(theirs, [max(token, 0) for token in tokens], wide=True)
+    text = qwen_logits(published_qwen(raw, weights), [max(token, 0) for token in tokens], wide=True)
     assert t.error(text[-1], LENGTH) > 0.1
 
 
