@@ -97,6 +97,17 @@ def test_a_refused_bet_is_remembered_where_it_would_have_been():
     sim.check()
 
 
+def test_a_bet_on_what_is_committed_already_is_remembered_without_another_commit():
+    # as at an answer's end: if it is refused, the request ends
+    sim = full(chance=0.0)
+    lease = sim.requests[0].lease
+    sim.cache.commit(lease, 64)
+    assert not ask(sim, Kind.ANSWER_END)
+    assert not lease.refused and lease.node.checkpoint is None
+    assert lease.node.reuse is not None and lease.node.reuse.kind is Kind.ANSWER_END
+    sim.check()
+
+
 @pytest.mark.parametrize(
     ("kind", "share", "taken"),
     [

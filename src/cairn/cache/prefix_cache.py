@@ -220,7 +220,10 @@ class PrefixCache:
         room for it, or it has one. Those on probation take free pages only, and only while a quarter of the
         pool is free; a bet that is worth far less than what would go for it is refused, and only
         remembered."""
-        return self._admission.want(lease, wanted)
+        pages = self._admission.want(lease, wanted)
+        if wanted.position in lease.refused and wanted.position <= lease.committed:
+            self._writer.commit(lease, lease.committed, ())  # no other commit may follow that would remember it
+        return pages
 
     def want_always(self, lease: Lease, position: int) -> Pages | None:
         """A file for the state at `position` that another server is going to read: whatever the policy says, also with
