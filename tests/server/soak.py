@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,8 @@ FLAGS = (
 ANSWER_SECONDS = 90.0
 START_SECONDS = 120.0
 REST_SECONDS = 60.0
+LONGEST_SECONDS = 90.0
+"""What a slow machine may take for `enough`."""
 _VOCABULARY = range(20, 4000)
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _TOOL = {
@@ -94,25 +96,30 @@ class Soak:
         shared = random.Random(seed)
         self._bases = [[shared.choice(_VOCABULARY) for _ in range(400)] for _ in range(6)]
 
-    async def run(self, seconds: float, clients: int) -> None:
-        """Until the time is up or something is wrong."""
-        until = time.monotonic() + seconds
+    async def run(self, seconds: float, clients: int, enough: Callable[[], bool] = lambda: True) -> None:
+        """Until the time is up and there was `enough`, or the longest time is up, or something is wrong."""
+        began = time.monotonic()
+
+        def goes_on() -> bool:
+            gone = time.monotonic() - began
+            return not self.wrong and (gone < seconds or (gone < LONGEST_SECONDS and not enough()))
+
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=ANSWER_SECONDS, limits=limits) as http:
-            work = [self._client(http, random.Random((self.seed << 16) + i), until) for i in range(clients)]
-            await asyncio.gather(*work, self._watch(until))
+            work = [self._client(http, random.Random((self.seed << 16) + i), goes_on) for i in range(clients)]
+            await asyncio.gather(*work, self._watch(goes_on))
 
-    async def _watch(self, until: float) -> None:
-        while time.monotonic() < until and not self.wrong:
+    async def _watch(self, goes_on: Callable[[], bool]) -> None:
+        while goes_on():
             self.memory.append((time.monotonic(), self.server.footprint()[0]))
             await asyncio.sleep(1.0)
 
-    async def _client(self, http: httpx.AsyncClient, draw: random.Random, until: float) -> None:
+    async def _client(self, http: httpx.AsyncClient, draw: random.Random, goes_on: Callable[[], bool]) -> None:
         acts = (
             *([self._whole] * 6 + [self._stream] * 4 + [self._leave] * 4 + [self._cancel] * 3),
             *(self._nonsense, self._burst, self._half, self._look, self._reset),
         )
-        while time.monotonic() < until and not self.wrong:
+        while goes_on():
             act = draw.choice(acts)
             self.actions[act.__name__.lstrip("_")] += 1
             try:
