@@ -407,7 +407,7 @@ def test_what_is_told_of_a_server(serve):
 
 def test_readiness_asks_the_engine(serve):
     server = serve(deadlines=EngineDeadlines(stats=0.2))
-    assert server.get("/ready").status_code == 200
+    server.until(lambda: server.get("/ready").status_code == 200)
     stats, hold = server.core.stats, threading.Event()
     server.core.stats = lambda: hold.wait(10) and stats()
     response = server.get("/ready")
