@@ -16,6 +16,7 @@ from cairn.engine.request_log_file import LogFile
 from cairn.engine.request_log_lines import LogLines
 from cairn.replay.reenact import Reenactment
 from cairn.replay.request_log import LoggedTrace
+from cairn.replay.timed_cache import TimedCache
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Request, Spec
@@ -121,7 +122,8 @@ def replayed(trace: LoggedTrace, mode=None, budget_bytes=None, eviction=None) ->
     placement = None if mode == "none" else placement_for(mode, trace.unit, rules.exact)
     policy = CachePolicy(placement, eviction_for(eviction or rules.eviction), rules.exact)
     budget_bytes = budget_bytes or trace.budget_bytes
-    replay = Reenactment(trace.layout, budget_bytes, policy, ManualClock(), trace.max_num_batched_tokens)
+    timed = TimedCache(trace.layout, budget_bytes, policy, ManualClock(), trace.max_num_batched_tokens)
+    replay = Reenactment(timed)
     replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.leases and not replay.cache.held and not replay.cache.holds

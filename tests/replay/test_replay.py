@@ -19,6 +19,7 @@ from cairn.replay import timed_cache as timed_cache_module
 from cairn.replay.memory import tree_memory
 from cairn.replay.paths import Paths
 from cairn.replay.replay import Replay
+from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest
 from cairn.types import ManualClock
 
@@ -31,7 +32,7 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
     sizes = layout(block_size)
     placement = placement_for(mode, block_size, exact) if mode is not None else None
     policy = CachePolicy(placement, eviction_for(eviction), exact)
-    replay = Replay(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK)
+    replay = Replay(TimedCache(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK))
     outcome = replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.leases and not replay.cache.held
@@ -213,7 +214,8 @@ def test_only_the_cache_is_timed(monkeypatch):
     sizes = layout()
     policy = CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
     rows = [([1] * 40, [2, 3, 4], ()), ([1] * 40, [], ()), ([], [], ())]
-    outcome = Replay(sizes, 100 * sizes.page_bytes, policy, clock, CHUNK).run(made_trace(rows, behind=3))
+    timed = TimedCache(sizes, 100 * sizes.page_bytes, policy, clock, CHUNK)
+    outcome = Replay(timed).run(made_trace(rows, behind=3))
     names = {name for names in inside.values() for name in names}
     assert all(calls[name] for owner in (inside, outside) for names in owner.values() for name in names)
     assert outcome.seconds == sum(calls[name] for name in names)
@@ -257,11 +259,3 @@ def below(root):
     yield root
     for child in root.children:
         yield from below(child)
-
-
-def test_bounds_of_the_arguments():
-    policy = CachePolicy(None, eviction_for("lru"))
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        Replay(layout(), 1 << 20, policy, ManualClock(), 63)
-    with pytest.raises(ValueError, match="num_pages"):
-        Replay(layout(), 1, policy, ManualClock())

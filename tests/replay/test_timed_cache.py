@@ -16,6 +16,13 @@ def timed(num_pages: int = 10, mode: str = "auto", most_tokens: int = 200, clock
     return TimedCache(layout, num_pages * 1024 + 1023, policy, clock or ManualClock(), most_tokens)
 
 
+def test_bounds_of_the_arguments():
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        timed(most_tokens=63)
+    with pytest.raises(ValueError, match="num_pages"):
+        timed(num_pages=0)
+
+
 def test_a_prompt_fits_with_one_page_more():
     assert timed(10).holds(9 * 16) and not timed(10).holds(9 * 16 + 1)
 

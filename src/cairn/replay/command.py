@@ -26,6 +26,7 @@ from cairn.replay.replay import Replay
 from cairn.replay.report import OFFLINE, UNLIMITED, Report, Result, gigabytes
 from cairn.replay.request_log import LoggedTrace
 from cairn.replay.schedule import STEPS
+from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, read_trace
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
@@ -160,11 +161,11 @@ def _replayed(run: _Run, name: str, budget: int, progress: Progress) -> Result:
     def tell(done: int) -> None:
         progress.update(task, completed=done)
 
-    given = (run.layout, budget, _policy(run, name), _ThreadTime(), run.max_num_batched_tokens)
+    timed = TimedCache(run.layout, budget, _policy(run, name), _ThreadTime(), run.max_num_batched_tokens)
     if isinstance(run.trace, LoggedTrace):
-        outcome = Reenactment(*given).run(run.trace, tell)
+        outcome = Reenactment(timed).run(run.trace, tell)
     else:
-        outcome = Replay(*given).run(run.trace, tell)
+        outcome = Replay(timed).run(run.trace, tell)
     progress.remove_task(task)
     return Result(name, budget, np.array(outcome.hits, np.int64), outcome)
 

@@ -9,35 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
-from cairn.cache.prefix_cache import CachePolicy
 from cairn.cache.reasons import Reason
 from cairn.replay.outcome import Outcome
 from cairn.replay.paths import Paths
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest, key_tokens
-from cairn.types import Boundary, Clock, Keys
+from cairn.types import Boundary, Keys
 
 __all__ = ["Outcome", "Replay"]
 
 
 class Replay:
-    """One trace, one cache. `clock` measures the time spent in the cache's door; the trace's own time is what the cache
-    itself is shown."""
+    """One trace, one cache. The cache is shown the trace's own time."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        budget_bytes: int,
-        policy: CachePolicy,
-        clock: Clock,
-        max_num_batched_tokens: int = 8192,
-    ) -> None:
-        """Raises ValueError for a budget of less than a page and chunks of less than 64 tokens."""
-        self._timed = TimedCache(layout, budget_bytes, policy, clock, max_num_batched_tokens)
-        self.cache, self.outcome = self._timed.cache, self._timed.outcome
+    def __init__(self, timed: TimedCache) -> None:
+        self._timed = timed
+        self.cache, self.outcome = timed.cache, timed.outcome
         self._paths = Paths()
         self._step = 0
 

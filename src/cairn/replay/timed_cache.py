@@ -14,8 +14,8 @@ __all__ = ["TimedCache"]
 
 
 class TimedCache:
-    """`cache`, and the `outcome` of what is gone through with it, good for one run. `most_tokens`: the longest prefill
-    chunk."""
+    """`cache`, and the `outcome` of what is gone through with it, good for one run. `clock` measures the time that
+    calls take. `most_tokens`: the longest prefill chunk."""
 
     def __init__(
         self, layout: CacheLayout, budget_bytes: int, policy: CachePolicy, clock: Clock, most_tokens: int
