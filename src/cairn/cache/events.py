@@ -11,32 +11,17 @@ there, the keys and values of a node are enough.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import sha256
-from json import dumps
 from typing import Protocol
 
 import numpy as np
 
+from cairn.cache.block_names import DIGEST_BYTES, BlockNames, Contents, block_hash, root_digest
 from cairn.cache.checkpoint import Origin
 from cairn.cache.key_run import WIDE
 from cairn.cache.lease import Namespace
 from cairn.cache.tree import Node
 
-__all__ = [
-    "AllBlocksCleared",
-    "BlockEvents",
-    "BlockRemoved",
-    "BlockStored",
-    "Contents",
-    "Event",
-    "KeyName",
-    "TreeObserver",
-    "block_hash",
-    "next_digest",
-    "root_digest",
-]
-
-DIGEST_BYTES = 32
+__all__ = ["AllBlocksCleared", "BlockEvents", "BlockRemoved", "BlockStored", "Event", "TreeObserver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +55,6 @@ class AllBlocksCleared:
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Contents(Protocol):
-    """What stands behind negative key tokens."""
-
-    def name(self, key: int) -> "KeyName | None":
-        """None when it is not known (any more)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KeyName:
-    """One key token of an image: the image's digest, the token's place in it, and the vocabulary id of the placeholder
-    that consumers see there."""
-
-    digest: bytes
-    place: int
-    token: int
-
-
 class TreeObserver(Protocol):
     """Told of what happens in the tree, right after it has."""
 
@@ -102,21 +69,6 @@ class TreeObserver(Protocol):
     def node_cut(self, upper: Node, lower: Node) -> None:
         """`upper` is new and took over the first tokens of `lower`."""
         ...
-
-
-def root_digest(namespace: Namespace) -> bytes:
-    """Where the chain of a namespace's blocks begins: sha256 of adapter and salt."""
-    return sha256(dumps(["cairn block chain 1", namespace.adapter, namespace.cache_salt]).encode()).digest()
-
-
-def next_digest(parent: bytes, tokens: bytes) -> bytes:
-    """sha256(digest of the block before, or of the root | the block's tokens, int64 little-endian)."""
-    return sha256(parent + tokens).digest()
-
-
-def block_hash(digest: bytes) -> int:
-    """What consumers take of a digest: its first 8 bytes as a big-endian signed integer."""
-    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 @dataclass(slots=True)
@@ -148,14 +100,13 @@ class BlockEvents:
         resumes_anywhere: bool = False,
         contents: Contents | None = None,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be positive, not {block_size}")
+        """Raises ValueError for a block without tokens."""
         self.num_blocks = 0
         self._block_size = block_size
+        self._names = BlockNames(block_size, contents)
         self._publish = publish
         self._exact = exact
         self._resumes_anywhere = resumes_anywhere
-        self._contents = contents
         self._live: dict[Node, _Live] = {}
         self._adapters: dict[Node, str] = {}
 
@@ -236,13 +187,13 @@ class BlockEvents:
         """Make the nodes of `path` live, each the parent of the next, and tell of their blocks."""
         top, size = path[0], self._block_size * WIDE
         before = self._chain_before(top)
-        digest, unfinished = before, self._tokens_before(top)
+        digest, unfinished = before, _tokens_before(top, self._block_size)
         stored: list[bytes] = []
         digests: list[bytes] = []
         for node in path:
             run = unfinished + node.keys().tobytes()
             count = len(run) // size
-            own = self._chain(digest, run) if digest is not None else []
+            own = self._names.chain(digest, run) if digest is not None else []
             self._live[node] = _Live(b"".join(own))
             stored.append(run[: len(own) * size])
             digests += own
@@ -256,55 +207,12 @@ class BlockEvents:
                 BlockStored(
                     block_hashes=tuple(block_hash(each) for each in digests),
                     parent_block_hash=block_hash(before) if top.start >= self._block_size else None,
-                    token_ids=tuple(self._token(key) for key in keys),
+                    token_ids=self._names.token_ids(keys),
                     block_size=self._block_size,
                     adapter=self._adapter(top),
-                    extra_keys=self._extra_keys(keys),
+                    extra_keys=self._names.extra_keys(keys),
                 )
             )
-
-    def _token(self, key: int) -> int:
-        name = self._contents.name(key) if key < 0 and self._contents is not None else None
-        return key if name is None else name.token
-
-    def _extra_keys(self, keys: list[int]) -> tuple[tuple[str, ...] | None, ...]:
-        """Per block the images in it; empty when there are none at all."""
-        if self._contents is None or min(keys) >= 0:
-            return ()
-        extra: list[tuple[str, ...] | None] = []
-        for at in range(0, len(keys), self._block_size):
-            names = [self._contents.name(key) for key in keys[at : at + self._block_size] if key < 0]
-            digests = dict.fromkeys(name.digest.hex() for name in names if name is not None)
-            extra.append(tuple(digests) or None)
-        return tuple(extra)
-
-    def _chain(self, digest: bytes, run: bytes) -> list[bytes]:
-        """The digests, continued from `digest`, of the full blocks of `run` before its first token without a name."""
-        size = self._block_size * WIDE
-        chain: list[bytes] = []
-        for at in range(0, len(run) // size * size, size):
-            spelled = self._spelled(run[at : at + size])
-            if spelled is None:
-                break
-            digest = next_digest(digest, spelled)
-            chain.append(digest)
-        return chain
-
-    def _spelled(self, block: bytes) -> bytes | None:
-        """The block's tokens as every server would write them (see `cairn.transfer.digest`), or None."""
-        keys = np.frombuffer(block, np.int64)
-        if not len(keys) or keys.min() >= 0:
-            return block
-        if self._contents is None:
-            return None
-        parts: list[bytes] = []
-        for key in keys.tolist():
-            name = self._contents.name(key) if key < 0 else None
-            if key < 0 and name is None:
-                return None
-            place = key if name is None else -1 - name.place
-            parts.append(place.to_bytes(8, "little", signed=True) + (b"" if name is None else name.digest))
-        return b"".join(parts)
 
     def _chain_before(self, node: Node) -> bytes | None:
         """The digest of the last block that ends at or before `node.start`, or that of the root; None: the path is
@@ -317,22 +225,23 @@ class BlockEvents:
         complete = step.parent is None or len(digests) == self._blocks_in(step) * DIGEST_BYTES
         return digests[-DIGEST_BYTES:] if complete else None
 
-    def _tokens_before(self, node: Node) -> bytes:
-        """The tokens of the unfinished block at `node.start`."""
-        need = node.start % self._block_size
-        parts: list[bytes] = []
-        step = node.parent
-        while need:
-            assert step is not None
-            parts.append(step.keys(-need).tobytes())
-            need -= min(need, step.num_tokens)
-            step = step.parent
-        return b"".join(reversed(parts))
-
     def _adapter(self, node: Node) -> str:
         while node.parent is not None:
             node = node.parent
         return self._adapters[node]
+
+
+def _tokens_before(node: Node, block_size: int) -> bytes:
+    """The tokens of the unfinished block at `node.start`."""
+    need = node.start % block_size
+    parts: list[bytes] = []
+    step = node.parent
+    while need:
+        assert step is not None
+        parts.append(step.keys(-need).tobytes())
+        need -= min(need, step.num_tokens)
+        step = step.parent
+    return b"".join(reversed(parts))
 
 
 def _hashes(digests: bytes) -> list[int]:
