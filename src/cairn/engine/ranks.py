@@ -12,36 +12,16 @@
 Between steps the others block on their sockets. A rank that ends, or keeps rank 0 waiting too long, ends the engine.
 """
 
-import logging
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
-from cairn.engine.rank_wire import (
-    Hello,
-    RankConfig,
-    RankFailed,
-    RankReady,
-    RankRefused,
-    StepDone,
-    ToRankZero,
-    frame_of_plan,
-    frames_of_config,
-    frames_of_plans,
-    frames_to_rank_zero,
-)
+from cairn.engine.rank_followers import Followers, RankDeadlines
+from cairn.engine.rank_wire import RankConfig
 from cairn.engine.rank_worker import build_rank
-from cairn.engine.wire import MAX_FRAME_BYTES
-from cairn.errors import CairnError, ConfigError, EngineDead
+from cairn.errors import EngineDead
 from cairn.step import StepPlan, StepResult
 from cairn.types import Clock, SystemClock
 
@@ -49,184 +29,6 @@ if TYPE_CHECKING:
     from cairn.runner.runner import Observe, Runner
 
 __all__ = ["RankDeadlines", "RankedRunner", "build_ranked"]
-
-_LOOK_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 0.5
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RankDeadlines:
-    """How long rank 0 waits for another rank, in seconds. `hello`: until its process runs and has imported torch;
-    `ready`: until it has its weights; `stop`: until it has ended by itself. What a step may take is in the RankConfig.
-    """
-
-    hello: float = 120.0
-    ready: float = 1800.0
-    stop: float = 5.0
-
-
-class _Follower:
-    """Another rank as rank 0 sees it: a process, and a PAIR socket in the private folder."""
-
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", config: RankConfig, deadlines: RankDeadlines, clock: Clock
-    ) -> None:
-        self.rank = config.rank
-        self._clock = clock
-        self._deadlines = deadlines
-        self._step_seconds = config.step_seconds
-        self._incoming = frames_to_rank_zero()
-        self._plans = frames_of_plans()
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # One plan at a time is on its way; more than a few can only mean that nobody reads them.
-        self._socket.setsockopt(zmq.SNDHWM, 4)
-        self._socket.setsockopt(zmq.SNDTIMEO, int(config.step_seconds * 1000))
-        self._config = frames_of_config().encode(config)
-        address = f"ipc://{Path(config.rendezvous).parent}/rank-{config.rank}"
-        level = logging.getLevelName(logger.getEffectiveLevel())
-        # -P: a module of that name lying in the current directory must not get in the way.
-        command = (sys.executable, "-P", "-m", "cairn.engine.rank_worker", address, level)
-        try:
-            self._socket.bind(address)
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise ConfigError(f"no socket can be made at {address}: {error}; set TMPDIR to another place") from error
-        except BaseException:
-            # an open socket would keep the context from ever ending
-            self._socket.close()
-            raise
-
-    def configure(self) -> None:
-        """Gives the rank its configuration as soon as its process is there to take it."""
-        self._wait(zmq.POLLOUT, self._deadlines.hello, "started")
-        self._send(self._config, "configuration")
-
-    def expect_hello(self) -> None:
-        self._expect(Hello(), self._deadlines.hello, "started")
-
-    def expect_ready(self) -> None:
-        """Raises ConfigError or ModelError where the rank refuses its configuration."""
-        self._expect(RankReady(), self._deadlines.ready, "built")
-
-    def expect_done(self, step: int) -> None:
-        self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
-
-    def post(self, plan: StepPlan) -> None:
-        self._send(self._plans.encode(frame_of_plan(plan)), "plan")
-
-    def end(self) -> str | None:
-        """How the rank's process has ended, or None while it runs."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"rank {self.rank} has ended: {how}"
-
-    def last_words(self, seconds: float) -> str | None:
-        """Why the rank has given up, if it says so within `seconds`."""
-        if self._socket.poll(int(seconds * 1000)):
-            message = self._incoming.decode(self._socket.recv())
-            if isinstance(message, RankFailed):
-                return f"rank {self.rank} has failed: {message.text}"
-        return None
-
-    def let_go(self, kill: bool) -> None:
-        """Tells the process to end, or ends it."""
-        if kill:
-            self.process.kill()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-
-    def close(self) -> None:
-        """Returns when the process has ended. `let_go` first."""
-        try:
-            self.process.wait(self._deadlines.stop)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._socket.close()
-
-    def _send(self, frame: bytes, what: str) -> None:
-        try:
-            self._socket.send(frame)
-        except zmq.Again:
-            raise EngineDead(f"rank {self.rank} has taken no {what} for {self._step_seconds:g} s") from None
-
-    def _expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
-        message = self._receive(seconds, what)
-        if isinstance(message, RankRefused):
-            raise message.error()
-        if isinstance(message, RankFailed):
-            raise EngineDead(f"rank {self.rank} has failed: {message.text}")
-        if message != wanted:
-            raise EngineDead(f"rank {self.rank} has sent {message} instead of {wanted}")
-
-    def _receive(self, seconds: float, what: str) -> ToRankZero:
-        self._wait(zmq.POLLIN, seconds, what)
-        return self._incoming.decode(self._socket.recv())
-
-    def _wait(self, event: int, seconds: float, what: str) -> None:
-        """Until the socket can do this. Raises EngineDead when the process ends before, or it takes longer."""
-        deadline = self._clock.now() + seconds
-        while True:
-            left = deadline - self._clock.now()
-            if self._socket.poll(max(0, int(min(left, _LOOK_SECONDS) * 1000)), event):
-                return
-            if (end := self.end()) is not None:
-                # What it said last may have come in between.
-                if event == zmq.POLLIN and self._socket.poll(int(_LAST_WORDS_SECONDS * 1000)):
-                    return
-                raise EngineDead(end)
-            if left <= 0:
-                raise EngineDead(f"rank {self.rank} was not {what} within {seconds:g} s")
-
-
-class _Followers:
-    """All ranks but 0, started together in one folder and ended together."""
-
-    def __init__(self, config: RankConfig, deadlines: RankDeadlines, clock: Clock) -> None:
-        self.folder = Path(config.rendezvous).parent
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._all: list[_Follower] = []
-        try:
-            for rank in range(1, config.tp_size):
-                own = msgspec.structs.replace(config, rank=rank)
-                self._all.append(_Follower(self._context, own, deadlines, clock))
-            for follower in self._all:
-                follower.configure()
-        except BaseException:
-            self.close(kill=True)
-            raise
-
-    def __iter__(self) -> Iterator[_Follower]:
-        return iter(self._all)
-
-    def post(self, plan: StepPlan) -> None:
-        for follower in self._all:
-            if (end := follower.end()) is not None:
-                raise EngineDead(end)
-            follower.post(plan)
-
-    def cause(self, error: Exception) -> str:
-        """Rank 0 mostly learns of a loss by a broken line; what has happened is known elsewhere."""
-        said = [words for each in self._all if (words := each.last_words(_LAST_WORDS_SECONDS)) is not None]
-        ends = [end for each in self._all if (end := each.end()) is not None]
-        killed = [end for end in ends if "killed" in end]
-        text = str(error) if isinstance(error, CairnError) else f"{type(error).__name__}: {error}"
-        return (killed or said or ends or [text])[0]
-
-    def close(self, kill: bool) -> None:
-        for follower in self._all:
-            follower.let_go(kill)
-        for follower in self._all:
-            follower.close()
-        self._context.term()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class RankedRunner:
@@ -236,7 +38,7 @@ class RankedRunner:
     may put theirs there. `own`: rank 0's runner, for its pages; to run plans on it alone would be a mistake.
     """
 
-    def __init__(self, own: "Runner", followers: _Followers) -> None:
+    def __init__(self, own: "Runner", followers: Followers) -> None:
         self.forward_passes = 0
         self.steps = 0
         self.folder = followers.folder
@@ -290,7 +92,7 @@ def build_ranked(
     """
     folder = Path(tempfile.mkdtemp(prefix="cairn-ranks-"))
     config = msgspec.structs.replace(config, rank=0, rendezvous=str(folder / "rendezvous"))
-    followers = _Followers(config, deadlines or RankDeadlines(), clock or SystemClock())
+    followers = Followers(config, deadlines or RankDeadlines(), clock or SystemClock())
     try:
         for follower in followers:
             follower.expect_hello()
