@@ -24,7 +24,7 @@ class Asker:
         self.logits = []
         settings = {"kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 4} | config
         self.core = build_core(EngineConfig(model=str(folder), **settings), observe=self._observe)
-        self.tokenizer = self.core._tokenizer
+        self.tokenizer = self.core._answers._tokenizer
         self._numbers = itertools.count()
 
     def _observe(self, sample, logits):

@@ -263,7 +263,7 @@ def test_an_abort_ends_all_answers_and_leaves_nothing(steps):
     for _ in range(steps):
         engine.step()
     engine.abort("a")
-    assert engine._answers == engine._ids == {}
+    assert engine._answers._answers == engine._answers._ids == {}
     while engine.has_work:
         assert engine.step() == []
     engine.idle()
@@ -279,18 +279,18 @@ def test_an_error_of_one_answer_ends_them_all():
     failed = engine._scheduler.books.requests["a"]
     failed.failure = "it did not come"
     engine._scheduler.finish(failed, "error")
-    (output,) = engine._outputs([Progress(failed, (), "error")])
+    (output,) = engine._answers.outputs([Progress(failed, (), "error")])
     assert (output.finish_reason, output.error, output.status) == ("error", "it did not come", 502)
     while engine.has_work:
         assert engine.step() == []
     engine.idle()
-    assert engine._answers == engine._ids == {} and engine.stats().open_leases == 0
+    assert engine._answers._answers == engine._answers._ids == {} and engine.stats().open_leases == 0
 
 
 def test_ids_of_answers_are_forgotten_at_their_end():
     engine = simulated_core()
     run(engine, request(n=3, max_tokens=4))
-    assert engine._answers == engine._ids == {}
+    assert engine._answers._answers == engine._answers._ids == {}
 
 
 def test_a_stop_string_across_tokens_with_and_without_itself():
@@ -392,7 +392,7 @@ def test_outputs_that_wait_are_merged_by_answer_with_their_logprobs():
 
 def test_the_tokens_of_a_text_spell_it_byte_by_byte(tiny_model):
     engine = Engine(tiny_model, exact=False)
-    tokenizer = engine.core._tokenizer
+    tokenizer = engine.core._answers._tokenizer
     text = "def naïve(): return '日本語 🙂' # \t ok\n"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text

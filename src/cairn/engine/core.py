@@ -10,30 +10,26 @@ import msgspec
 
 from cairn.cache.audit import audit
 from cairn.cache.look import look
-from cairn.engine.answer import GrowingAnswer
 from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
     CacheView,
     EngineInfo,
     EngineStats,
-    FinishReason,
     GenerateOutput,
     GenerateRequest,
     TextTokenizer,
 )
-from cairn.engine.core_report import cache_report, engine_stats, timings, with_images
+from cairn.engine.core_report import engine_stats, with_images
 from cairn.engine.grammars import Grammars
-from cairn.engine.kv_transfer import KvTransfer, Terms, report, terms_of
-from cairn.engine.logprobs import packed
+from cairn.engine.kv_transfer import KvTransfer, Terms, terms_of
+from cairn.engine.open_answers import OpenAnswers
 from cairn.engine.specs import SpecMaker
 from cairn.engine.step_sizes import StepSizes, tokens_of
 from cairn.engine.wire import check_request, transfer_params
 from cairn.errors import AuditError, InvalidRequest, RequestError
-from cairn.scheduler.request import Request
-from cairn.scheduler.scheduler import Progress, Scheduler
+from cairn.scheduler.scheduler import Scheduler
 from cairn.step import StepPlan, StepResult
-from cairn.types import RequestId
 
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
@@ -100,10 +96,8 @@ class Core:
         self._info = info
         self._scheduler = scheduler
         self._runner = runner
-        self._tokenizer = tokenizer
         self._specs = SpecMaker(info.vocab_size, frozenset(eos_token_ids), seed, image_keys)
-        self._answers: dict[RequestId, GrowingAnswer] = {}
-        self._ids: dict[str, list[RequestId]] = {}  # of a request's answers that have not ended
+        self._answers = OpenAnswers(scheduler, tokenizer, transfer)
         self._audits = 0
         self._step_sizes = StepSizes()
         self._transfer = transfer
@@ -139,10 +133,7 @@ class Core:
         made = self._specs.make(request, terms, constraint, self._scheduler.max_tokens_for)
         first, *others = [spec for spec, _ in made]
         self._scheduler.submit(first, others)
-        self._ids[request.request_id] = [spec.request_id for spec, _ in made]
-        for index, (spec, form) in enumerate(made):
-            stream = self._tokenizer.stream(request.skip_special_tokens)
-            self._answers[spec.request_id] = GrowingAnswer(request, index, stream, terms, form)
+        self._answers.begin(request, terms, made)
 
     def _take_compiled(self) -> list[GenerateOutput]:
         """Go on with the requests that have waited for their grammar; those that cannot are answered."""
@@ -163,10 +154,7 @@ class Core:
         """Forget a request; nothing more is put out for it."""
         if self._grammars is not None:
             self._grammars.forget(request_id)
-        # the last ones first: otherwise each would be the next to compute the prompt
-        for own in reversed(self._ids.pop(request_id, [])):
-            del self._answers[own]
-            self._scheduler.abort(own)
+        self._answers.abort(request_id)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -175,7 +163,7 @@ class Core:
         plan = self._scheduler.plan()
         self._step_sizes.add(tokens_of(plan))
         result = self._runner.run(plan)
-        outputs = self._outputs(self._scheduler.apply(result))
+        outputs = self._answers.outputs(self._scheduler.apply(result))
         if self._events is not None:
             self._events.flush()
         return outputs
@@ -187,7 +175,7 @@ class Core:
         if self._transfer is None:
             return refused
         self._transfer.check()
-        return [*refused, *self._outputs(self._scheduler.poll())]
+        return [*refused, *self._answers.outputs(self._scheduler.poll())]
 
     def start(self, wake: Callable[[], None]) -> None:
         """From now on other servers are answered. `wake` has the core's thread come back to `poll`."""
@@ -205,80 +193,6 @@ class Core:
         if self._request_log is not None:
             self._request_log.close()
         self._runner.close()
-
-    def _outputs(self, news: list[Progress]) -> list[GenerateOutput]:
-        outputs = [self._output(progress) for progress in news]
-        return [output for output in outputs if output is not None]
-
-    def _output(self, progress: Progress) -> GenerateOutput | None:
-        request = progress.request
-        answer = self._answers.get(request.id)
-        if answer is None:
-            return None
-        text, stop = answer.push(progress.tokens)
-        finish: FinishReason | None = progress.finish
-        stop_reason: str | int | None = None
-        if stop is not None:
-            finish, stop_reason = "stop", stop
-            self._scheduler.finish(request, "stop")
-        elif finish is not None:
-            text += answer.finish()
-            if finish == "stop" and request.stop_token in answer.stop_tokens:
-                stop_reason = request.stop_token
-        elif (finish := self._judged(request, answer)) is not None:
-            text += answer.finish()
-        if finish is not None:
-            self._ended(request.id, answer.request_id, finish)
-        told, shown = progress.logprobs, request.spec.prompt_logprobs
-        first = len(request.output) == len(progress.tokens) > 0
-        output = GenerateOutput(
-            request_id=answer.request_id,
-            index=answer.index,
-            token_ids=list(progress.tokens),
-            text=text,
-            finish_reason=finish,
-            stop_reason=stop_reason,
-            logprobs=None if told is None else packed([told], 0),
-            prompt_logprobs=packed(request.scores, shown) if shown is not None and first else None,
-        )
-        return output if finish is None else self._last(output, request, answer)
-
-    def _ended(self, own: RequestId, request_id: str, finish: FinishReason) -> None:
-        """An answer has ended, and with an error all others to its prompt."""
-        del self._answers[own]
-        self._ids[request_id].remove(own)
-        if finish == "error":
-            self.abort(request_id)
-        elif not self._ids[request_id]:
-            del self._ids[request_id]
-
-    def _judged(self, request: Request, answer: GrowingAnswer) -> FinishReason | None:
-        """Ends an answer that has reached the end of its form, or a place from which there is no way on."""
-        constraint = answer.constraint
-        if constraint is None:
-            return None
-        constraint.follow(request.output)
-        if constraint.failure is not None:
-            answer.failure_status = InvalidRequest.status
-            request.failure = f"the answer cannot be held to the form that was asked for: {constraint.failure}"
-            self._scheduler.finish(request, "error")
-            return "error"
-        if constraint.complete:
-            self._scheduler.finish(request, "stop")
-            return "stop"
-        return None
-
-    def _last(self, output: GenerateOutput, request: Request, answer: GrowingAnswer) -> GenerateOutput:
-        well = output.finish_reason in ("stop", "length")
-        return msgspec.structs.replace(
-            output,
-            cache=cache_report(request, answer.terms.prefill_cached_tokens) if answer.index == 0 else None,
-            timings=timings(request),
-            error=request.failure,
-            status=answer.failure_status,
-            kv_transfer_params=self._transfer.answer(request) if well and self._transfer is not None else None,
-            transfer=report(request),
-        )
 
     # -- the books -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""The answers that have not ended: what steps bring becomes text, and outputs for the client."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cairn.engine.answer import GrowingAnswer
+from cairn.engine.constraint import GrammarConstraint
+from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest, TextTokenizer
+from cairn.engine.core_report import cache_report, timings
+from cairn.engine.kv_transfer import KvTransfer, Terms, report
+from cairn.engine.logprobs import packed
+from cairn.errors import InvalidRequest
+from cairn.scheduler.request import Request, Spec
+from cairn.scheduler.scheduler import Progress, Scheduler
+from cairn.types import RequestId
+
+__all__ = ["OpenAnswers"]
+
+
+class OpenAnswers:
+    """Those of one scheduler's requests, which it ends at stop strings, and where their form does. `transfer`: the way
+    to other servers."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: TextTokenizer, transfer: KvTransfer | None = None) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._transfer = transfer
+        self._answers: dict[RequestId, GrowingAnswer] = {}
+        self._ids: dict[str, list[RequestId]] = {}  # of a request's answers that have not ended
+
+    def begin(
+        self, request: GenerateRequest, terms: Terms, made: Sequence[tuple[Spec, GrammarConstraint | None]]
+    ) -> None:
+        """The scheduler has taken these specs, one for each answer to `request`."""
+        self._ids[request.request_id] = [spec.request_id for spec, _ in made]
+        for index, (spec, form) in enumerate(made):
+            stream = self._tokenizer.stream(request.skip_special_tokens)
+            self._answers[spec.request_id] = GrowingAnswer(request, index, stream, terms, form)
+
+    def abort(self, request_id: str) -> None:
+        """End a request's answers; nothing more is put out for them. Unknown ids are ignored."""
+        # the last ones first: otherwise each would be the next to compute the prompt
+        for own in reversed(self._ids.pop(request_id, [])):
+            del self._answers[own]
+            self._scheduler.abort(own)
+
+    def outputs(self, news: Sequence[Progress]) -> list[GenerateOutput]:
+        """What is to be put out for the news of the scheduler's requests."""
+        outputs = [self._output(progress) for progress in news]
+        return [output for output in outputs if output is not None]
+
+    def _output(self, progress: Progress) -> GenerateOutput | None:
+        request = progress.request
+        answer = self._answers.get(request.id)
+        if answer is None:
+            return None
+        text, stop = answer.push(progress.tokens)
+        finish: FinishReason | None = progress.finish
+        stop_reason: str | int | None = None
+        if stop is not None:
+            finish, stop_reason = "stop", stop
+            self._scheduler.finish(request, "stop")
+        elif finish is not None:
+            text += answer.finish()
+            if finish == "stop" and request.stop_token in answer.stop_tokens:
+                stop_reason = request.stop_token
+        elif (finish := self._judged(request, answer)) is not None:
+            text += answer.finish()
+        if finish is not None:
+            self._ended(request.id, answer.request_id, finish)
+        told, shown = progress.logprobs, request.spec.prompt_logprobs
+        first = len(request.output) == len(progress.tokens) > 0
+        output = GenerateOutput(
+            request_id=answer.request_id,
+            index=answer.index,
+            token_ids=list(progress.tokens),
+            text=text,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            logprobs=None if told is None else packed([told], 0),
+            prompt_logprobs=packed(request.scores, shown) if shown is not None and first else None,
+        )
+        return output if finish is None else self._last(output, request, answer)
+
+    def _ended(self, own: RequestId, request_id: str, finish: FinishReason) -> None:
+        """An answer has ended, and with an error all others to its prompt."""
+        del self._answers[own]
+        self._ids[request_id].remove(own)
+        if finish == "error":
+            self.abort(request_id)
+        elif not self._ids[request_id]:
+            del self._ids[request_id]
+
+    def _judged(self, request: Request, answer: GrowingAnswer) -> FinishReason | None:
+        """Ends an answer that has reached the end of its form, or a place from which there is no way on."""
+        constraint = answer.constraint
+        if constraint is None:
+            return None
+        constraint.follow(request.output)
+        if constraint.failure is not None:
+            answer.failure_status = InvalidRequest.status
+            request.failure = f"the answer cannot be held to the form that was asked for: {constraint.failure}"
+            self._scheduler.finish(request, "error")
+            return "error"
+        if constraint.complete:
+            self._scheduler.finish(request, "stop")
+            return "stop"
+        return None
+
+    def _last(self, output: GenerateOutput, request: Request, answer: GrowingAnswer) -> GenerateOutput:
+        well = output.finish_reason in ("stop", "length")
+        return msgspec.structs.replace(
+            output,
+            cache=cache_report(request, answer.terms.prefill_cached_tokens) if answer.index == 0 else None,
+            timings=timings(request),
+            error=request.failure,
+            status=answer.failure_status,
+            kv_transfer_params=self._transfer.answer(request) if well and self._transfer is not None else None,
+            transfer=report(request),
+        )
