@@ -8,16 +8,14 @@ Requests for transfers are read as a real engine reads them, and answered in its
 import os
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from cairn.cache.reasons import Reason
 from cairn.engine.contract import (
-    CacheReport,
     CacheView,
     EngineConfig,
     EngineInfo,
@@ -27,13 +25,13 @@ from cairn.engine.contract import (
     Timings,
 )
 from cairn.engine.fake_answer import FakeAnswer
+from cairn.engine.fake_books import FakeBooks
 from cairn.engine.fake_faults import FakeFaults
 from cairn.engine.fake_paths import FakePaths
 from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
 from cairn.engine.fake_transfer import FakeTransfers, RemoteRole
-from cairn.engine.fake_view import FakeVisits, fake_view
+from cairn.engine.fake_view import fake_view
 from cairn.engine.sampling import check_token_ids
-from cairn.engine.step_sizes import StepSizes
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, InvalidRequest, ModelError, QueueFull
@@ -66,11 +64,7 @@ class FakeCore:
         self._waiting: deque[FakeAnswer] = deque()
         self._running: dict[tuple[str, int], FakeAnswer] = {}
         self._paths = FakePaths()
-        self._counts: Counter[str] = Counter()
-        self._sources = Counter(local_compute=0, local_cache_hit=0, external_kv_transfer=0)
-        self._reasons: Counter[str] = Counter()
-        self._visits = FakeVisits(self._clock)
-        self._step_sizes = StepSizes()
+        self._books = FakeBooks(self._info, self._clock)
 
     @property
     def info(self) -> EngineInfo:
@@ -112,7 +106,7 @@ class FakeCore:
                 submitted=self._clock.now(),
             )
             self._waiting.append(answer)
-        self._counts.update(prefix_cache_queries=len(keys), prefix_cache_hits=cached)
+        self._books.counts.update(prefix_cache_queries=len(keys), prefix_cache_hits=cached)
 
     def abort(self, request_id: str) -> None:
         self._running = {key: answer for key, answer in self._running.items() if key[0] != request_id}
@@ -128,39 +122,24 @@ class FakeCore:
         """There is nothing to give back."""
 
     def step(self) -> list[GenerateOutput]:
-        self._counts["steps"] += 1
-        self._misbehave(self._counts["steps"])
+        self._books.counts["steps"] += 1
+        self._misbehave(self._books.counts["steps"])
         self._admit()
         limit = self._faults.pause_after
         moving = [answer for answer in self._running.values() if limit is None or answer.num_tokens < limit]
         if not moving:
             self._sleep(_PAUSED_SECONDS)
             return []
-        first = sum(len(a.keys) - a.cached_tokens for a in moving if not (a.num_tokens or a.index))
-        self._step_sizes.add(first + sum(a.num_tokens > 0 for a in moving))
-        self._counts["forward_passes"] += any(a.num_tokens or a.cached_tokens < len(a.keys) for a in moving)
+        self._books.stepped(moving)
         return [self._fail(answer) if self._is_lost(answer) else self._advance(answer) for answer in moving]
 
     def idle(self) -> None:
         if self._faults.bad_audit:
             raise AuditError("the fake accounting was told not to add up")
-        self._counts["audits"] += 1
+        self._books.counts["audits"] += 1
 
     def stats(self) -> EngineStats:
-        block_size, num_pages = self._info.block_size, self._info.num_pages
-        held = sum(-(-(len(a.keys) + a.num_tokens) // block_size) for a in self._running.values())
-        return msgspec.structs.replace(
-            self._step_sizes.told(msgspec.convert(self._counts, EngineStats)),
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_pages=num_pages,
-            held_pages=held,
-            free_pages=num_pages - held,
-            open_leases=len(self._running),
-            prompt_tokens_by_source=dict(self._sources),
-            reasons=dict(self._reasons),
-            lost_tokens=dict(self._visits.lost),
-        )
+        return self._books.stats(self._running.values(), len(self._waiting))
 
     def reset_cache(self) -> int:
         held = self.stats().held_pages
@@ -170,7 +149,7 @@ class FakeCore:
 
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
         yield None
-        yield fake_view(self._info, self.stats(), self._paths, self._visits, max_paths)
+        yield fake_view(self._info, self.stats(), self._paths, self._books.visits, max_paths)
 
     def resume(self) -> None:
         """Let paused answers grow on. May be called from another thread."""
@@ -181,8 +160,7 @@ class FakeCore:
         if not isinstance(role, RemotePrefill) or not missing:
             return 0
         received = 0 if self._faults.lose_transfers else missing
-        self._counts.update(external_prefix_cache_queries=missing, external_prefix_cache_hits=received)
-        self._counts["failed_transfers"] += received == 0
+        self._books.pulled(missing, received)
         return received
 
     def _is_lost(self, answer: FakeAnswer) -> bool:
@@ -213,20 +191,15 @@ class FakeCore:
             answer = self._waiting.popleft()
             answer.started = self._clock.now()
             self._running[answer.request.request_id, answer.index] = answer
-            if answer.index:
-                continue
-            self._paths.remember(answer.request.cache_salt, answer.request.prompt)
-            missing = answer.missing_tokens
-            self._counts.update(prompt_tokens=len(answer.keys), computed_prompt_tokens=missing)
-            self._sources["local_compute"] += missing
-            self._sources["local_cache_hit"] += answer.cached_tokens
-            self._sources["external_kv_transfer"] += answer.received_tokens
+            if not answer.index:
+                self._paths.remember(answer.request.cache_salt, answer.request.prompt)
+                self._books.begun(answer)
 
     def _advance(self, answer: FakeAnswer) -> GenerateOutput:
         if answer.num_tokens == 0:
             answer.first = self._clock.now()
         output = answer.advance()
-        self._counts["generation_tokens"] += 1
+        self._books.counts["generation_tokens"] += 1
         if output.finish_reason is None:
             return output
         del self._running[output.request_id, output.index]
@@ -237,7 +210,7 @@ class FakeCore:
         )
         if answer.index:
             return msgspec.structs.replace(output, timings=timings)
-        cache, received = self._report(answer), answer.received_tokens
+        cache, received = self._books.ended(answer), answer.received_tokens
         return msgspec.structs.replace(
             output,
             cache=cache,
@@ -245,26 +218,6 @@ class FakeCore:
             kv_transfer_params=self._transfers.response(answer.role, output.request_id, cache),
             transfer=self._transfers.report(received) if received else None,
         )
-
-    def _report(self, answer: FakeAnswer) -> CacheReport:
-        cached, missing = answer.cached_tokens, answer.missing_tokens
-        remote = answer.role if isinstance(answer.role, RemotePrefill) else None
-        reason = (Reason.REMOTE_FAILED if remote else Reason.NEVER_SEEN) if missing else Reason.NONE
-        if not self._config.enable_prefix_caching:
-            reason = Reason.DISABLED
-        self._reasons[reason.value] += 1
-        report = CacheReport(
-            prompt_tokens=len(answer.keys),
-            matched_tokens=cached,
-            cached_tokens=cached,
-            computed_tokens=missing,
-            reason=reason.value,
-            received_tokens=answer.received_tokens,
-            prefill_cached_tokens=remote.cached_tokens if remote and not missing else None,
-            lost_tokens={reason.value: missing} if missing else {},
-        )
-        self._visits.note(answer.request.cache_salt, report)
-        return report
 
 
 def _fake_info(config: EngineConfig, side_channel: str | None) -> EngineInfo:
