@@ -5,18 +5,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cairn.cache.checkpoint import Kind
-from cairn.cache.placement import Wanted
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_whole
 from cairn.scheduler.advance import advance
 from cairn.scheduler.books import Books, SchedulerConfig
 from cairn.scheduler.budget import capacity_tokens
-from cairn.scheduler.content import remember
 from cairn.scheduler.draft import Draft, Part
-from cairn.scheduler.fetch import abandon
-from cairn.scheduler.hand_over import hold_state, offer
+from cairn.scheduler.ending import finish, settle
+from cairn.scheduler.hand_over import hold_state
 from cairn.scheduler.keeps import add_keeps, add_saves
 from cairn.scheduler.observer import RequestObserver
 from cairn.scheduler.queue import WaitingQueue
@@ -132,38 +129,8 @@ class Scheduler:
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request now: at a stop string, by an abort. No matter if it has ended already."""
-        books = self.books
-        if request.phase in (Phase.FINISHING, Phase.FINISHED):
-            return
-        self._stalled = False
-        request.finish = reason
-        request.times.finished = books.clock.now()
-        if request.phase in (Phase.WAITING, Phase.FETCHING, Phase.READY):
-            self._forget(request)
-            return
-        if reason in ("stop", "length"):
-            if request.spec.hand_over:
-                offer(books, request)
-            elif request.spec.source is not None:
-                remember(books, request)
-        if request.phase is Phase.RUNNING:
-            books.running.remove(request)
-            books.ending.append(request)
-        request.to(Phase.FINISHING)
-        if request.in_flight == 0:
-            self._settle(request)
-
-    def _forget(self, request: Request) -> None:
-        books = self.books
-        match request.phase:
-            case Phase.WAITING:
-                if not books.branches.is_parked(request):
-                    books.waiting.remove(request)
-            case Phase.FETCHING:
-                abandon(books, request)
-            case Phase.READY:
-                del books.transfers.ready[request]
-        books.drop(request)
+        if finish(self.books, request, reason):
+            self._stalled = False
 
     def poll(self) -> list[Progress]:
         """Take in what other servers have sent or taken, and ask them for more. Returns the requests that this has
@@ -251,7 +218,7 @@ class Scheduler:
         if request.phase is Phase.RUNNING and sampled is not None:
             news = self._take_token(request, sampled)
         if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.in_flight == 0:
-            self._settle(request)
+            settle(books, request)
         return news
 
     def _count(self, request: Request, part: Part) -> None:
@@ -276,29 +243,3 @@ class Scheduler:
         if finish is not None:
             self.finish(request, finish)
         return Progress(request, (token,), finish, sampled.logprobs)
-
-    def _settle(self, request: Request) -> None:
-        """No step names a request that is ending: save its last state if that is worth it, or let it go."""
-        books, lease = self.books, request.lease
-        assert lease is not None
-        if request.save_at is not None:
-            return
-        placement = books.cache.policy.placement
-        if request.phase is Phase.PREEMPTING:
-            books.back_to_queue(request)
-            return
-        position = request.num_computed
-        books.cache.commit(lease, min(position, request.num_known))
-        wanted = (
-            placement is not None
-            and placement.keeps_answer_end
-            and not books.config.exact
-            and request.finish in ("stop", "length")
-            and max(lease.hit, request.prefill_until) < position <= request.num_known
-            and not request.saved
-        )
-        if wanted and books.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None:
-            request.saved = True
-            request.save_at = position
-            return
-        books.drop(request)

@@ -1,0 +1,73 @@
+"""The end of a request: its slot and pages go when no step names it any more, and its last state may be saved first."""
+
+from cairn.cache.checkpoint import Kind
+from cairn.cache.placement import Wanted
+from cairn.scheduler.books import Books
+from cairn.scheduler.content import remember
+from cairn.scheduler.fetch import abandon
+from cairn.scheduler.hand_over import offer
+from cairn.scheduler.request import Finish, Phase, Request
+
+__all__ = ["finish", "settle"]
+
+
+def finish(books: Books, request: Request, reason: Finish) -> bool:
+    """End a request now. False if it has ended already."""
+    if request.phase in (Phase.FINISHING, Phase.FINISHED):
+        return False
+    request.finish = reason
+    request.times.finished = books.clock.now()
+    if request.phase in (Phase.WAITING, Phase.FETCHING, Phase.READY):
+        _forget(books, request)
+        return True
+    if reason in ("stop", "length"):
+        if request.spec.hand_over:
+            offer(books, request)
+        elif request.spec.source is not None:
+            remember(books, request)
+    if request.phase is Phase.RUNNING:
+        books.running.remove(request)
+        books.ending.append(request)
+    request.to(Phase.FINISHING)
+    if request.in_flight == 0:
+        settle(books, request)
+    return True
+
+
+def _forget(books: Books, request: Request) -> None:
+    match request.phase:
+        case Phase.WAITING:
+            if not books.branches.is_parked(request):
+                books.waiting.remove(request)
+        case Phase.FETCHING:
+            abandon(books, request)
+        case Phase.READY:
+            del books.transfers.ready[request]
+    books.drop(request)
+
+
+def settle(books: Books, request: Request) -> None:
+    """No step names a request that is ending: save its last state if that is worth it, or let it go."""
+    lease = request.lease
+    assert lease is not None
+    if request.save_at is not None:
+        return
+    placement = books.cache.policy.placement
+    if request.phase is Phase.PREEMPTING:
+        books.back_to_queue(request)
+        return
+    position = request.num_computed
+    books.cache.commit(lease, min(position, request.num_known))
+    wanted = (
+        placement is not None
+        and placement.keeps_answer_end
+        and not books.config.exact
+        and request.finish in ("stop", "length")
+        and max(lease.hit, request.prefill_until) < position <= request.num_known
+        and not request.saved
+    )
+    if wanted and books.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None:
+        request.saved = True
+        request.save_at = position
+        return
+    books.drop(request)
