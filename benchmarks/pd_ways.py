@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from cairn.engine.build_transfer import RankMemory, build_transfer, rank_worker
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.kv_transfer import KvTransfer, terms_of
-from cairn.transfer.contract import Peer, PullEnded, PullId, ReadOrder, ReadState, Want
+from cairn.transfer.contract import Peer, PullEnded, PullId, ReadOrder, Want
 from cairn.transfer.geometry_pairing import geometry_of
+from cairn.transfer.links.contract import ReadState
 from cairn.transfer.links.nixl import NixlLink
 from cairn.transfer.worker import CHUNK_BYTES
 from cairn.types import SystemClock

@@ -20,9 +20,10 @@ from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Peer, Region
+from cairn.transfer.contract import Peer
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.contract import Region
 from cairn.transfer.links.memory import MemoryFabric
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import paired_pages

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import Descriptors, LinkError, ReadState, Region
+from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Region
 
 NUM_PAGES = 12
 PAGE_BYTES = 256

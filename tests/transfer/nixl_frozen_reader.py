@@ -9,7 +9,7 @@ import time
 import numpy as np
 from link_contract import NUM_PAGES, PAGE_BYTES, pages
 
-from cairn.transfer.contract import ReadState, Region
+from cairn.transfer.links.contract import ReadState, Region
 from cairn.transfer.links.nixl import NixlLink
 
 WAIT_SECONDS = 60

@@ -5,7 +5,7 @@ import sys
 
 from link_contract import pool
 
-from cairn.transfer.contract import Region
+from cairn.transfer.links.contract import Region
 from cairn.transfer.links.nixl import NixlLink
 
 

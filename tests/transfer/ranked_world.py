@@ -10,9 +10,10 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Offer, Peer, Region, Want
+from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Offer, Peer, Want
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.contract import Region
 from cairn.transfer.links.memory import MemoryFabric
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import paired_pages

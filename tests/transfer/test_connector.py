@@ -7,10 +7,8 @@ import pytest
 
 from cairn.transfer.contract import (
     ContentName,
-    Descriptors,
     HeldCheckpoint,
     LeaseEnded,
-    LinkError,
     Offer,
     PagesFree,
     Peer,
@@ -18,12 +16,11 @@ from cairn.transfer.contract import (
     PullEnded,
     PullId,
     ReadOrder,
-    ReadState,
-    Region,
     SchedulerSide,
     WorkerSide,
 )
 from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Region
 from cairn.transfer.links.memory import Fault
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import LinkError, PagesFree, PullEnded, ReadState, Region
+from cairn.transfer.contract import PagesFree, PullEnded
+from cairn.transfer.links.contract import LinkError, ReadState, Region
 from cairn.transfer.links.nixl import NixlLink
 from transfer.link_contract import NUM_PAGES, PAGE_BYTES, LinkContract, pages, pool, ranges
 from transfer.ranked_world import World as RankedWorld

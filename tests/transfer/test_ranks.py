@@ -7,18 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import (
-    LeaseEnded,
-    LinkError,
-    PagesFree,
-    Peer,
-    PullEnded,
-    PullId,
-    ReadOrder,
-    ReadState,
-    Volume,
-    WorkerSide,
-)
+from cairn.transfer.contract import LeaseEnded, PagesFree, Peer, PullEnded, PullId, ReadOrder, Volume, WorkerSide
+from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.links.memory import Fault
 from cairn.transfer.rank_channel import (
     CancelRead,

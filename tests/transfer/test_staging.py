@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import LinkError, PagesFree, Peer, PullEnded, PullId, ReadOrder, ReadState
+from cairn.transfer.contract import PagesFree, Peer, PullEnded, PullId, ReadOrder
 from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.links.memory import Fault
 from cairn.transfer.planner import paired_pages
 from cairn.transfer.staging import STAGING_BYTES, Staging, staging_pages_for

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import LinkError, Peer, PullId, ReadOrder, ReadState, WorkerSide
+from cairn.transfer.contract import Peer, PullId, ReadOrder, WorkerSide
+from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.links.memory import Fault
 from transfer.ranked_world import CANARY, World
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer, Peer, PeerGeometry, Region, Want
+from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer, Peer, PeerGeometry, Want
 from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.contract import Region
 from cairn.transfer.links.memory import MemoryFabric
 from cairn.transfer.params import RemotePrefill, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy

@@ -18,9 +18,10 @@ from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
 from cairn.errors import ConfigError, EngineDead
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Link, Peer, Region
+from cairn.transfer.contract import Peer
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
 from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import paired_pages
 from cairn.transfer.producer import Producer

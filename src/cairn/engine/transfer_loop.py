@@ -12,7 +12,7 @@ from cairn.engine.side_channel import Channel, Incoming
 from cairn.engine.transfer_port import Abort, Answer, Command, MakeOffer, StartPull, TransferPort, Withdraw
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Link
+from cairn.transfer.links.contract import Link
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 

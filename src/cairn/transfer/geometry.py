@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.contract import Descriptors, PeerGeometry
+from cairn.transfer.contract import PeerGeometry
 from cairn.transfer.geometry_pairing import Pairing
+from cairn.transfer.links.contract import Descriptors
 from cairn.types import Pages
 
 __all__ = ["TokenCopies", "file_reads", "lay_out", "page_reads", "staging_copies", "staging_pages", "staging_reads"]

@@ -13,9 +13,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Descriptors, LinkError, PeerGeometry, ReadOrder
+from cairn.transfer.contract import PeerGeometry, ReadOrder
 from cairn.transfer.geometry import file_reads, page_reads
 from cairn.transfer.geometry_pairing import ModelUnits, Pairing, pair
+from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.transfer.staging import Staging
 from cairn.types import Pages
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from cairn.transfer.contract import ContentWant, LinkError, PullId, ReadState, Volume, Want, WorkerSide
+from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
 from cairn.transfer.dial import Dial, DialState
+from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.terms import terms_of
 from cairn.transfer.wire import (
     Asked,

@@ -13,7 +13,8 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from cairn.transfer.contract import LinkError, Peer, PeerGeometry, PullId, ReadOrder
+from cairn.transfer.contract import Peer, PeerGeometry, PullId, ReadOrder
+from cairn.transfer.links.contract import LinkError
 from cairn.transfer.wire import Frames, pack_pages, unpack_pages
 
 __all__ = [

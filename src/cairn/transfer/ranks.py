@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from cairn.transfer.contract import Link, LinkError, PullId, ReadOrder, ReadState, Volume, WorkerSide
+from cairn.transfer.contract import PullId, ReadOrder, Volume, WorkerSide
+from cairn.transfer.links.contract import Link, LinkError, ReadState
 from cairn.transfer.rank_channel import (
     CancelRead,
     Describe,

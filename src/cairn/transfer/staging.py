@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Descriptors, LinkError, PeerGeometry, PullId, ReadOrder
+from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder
 from cairn.transfer.geometry import lay_out, staging_copies, staging_reads
 from cairn.transfer.geometry_pairing import ModelUnits, Pairing
+from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.types import Pages
 
 __all__ = ["STAGING_BYTES", "StagedPiece", "Staging", "staging_pages_for"]

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from cairn.transfer.contract import Descriptors, Link, LinkError, Peer, PullId, ReadHandle, ReadOrder, ReadState, Volume
+from cairn.transfer.contract import Peer, PullId, ReadOrder, Volume
+from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHandle, ReadState
 from cairn.transfer.planner import Piece, Planner
 
 __all__ = ["CHUNK_BYTES", "LinkWorker"]

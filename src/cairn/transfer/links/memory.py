@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
+from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
 
 __all__ = ["Fault", "MemoryFabric", "MemoryLink", "Move"]
 

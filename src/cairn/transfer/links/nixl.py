@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
+from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
 
 __all__ = ["NixlLink"]
 

@@ -1,0 +1,139 @@
+"""What a link is: it moves bytes from a peer's registered region into the own one, and knows nothing else.
+
+One per rank. No method waits: all are called again and again by one owner.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.errors import CairnError
+
+__all__ = ["Descriptors", "Link", "LinkError", "ReadHandle", "ReadState", "Region"]
+
+ReadHandle = NewType("ReadHandle", int)
+
+
+class LinkError(CairnError):
+    """A link cannot do what it was asked: the peer is gone, its description is broken, or a range is out of bounds."""
+
+
+class ReadState(Enum):
+    """Where a read is. Only under READING may bytes still arrive."""
+
+    READING = "reading"
+    DONE = "done"
+    """All bytes have landed."""
+    FAILED = "failed"
+    """The link has given up; what landed is worthless, and nothing more will come."""
+    CANCELLED = "cancelled"
+    """It was cancelled, and nothing more will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The memory of all pages of one rank: `num_pages` x `page_bytes` bytes from `address` on.
+
+    `owner` is whatever must stay alive for the memory to stay valid. `device`: number of the accelerator whose
+    memory it is, None for host memory.
+    """
+
+    address: int
+    num_pages: int
+    page_bytes: int
+    owner: object
+    device: int | None = None
+
+    @classmethod
+    def of(cls, pool: NDArray[np.uint8]) -> "Region":
+        """Host memory of shape [num_pages, page_bytes], contiguous."""
+        if pool.ndim != 2 or not pool.flags.c_contiguous:
+            raise ValueError(f"a region is one contiguous array [num_pages, page_bytes], not {pool.shape}")
+        return cls(pool.ctypes.data, pool.shape[0], pool.shape[1], pool)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Byte ranges to read, one per entry of the int64 arrays, all of shape [n]. No range crosses a page's end."""
+
+    remote_page: NDArray[np.int64]
+    remote_offset: NDArray[np.int64]
+    local_page: NDArray[np.int64]
+    local_offset: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    def take(self, start: int, stop: int) -> "Descriptors":
+        """Entries [start, stop), as views."""
+        part = slice(start, stop)
+        return Descriptors(
+            self.remote_page[part],
+            self.remote_offset[part],
+            self.local_page[part],
+            self.local_offset[part],
+            self.num_bytes[part],
+        )
+
+    def check(self, *, remote_pages: int, remote_page_bytes: int, local: Region) -> None:
+        """Raises LinkError unless every range lies within one page of either side."""
+        for what, page, offset, num_pages, page_bytes in (
+            ("remote", self.remote_page, self.remote_offset, remote_pages, remote_page_bytes),
+            ("local", self.local_page, self.local_offset, local.num_pages, local.page_bytes),
+        ):
+            inside = (page >= 0) & (page < num_pages) & (offset >= 0) & (self.num_bytes > 0)
+            inside &= (offset < page_bytes) & (self.num_bytes <= page_bytes - offset)
+            if not inside.all():
+                at = int(np.argmin(inside))
+                raise LinkError(
+                    f"{what} range is outside its page: page {page[at]} of {num_pages}, bytes {offset[at]} + "
+                    f"{self.num_bytes[at]} of {page_bytes}"
+                )
+
+
+class Link(Protocol):
+    """Moves bytes. One owner calls all methods; none waits for the peer.
+
+    A peer is named by the string that `connect` returned. A link never says that a read is over while a byte of it
+    may still be written: that is what quarantine rests on.
+    """
+
+    def register(self, region: Region) -> None:
+        """Open this memory to peers and reads. Once per link, before anything else."""
+        ...
+
+    def describe(self) -> bytes:
+        """What a peer needs to read from here. Whoever holds it can: hand it to proven peers only."""
+        ...
+
+    def connect(self, description: bytes) -> str:
+        """Get to know a peer; again with the same description gives the same name. Raises LinkError."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Its open reads are cancelled."""
+        ...
+
+    def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
+        """Start reading. At least one descriptor. Raises LinkError, and then nothing was started."""
+        ...
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        """How far it is; drives it. Once it is not READING the handle is gone. Raises LinkError for unknown ones."""
+        ...
+
+    def cancel(self, handle: ReadHandle) -> None:
+        """No longer wanted; go on polling until it is not READING. Unknown handles are left alone."""
+        ...
+
+    def progress(self) -> None:
+        """Serve the peers that read from here. To be called while a lease is open."""
+        ...
+
+    def close(self) -> int:
+        """Let go of everything. Returns how many reads may still write; the region must outlive those."""
+        ...
