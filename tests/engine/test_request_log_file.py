@@ -15,7 +15,7 @@ from cairn.engine.request_log_file import MAX_ENTRIES, LogFile
 from cairn.engine.request_log_lines import LogLines, Shares
 from cairn.errors import ConfigError
 from cairn.replay.traces import read_trace
-from cairn.types import ManualClock
+from cairn.types import Keys, ManualClock
 
 UNIT = 16
 
@@ -31,8 +31,8 @@ def lines(shared_tokens=1 << 20, key=KEY) -> LogLines:
     return LogLines(first_line(layout(), 100), UNIT, key, shared_tokens)
 
 
-def raw(*tokens) -> bytes:
-    return np.array(tokens, np.int64).tobytes()
+def keys(*tokens) -> Keys:
+    return np.array(tokens, np.int64)
 
 
 def alike_tokens(ours, theirs) -> int:
@@ -45,7 +45,7 @@ def test_sharing_is_exact_against_brute_force():
     draw = np.random.default_rng(1)
     for number in range(400):
         tokens = draw.integers(0, 3, draw.integers(1, 30)).tolist()
-        owner, shared = shares.add(number % 2, raw(*tokens), number)
+        owner, shared = shares.add(number % 2, keys(*tokens), number)
         alike = [other for other in told if other[0] == number % 2]
         common = [alike_tokens(other, tokens) for _, other in alike]
         assert shared == max(common, default=0)
@@ -57,12 +57,12 @@ def test_sharing_is_exact_against_brute_force():
 def test_what_is_remembered_of_sharing_is_bounded_and_the_oldest_goes_first():
     shares = Shares(100)
     for number in range(50):
-        shares.add(number, raw(*range(number, number + 30)), number)
+        shares.add(number, keys(*range(number, number + 30)), number)
         assert shares.num_tokens <= 100
-        assert shares.add(number, raw(*range(number, number + 10)), number) == (number, 10)
-    assert shares.add(3, raw(*range(3, 33)), 99) == (99, 0)
+        assert shares.add(number, keys(*range(number, number + 10)), number) == (number, 10)
+    assert shares.add(3, keys(*range(3, 33)), 99) == (99, 0)
     assert len(shares._roots) <= 5
-    shares.add(0, raw(*range(500)), 100)
+    shares.add(0, keys(*range(500)), 100)
     assert shares.num_tokens <= 100 or shares.num_tokens == 0
 
 
