@@ -90,7 +90,7 @@ def test_a_client_that_says_nothing_is_given_up(serve):
 
 
 def test_the_next_request_of_a_connection_has_its_own_time(serve):
-    server = serve(options={"head_seconds": 0.5})
+    server = serve(options={"head_seconds": 2.0})
     with connect(server) as connection:
         for _ in range(3):
             connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(TEXT) + TEXT)
