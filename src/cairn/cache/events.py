@@ -19,7 +19,7 @@ from cairn.cache.block_names import DIGEST_BYTES, BlockNames, Contents, block_ha
 from cairn.cache.checkpoint import Origin
 from cairn.cache.key_run import WIDE
 from cairn.cache.lease import Namespace
-from cairn.cache.tree import Node
+from cairn.cache.tree import Node, last_keys
 
 __all__ = ["AllBlocksCleared", "BlockEvents", "BlockRemoved", "BlockStored", "Event", "TreeObserver"]
 
@@ -187,7 +187,8 @@ class BlockEvents:
         """Make the nodes of `path` live, each the parent of the next, and tell of their blocks."""
         top, size = path[0], self._block_size * WIDE
         before = self._chain_before(top)
-        digest, unfinished = before, _tokens_before(top, self._block_size)
+        assert top.parent is not None
+        digest, unfinished = before, last_keys(top.parent, top.start % self._block_size)
         stored: list[bytes] = []
         digests: list[bytes] = []
         for node in path:
@@ -229,19 +230,6 @@ class BlockEvents:
         while node.parent is not None:
             node = node.parent
         return self._adapters[node]
-
-
-def _tokens_before(node: Node, block_size: int) -> bytes:
-    """The tokens of the unfinished block at `node.start`."""
-    need = node.start % block_size
-    parts: list[bytes] = []
-    step = node.parent
-    while need:
-        assert step is not None
-        parts.append(step.keys(-need).tobytes())
-        need -= min(need, step.num_tokens)
-        step = step.parent
-    return b"".join(reversed(parts))
 
 
 def _hashes(digests: bytes) -> list[int]:

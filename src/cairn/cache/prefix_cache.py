@@ -216,10 +216,8 @@ class PrefixCache:
         return need <= self.pool.num_free or need <= self.pool.num_pages - self.num_held_pages()
 
     def want(self, lease: Lease, wanted: Wanted) -> Pages | None:
-        """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no
-        room for it, or it has one. Those on probation take free pages only, and only while a quarter of the
-        pool is free; a bet that is worth far less than what would go for it is refused, and only
-        remembered."""
+        """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no room
+        for it, it has one, or it is refused and only remembered: see `Admission.want`."""
         pages = self._admission.want(lease, wanted)
         if wanted.position in lease.refused and wanted.position <= lease.committed:
             self._writer.commit(lease, lease.committed, ())  # no other commit may follow that would remember it

@@ -13,7 +13,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
-from cairn.cache.tree import Node
+from cairn.cache.tree import Node, last_keys
 
 __all__ = ["Columns", "Numbers", "Stone", "Survey", "last_tokens"]
 
@@ -166,9 +166,4 @@ class Survey:
 
 def last_tokens(node: Node) -> bytes:
     """The bytes of the last tokens of the path from the root to a node's end, as many as name a prefix."""
-    parts, missing, step = [], NAMED_TOKENS, node
-    while missing > 0 and step.parent is not None:
-        parts.append(step.keys(-missing).tobytes())
-        missing -= step.num_tokens
-        step = step.parent
-    return b"".join(reversed(parts))
+    return last_keys(node, NAMED_TOKENS)

@@ -23,7 +23,7 @@ from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
 from cairn.types import Keys, Pages
 
-__all__ = ["Node", "Walk", "path_pages", "split", "walk"]
+__all__ = ["Node", "Walk", "last_keys", "path_pages", "split", "walk"]
 
 
 class Node:
@@ -199,6 +199,17 @@ def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: 
     for place in [place for place, node in enumerate(path) if node.start % tokens_per_page]:
         parts[place - 1] = parts[place - 1][:-1]
     return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
+
+
+def last_keys(node: Node, num_tokens: int) -> bytes:
+    """The last `num_tokens` key tokens, or all there are, of the path from the root to the end of `node`, as int64."""
+    parts: list[bytes] = []
+    step, missing = node, num_tokens
+    while missing > 0 and step.parent is not None:
+        parts.append(step.keys(-missing).tobytes())
+        missing -= step.num_tokens
+        step = step.parent
+    return b"".join(reversed(parts))
 
 
 def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node, list[Pages]]:

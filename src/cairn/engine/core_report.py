@@ -20,6 +20,9 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
     """Counters since the start, and gauges of this moment."""
     cache, counters, transfers = books.cache, books.counters, books.transfers
     held, hits, received = cache.num_held_pages(), cache.counters.hits, cache.counters.received
+    sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
+    if transfer is not None:
+        sources["external_kv_transfer"] = received
     cache.residents.let_expired_go()
     return EngineStats(
         num_running=len(books.running),
@@ -33,11 +36,7 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         prefix_cache_queries=cache.counters.queries,
         prefix_cache_hits=hits,
         prompt_tokens=counters.prompt_tokens,
-        prompt_tokens_by_source={
-            "local_compute": counters.prompt_tokens - hits - received,
-            "local_cache_hit": hits,
-            "external_kv_transfer": received,
-        },
+        prompt_tokens_by_source=sources,
         computed_prompt_tokens=counters.computed_prompt_tokens,
         generation_tokens=counters.generation_tokens,
         num_preemptions=counters.preemptions,

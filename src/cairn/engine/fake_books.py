@@ -23,7 +23,9 @@ class FakeBooks:
         self._info = info
         self.counts: Counter[str] = Counter()
         self.visits = FakeVisits(clock)
-        self._sources = Counter(local_compute=0, local_cache_hit=0, external_kv_transfer=0)
+        self._sources = Counter(local_compute=0, local_cache_hit=0)
+        if info.side_channel is not None:
+            self._sources["external_kv_transfer"] = 0
         self._reasons: Counter[str] = Counter()
         self._step_sizes = StepSizes()
 
@@ -38,7 +40,8 @@ class FakeBooks:
         self.counts.update(prompt_tokens=len(answer.keys), computed_prompt_tokens=missing)
         self._sources["local_compute"] += missing
         self._sources["local_cache_hit"] += answer.cached_tokens
-        self._sources["external_kv_transfer"] += answer.received_tokens
+        if answer.received_tokens:
+            self._sources["external_kv_transfer"] += answer.received_tokens
 
     def stepped(self, moving: Collection[FakeAnswer]) -> None:
         """These answers are about to get one token more, in one step."""

@@ -131,8 +131,6 @@ class _EngineCollector(Collector):
         for name, label, field, text in _COUNTERS_BY:
             counter = CounterMetricFamily(name, text, labels=(*_LABELS, label))
             for key, value in sorted(getattr(stats, field).items()):
-                if key == "external_kv_transfer" and not joined:
-                    continue
                 counter.add_metric((*labels, key), value)
             yield counter
         for name, field, text in (*_GAUGES, *(_TRANSFER_GAUGES if joined else ()), *(_IMAGE_GAUGES if sees else ())):

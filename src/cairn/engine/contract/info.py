@@ -46,9 +46,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `held_pages`: pages that open leases refer to; `cached_pages`: pages that only the tree refers to;
     `held_checkpoints`: those that clients hold. The prefix cache counters are in prompt tokens. `prompt_tokens`: those
     of the requests that have been started, and by where what they need came from: `local_compute`, `local_cache_hit`,
-    `external_kv_transfer`. `reasons`: requests by miss reason. `lost_tokens`: prompt tokens not cached, by the same
-    reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the accounting was recounted and
-    found right.
+    `external_kv_transfer` (only with a side channel). `reasons`: requests by miss reason. `lost_tokens`: prompt tokens
+    not cached, by the same reasons. `checkpoints_taken`, `_hit`, `_evicted`: by kind. `audits`: how often the
+    accounting was recounted and found right.
 
     `step_sizes`: steps that computed tokens, by how many: each one is counted once, in the first of `STEP_SIZES` that
     it does not exceed, or behind them. `step_tokens`: all their tokens, of prompts and of answers.
