@@ -40,7 +40,7 @@ class Sought:
 
     def __init__(self, keys: Keys) -> None:
         self.tokens = narrow(keys)
-        self.octets = self.tokens.data.cast("B")
+        self.octets = self.tokens.tobytes()
         self.width = self.tokens.itemsize
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Sought:
 
     def run(self, start: int, end: int) -> bytes:
         """Tokens [start, end) as a node keeps them."""
-        return self.octets[start * self.width : end * self.width].tobytes()
+        return self.octets[start * self.width : end * self.width]
 
 
 def common_prefix(raw: bytes, num_tokens: int, sought: Sought, position: int) -> int:

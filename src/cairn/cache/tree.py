@@ -160,16 +160,15 @@ def walk(root: Node, sought: Sought, usable: Callable[[Node], int] | None = None
         child = below.get(int(sought.tokens[position])) if isinstance(below, dict) else below
         if child is None:
             break
-        end = child.end
+        end, raw = child.end, child.raw
         # nearly every node is matched whole, and these lines are most of what a lookup costs
-        piece = octets[position * width : end * width]
-        whole = end <= length and len(piece) == len(child.raw) and child.raw.startswith(piece)
+        whole = octets.startswith(raw, position * width) and len(raw) == (end - position) * width
         if whole and usable is None and matched == position and child.pages is not None:
             path.append(child)
             node, position, matched = child, end, end
             continue
         if not whole:
-            end = position + common_prefix(child.raw, child.end - position, sought, position)
+            end = position + common_prefix(raw, end - position, sought, position)
             whole = end == child.end
             if end == position:
                 break
@@ -194,10 +193,12 @@ def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: 
     child         | q1 | q2 |   ->  p0, q1, q2
     """
     tokens_per_page = group.tokens_per_page
-    parts = [node.pages[index] for node in path if node.pages is not None]
-    assert len(parts) == len(path), "a run on the path has no pages"
-    for place in [place for place, node in enumerate(path) if node.start % tokens_per_page]:
-        parts[place - 1] = parts[place - 1][:-1]
+    parts: list[Pages] = []
+    for node in path:
+        assert node.pages is not None, "a run on the path has no pages"
+        if node.start % tokens_per_page:
+            parts[-1] = parts[-1][:-1]
+        parts.append(node.pages[index])
     return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
 
 
