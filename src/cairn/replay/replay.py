@@ -112,10 +112,12 @@ class Replay:
                 break
             if point is not None:
                 with self._timed.inside():
-                    self._commit(lease, position, [point])
+                    self._keep(lease, point)
         at_end = placement is not None and placement.keeps_answer_end and not exact and position > prompt
         with self._timed.inside():
-            self._commit(lease, position, [Wanted(position, Kind.ANSWER_END)] if at_end else [])
+            self._commit(lease, position, [])
+            if at_end:
+                self._keep(lease, Wanted(position, Kind.ANSWER_END))
 
     def _grow(self, lease: Lease, tokens: list[int], unit: int) -> int:
         """Append what a model would sample, if there is room for it, else as many units as there is room for. Returns
@@ -132,9 +134,16 @@ class Replay:
                 grown += step
         return grown
 
+    def _keep(self, lease: Lease, want: Wanted) -> None:
+        """A state of the answer is kept, if there is room for it; else its tokens stay out of the tree for now."""
+        if self.cache.want(lease, want) is not None:
+            self._apply(lease, want.position, [want.position])
+
     def _commit(self, lease: Lease, num_tokens: int, wanted: list[Wanted]) -> None:
         """One step that has computed up to `num_tokens` and keeps what is wanted, planned and applied."""
-        kept = [want.position for want in wanted if self.cache.want(lease, want) is not None]
+        self._apply(lease, num_tokens, [want.position for want in wanted if self.cache.want(lease, want) is not None])
+
+    def _apply(self, lease: Lease, num_tokens: int, kept: list[int]) -> None:
         self._step += 1
         self.cache.hold_until(self._step, lease)
         self._timed.note_use()
