@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.cache.branches import LEAST, WINDOW, BranchDistances
+from cairn.cache.branches import LEAST, LEAST_IDLE, WINDOW, BranchDistances
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.hazard import BINS, MAX_HITS, HazardTable
 from cairn.cache.reuse import LEAST_INTERVAL, Lineage, ReuseBook
@@ -209,7 +209,12 @@ def test_one_distance_is_foretold_to_the_token():
 
 
 def test_nothing_is_foretold_from_a_few():
-    assert after(*[900] * (LEAST - 1)).positions(5000, 0, 4) == []
+    assert after(*[900] * (LEAST - 1)).positions(5000, 0, 1) == []
+    assert after(*[900] * (LEAST_IDLE - 1)).positions(5000, 0, 4) == []
+
+
+def test_while_memory_is_idle_a_few_are_enough():
+    assert after(*[900] * LEAST_IDLE).positions(5000, 0, 4) == [4096]
 
 
 def test_distances_that_scatter_are_served_from_the_grid_below_them():

@@ -17,8 +17,8 @@ __all__ = ["BranchDistances"]
 WINDOW = 512
 """Branches that are remembered."""
 
-LEAST = 8
-"""Before so many nothing is foretold."""
+LEAST, LEAST_IDLE = 8, 2
+"""Before so many nothing is foretold; and before so many where memory is idle, so that a wrong guess costs nothing."""
 
 MAX_GROUPS = 48
 """Distances that come up seldom are put into so many groups."""
@@ -52,9 +52,9 @@ class BranchDistances:
         adds to those before it (the greedy rule for such coverage; Nemhauser, Wolsey and Fisher, 1978). Distances that
         come up often count to the token, others to the 64-token grid, where a state costs nothing to take.
         """
-        if len(self._recent) < LEAST:
+        if len(self._recent) < (LEAST if most == 1 else LEAST_IDLE):
             return []
-        if self._new >= LEAST:
+        if self._new >= LEAST or 2 * self._new > len(self._recent):
             self._sum_up()
         branches = num_tokens - self._distances
         branches = np.where(self._often, branches, branches // GRID * GRID)

@@ -61,13 +61,19 @@ class EvictionQueue:
         self._policy = policy
         self._heap: list[Entry] = []
         self._live: dict[int, Checkpoint] = {}
+        self._unproven: set[int] = set()
         self._version = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def num_on_probation(self) -> int:
+        """How many are on probation and were never hit: they go first."""
+        return len(self._unproven)
+
     def __contains__(self, checkpoint: Checkpoint) -> bool:
-        return self._live.get(checkpoint.version) is checkpoint
+        return checkpoint.version in self._live
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._live.values())
@@ -78,21 +84,25 @@ class EvictionQueue:
         self._version += 1
         checkpoint.version = self._version
         self._live[self._version] = checkpoint
-        heapq.heappush(self._heap, (*self.place(facts), self._version, checkpoint))
+        first, priority = self.place(facts)
+        if first == 0:
+            self._unproven.add(self._version)
+        heapq.heappush(self._heap, (first, priority, self._version, checkpoint))
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out; no matter if it is not in."""
-        if checkpoint in self:
-            del self._live[checkpoint.version]
+        self._live.pop(checkpoint.version, None)
+        self._unproven.discard(checkpoint.version)
 
     def pop(self) -> Checkpoint | None:
         """The next to go, taken out; None when there is none."""
         while self._heap:
             _, _, version, checkpoint = heapq.heappop(self._heap)
-            if self._live.pop(version, None) is not None:
+            if version in self._live:
+                self.remove(checkpoint)
                 return checkpoint
         return None
 

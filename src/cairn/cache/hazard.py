@@ -14,7 +14,7 @@ Class = tuple[int, ...]
 BINS = 34
 """Two to an octave of age: the last begins at 2**16 requests."""
 
-PSEUDO_HITS = 6.0
+PSEUDO_HITS = 3.0
 """How many hits the row above counts for."""
 
 MAX_HITS = 1 << 14
@@ -99,11 +99,12 @@ class HazardTable:
         through = np.bincount(begins + 1, minlength=size) - np.bincount(ends, minlength=size)
         self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
 
-    def index(self, row: int, age: float) -> float:
+    def index(self, row: int, age: int) -> float:
         """The chance per request of something of class `row` being used, at its best: see `refresh`."""
         while row >= len(self._index):
             row = self._parents[row]  # not refreshed since it was made
-        return self._index[row][0 if age < 1 else min(BINS - 1, int(age * age).bit_length())]
+        position = (age * age).bit_length()
+        return self._index[row][position if position < BINS else BINS - 1]
 
     def refresh(self) -> None:
         """Compute the index of each row and age anew. O(rows x BINS^2) of array arithmetic.
