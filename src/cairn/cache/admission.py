@@ -17,6 +17,9 @@ __all__ = ["Admission"]
 FIRST_WAYS = MappingProxyType({Kind.ANSWER_END: (0,), Kind.PROMPT_END: (0, 1)})
 """How many ways on there may be from a new checkpoint; from others one."""
 
+MAX_FORETOLD = 4
+"""Places of a prompt that statistics alone have named, while memory is idle or holds what is on probation; else one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -76,6 +79,11 @@ class Admission:
     def idle_files(self) -> int:
         """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
         return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
+
+    def most_foretold(self, idle_files: int) -> int:
+        """How many places of a prompt may be kept because prompts like it were left there."""
+        unproven = idle_files + self.residents.queue.num_on_probation
+        return MAX_FORETOLD if unproven >= 2 * MAX_FORETOLD else 1
 
     def _costs_nothing(self, lease: Lease, wanted: Wanted) -> bool:
         """Whether there is room for a checkpoint without dropping another one: also for the one at the prompt's end, if

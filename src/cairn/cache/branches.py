@@ -46,7 +46,8 @@ class BranchDistances:
 
     def positions(self, num_tokens: int, hit: int, most: int) -> list[int]:
         """At most `most` positions in (hit, num_tokens) that save the most tokens, the best first, if a prompt of
-        `num_tokens` tokens of which `hit` are cached is left as those before it were.
+        `num_tokens` tokens of which `hit` are cached is left as those before it were. `most` is 1 where memory is not
+        idle.
 
         A branch at b is served by the deepest position p <= b and saves p - hit. Each position is chosen for what it
         adds to those before it (the greedy rule for such coverage; Nemhauser, Wolsey and Fisher, 1978). Distances that

@@ -102,7 +102,6 @@ class BlockEvents:
     ) -> None:
         """Raises ValueError for a block without tokens."""
         self.num_blocks = 0
-        self._block_size = block_size
         self._names = BlockNames(block_size, contents)
         self._publish = publish
         self._exact = exact
@@ -150,7 +149,7 @@ class BlockEvents:
 
     def _blocks_in(self, node: Node) -> int:
         """How many blocks end in (node.start, node.end]."""
-        return node.end // self._block_size - node.start // self._block_size
+        return node.end // self._names.block_size - node.start // self._names.block_size
 
     def _gain(self, node: Node) -> None:
         fresh: list[Node] = []
@@ -185,10 +184,10 @@ class BlockEvents:
 
     def _announce(self, path: list[Node]) -> None:
         """Make the nodes of `path` live, each the parent of the next, and tell of their blocks."""
-        top, size = path[0], self._block_size * WIDE
+        top, size = path[0], self._names.block_size * WIDE
         before = self._chain_before(top)
         assert top.parent is not None
-        digest, unfinished = before, last_keys(top.parent, top.start % self._block_size)
+        digest, unfinished = before, last_keys(top.parent, top.start % self._names.block_size)
         stored: list[bytes] = []
         digests: list[bytes] = []
         for node in path:
@@ -207,9 +206,9 @@ class BlockEvents:
             self._publish(
                 BlockStored(
                     block_hashes=tuple(block_hash(each) for each in digests),
-                    parent_block_hash=block_hash(before) if top.start >= self._block_size else None,
+                    parent_block_hash=block_hash(before) if top.start >= self._names.block_size else None,
                     token_ids=self._names.token_ids(keys),
-                    block_size=self._block_size,
+                    block_size=self._names.block_size,
                     adapter=self._adapter(top),
                     extra_keys=self._names.extra_keys(keys),
                 )

@@ -29,7 +29,8 @@ Floats = NDArray[np.float64]
 
 
 def _bin(age: float) -> int:
-    return 0 if age < 1 else min(BINS - 1, int(age * age).bit_length())
+    position = int(age * age).bit_length()
+    return position if position < BINS else BINS - 1
 
 
 def _bins(ages: Floats) -> NDArray[np.intp]:
@@ -99,12 +100,11 @@ class HazardTable:
         through = np.bincount(begins + 1, minlength=size) - np.bincount(ends, minlength=size)
         self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
 
-    def index(self, row: int, age: int) -> float:
+    def index(self, row: int, age: float) -> float:
         """The chance per request of something of class `row` being used, at its best: see `refresh`."""
         while row >= len(self._index):
             row = self._parents[row]  # not refreshed since it was made
-        position = (age * age).bit_length()
-        return self._index[row][position if position < BINS else BINS - 1]
+        return self._index[row][_bin(age)]
 
     def refresh(self) -> None:
         """Compute the index of each row and age anew. O(rows x BINS^2) of array arithmetic.

@@ -70,7 +70,4 @@ class CacheLayout:
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens, over all groups."""
-        pages = 0
-        for group in self.groups:
-            pages += group.pages_for(num_tokens)
-        return pages
+        return sum(group.pages_for(num_tokens) for group in self.groups)

@@ -7,9 +7,10 @@ may change meanwhile. What is shown is then of several moments, and its form is 
 from collections.abc import Iterator
 
 from cairn.cache.cures import Situation, cure
-from cairn.cache.journal import INTERVAL_SECONDS
+from cairn.cache.journal import INTERVAL_SECONDS, NAMED_TOKENS
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.survey import Columns, Numbers, Stone, Survey, last_tokens
+from cairn.cache.survey import Columns, Numbers, Stone, Survey
+from cairn.cache.tree import last_keys
 from cairn.cache.view import (
     CacheView,
     CheckpointView,
@@ -68,7 +69,7 @@ def _paths(cache: PrefixCache, survey: Survey, columns: Columns, shown: list[int
         best, others = _best(stones[path])
         views.append(
             PathView(
-                name=cache.journal.names.name(number, survey.end[path], last_tokens(node)),
+                name=cache.journal.names.name(number, survey.end[path], last_keys(node, NAMED_TOKENS)),
                 parent=place.get(survey.parent[path]),
                 namespace=number,
                 start=survey.start[path],

@@ -41,10 +41,6 @@ from cairn.types import Boundary, Clock, Keys, Pages, SystemClock
 
 __all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
 
-MAX_FORETOLD = 4
-"""Positions kept because prompts like this one were left there, while memory is idle or holds what is on probation;
-else one."""
-
 GHOST_FACTOR = 4
 """Key tokens remembered of dropped runs, as a multiple of the tokens that fit the pool."""
 
@@ -173,8 +169,7 @@ class PrefixCache:
         """What the placement policy may know of `lease`, which is going to prefill up to `num_tokens`, and whose
         messages and images end at `boundaries`."""
         idle_files = self.idle_files()
-        unproven = idle_files + self.residents.queue.num_on_probation
-        most = MAX_FORETOLD if unproven >= 2 * MAX_FORETOLD else 1
+        most = self._admission.most_foretold(idle_files)
         return PromptFacts(
             num_tokens=num_tokens,
             hit=lease.hit,

@@ -8,14 +8,13 @@ from typing import TypeAlias
 import numpy as np
 
 from cairn.cache.checkpoint import Checkpoint
-from cairn.cache.journal import NAMED_TOKENS
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
-from cairn.cache.tree import Node, last_keys
+from cairn.cache.tree import Node
 
-__all__ = ["Columns", "Numbers", "Stone", "Survey", "last_tokens"]
+__all__ = ["Columns", "Numbers", "Stone", "Survey"]
 
 Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
@@ -162,8 +161,3 @@ class Survey:
             offer(place + 1, self.parent[row])
             offer(begins[row + 1], row)
         return sorted(chosen)
-
-
-def last_tokens(node: Node) -> bytes:
-    """The bytes of the last tokens of the path from the root to a node's end, as many as name a prefix."""
-    return last_keys(node, NAMED_TOKENS)

@@ -87,11 +87,11 @@ class Replay:
             low, high = min(start, path_end), min(end, path_end)
             with self._timed.inside():
                 wanted = placement.in_prefill(facts, low, high) if placement is not None and low < high else []
-                self._commit(lease, high, wanted)
+                self._apply(lease, high, [w.position for w in wanted if self.cache.want(lease, w) is not None])
             self.outcome.forward_passes += 1
             start = end
         with self._timed.inside():
-            self._commit(lease, path_end, [])
+            self._apply(lease, path_end, [])
 
     def _decode(self, lease: Lease, facts: PromptFacts, answer: list[int], unit: int) -> None:
         """Generate the answer as far as there is room for it, and keep what the policy keeps of it, and its end.
@@ -115,7 +115,7 @@ class Replay:
                     self._keep(lease, point)
         at_end = placement is not None and placement.keeps_answer_end and not exact and position > prompt
         with self._timed.inside():
-            self._commit(lease, position, [])
+            self._apply(lease, position, [])
             if at_end:
                 self._keep(lease, Wanted(position, Kind.ANSWER_END))
 
@@ -139,11 +139,8 @@ class Replay:
         if self.cache.want(lease, want) is not None:
             self._apply(lease, want.position, [want.position])
 
-    def _commit(self, lease: Lease, num_tokens: int, wanted: list[Wanted]) -> None:
-        """One step that has computed up to `num_tokens` and keeps what is wanted, planned and applied."""
-        self._apply(lease, num_tokens, [want.position for want in wanted if self.cache.want(lease, want) is not None])
-
     def _apply(self, lease: Lease, num_tokens: int, kept: list[int]) -> None:
+        """One step that has computed up to `num_tokens` and filled the files at `kept`, planned and applied."""
         self._step += 1
         self.cache.hold_until(self._step, lease)
         self._timed.note_use()
