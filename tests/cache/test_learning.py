@@ -53,6 +53,13 @@ def test_the_index_is_hits_per_time_up_to_the_best_moment_to_stop():
     assert table.index(table.row((1,)), 0) == pytest.approx(0.5 / 19, rel=0.25)
 
 
+def test_what_is_seen_at_an_age_counts_for_those_around_it():
+    table = taught([((1,), 100, True)] * 40 + [((1,), 2000, False)] * 160)
+    row = table.row((1,))
+    assert table.index(row, 100) / 4 < table.index(row, 150) < table.index(row, 100), "somewhat later is no surprise"
+    assert table.index(row, 300) < table.index(row, 150) / 10, "much later is one"
+
+
 def test_a_new_class_takes_after_the_one_above_it_until_it_knows_better():
     events = [((1, 1), 8, True)] * 100
     before = taught(events)

@@ -131,10 +131,15 @@ class HazardTable:
         return hits, risk
 
     def _hazards(self, hits: Floats, risk: Floats) -> Floats:
-        """Hits per unit of time. A row has the shape of the one above it, at its own height, but where it knows
-        better."""
+        """Hits per unit of time. A row has the shape of the one above it, at its own height, but where it knows better.
+
+        A bin alone has seen little, and rates change slowly with the logarithm of the age: the bins around it count,
+        too (a kernel estimate, as in Ramlau-Hansen, "Smoothing counting process intensities by means of kernel
+        functions", Ann. Stat. 11, 1983).
+        """
+        near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
         hazards = np.empty_like(hits)
-        hazards[0] = (hits[0] + PSEUDO_HITS) / (risk[0] + PSEUDO_HITS / _PRIOR)
+        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / _PRIOR)
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2
@@ -144,8 +149,19 @@ class HazardTable:
             expected = (above * risk[level]).sum(axis=1, keepdims=True)
             height = (hits[level].sum(axis=1, keepdims=True) + PSEUDO_HITS) / (expected + PSEUDO_HITS)
             least = np.maximum(above * height, 1e-12)
-            hazards[level] = (hits[level] + PSEUDO_HITS) / (risk[level] + PSEUDO_HITS / least)
+            hazards[level] = (near_hits[level] + PSEUDO_HITS) / (near_risk[level] + PSEUDO_HITS / least)
         return hazards
+
+
+def _with_neighbours(counts: Floats) -> Floats:
+    """Per row and bin its own counts and those of the bins up to an octave away, which count the less the further; in
+    all twice what one bin would. Shape [rows, BINS]."""
+    for _ in range(2):
+        spread = counts.copy()
+        spread[:, 1:] += counts[:, :-1] / 2
+        spread[:, :-1] += counts[:, 1:] / 2
+        counts = spread
+    return counts / 2
 
 
 def _gittins(hazards: Floats) -> Floats:

@@ -16,7 +16,7 @@ DOUBT = 3
 """What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go. A
 place that statistics alone have named is taken at what they say."""
 
-YOUNG = 16
+YOUNG = 8
 """The age, in requests, at which a checkpoint is ranked anew in any case: a chance falls fastest in the beginning."""
 
 MAX_YOUNG = 4096
