@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.cache.key_run import NARROW, WIDE, Sought, common_prefix, narrow
+from cairn.cache.key_run import NARROW, WIDE, Sought, common_prefix
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.tree import Node, split, walk
 
@@ -22,17 +22,19 @@ def keys(tokens):
 @pytest.mark.parametrize("token", EDGES)
 def test_a_run_is_narrow_where_all_of_it_fits(token):
     fits = -(2**31) <= token < 2**31
-    made = narrow(keys([5, token, 7]))
-    assert made.itemsize == (NARROW if fits else WIDE) and made.tolist() == [5, token, 7]
+    made = Sought(keys([5, token, 7]))
+    assert made.width == (NARROW if fits else WIDE) and made.tokens.tolist() == [5, token, 7]
+    assert made.run(1, 3) == made.tokens[1:].tobytes()
 
 
 def test_a_run_of_nothing():
-    assert narrow(keys([])).tolist() == [] and len(Sought(keys([]))) == 0
+    nothing = Sought(keys([]))
+    assert len(nothing) == 0 and nothing.run(0, 0) == b""
 
 
 def test_every_other_key_of_an_array():
-    assert narrow(keys([1, 2**40, 2, 2**40])[::2]).tolist() == [1, 2]
-    assert narrow(keys([1, 2, 2**40, 4])[::2]).tolist() == [1, 2**40]
+    assert Sought(keys([1, 2**40, 2, 2**40])[::2]).tokens.tolist() == [1, 2]
+    assert Sought(keys([1, 2, 2**40, 4])[::2]).tokens.tolist() == [1, 2**40]
 
 
 def common(ours, theirs):
@@ -44,7 +46,7 @@ def common(ours, theirs):
 @given(sequences, sequences, st.integers(0, 3))
 def test_the_common_prefix_is_that_of_the_numbers(ours, theirs, position):
     sought = Sought(keys(ours))
-    raw = narrow(keys(theirs)).tobytes()
+    raw = Sought(keys(theirs)).run(0, len(theirs))
     assert common_prefix(raw, len(theirs), sought, position) == common(ours[position:], theirs)
 
 

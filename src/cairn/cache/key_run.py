@@ -10,22 +10,20 @@ from numpy.typing import NDArray
 from cairn.keys import common_tokens
 from cairn.types import Keys
 
-__all__ = ["NARROW", "WIDE", "Sought", "common_prefix", "narrow", "widen"]
+__all__ = ["NARROW", "WIDE", "Sought", "common_prefix", "widen"]
 
 NARROW, WIDE = 4, 8
 _NARROW_TOKENS = np.iinfo(np.int32)
 
 
-def narrow(keys: Keys) -> NDArray[np.int32] | NDArray[np.int64]:
-    """`keys` in as few bytes as hold them, contiguous: int32 or int64. O(n)."""
-    fits = True
-    if len(keys):
-        # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
-        bits = int(np.bitwise_or.reduce(keys))
-        fits = 0 <= bits <= _NARROW_TOKENS.max or (
-            bits < 0 and int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
-        )
-    return keys.astype(np.int32) if fits else np.ascontiguousarray(keys)
+def _fit_narrow(keys: Keys) -> bool:
+    if not len(keys):
+        return True
+    # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
+    bits = int(np.bitwise_or.reduce(keys))
+    if bits >= 0:
+        return bits <= _NARROW_TOKENS.max
+    return int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
 
 
 def widen(raw: bytes, num_tokens: int, first: int = 0, end: int | None = None) -> Keys:
@@ -34,21 +32,25 @@ def widen(raw: bytes, num_tokens: int, first: int = 0, end: int | None = None) -
 
 
 class Sought:
-    """Key tokens that are looked up or added: `octets` has them as `narrow` does, `width` bytes each."""
+    """Key tokens that are looked up or added: `octets` has them in as few bytes as hold them, `width` bytes each, and
+    `tokens` sees them there as numbers, shape [n]. Made in O(n)."""
 
     __slots__ = ("octets", "tokens", "width")
 
     def __init__(self, keys: Keys) -> None:
-        self.tokens = narrow(keys)
-        self.octets = self.tokens.tobytes()
-        self.width = self.tokens.itemsize
+        self.width = NARROW if _fit_narrow(keys) else WIDE
+        self.octets = bytearray(self.width * len(keys))
+        octets, width = self.octets, self.width
+        self.tokens = np.frombuffer(octets, np.int32) if width == NARROW else np.frombuffer(octets, np.int64)
+        # into the place where they are needed, for a prompt has up to a million bytes
+        np.copyto(self.tokens, keys, casting="unsafe")
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def run(self, start: int, end: int) -> bytes:
         """Tokens [start, end) as a node keeps them."""
-        return self.octets[start * self.width : end * self.width]
+        return bytes(memoryview(self.octets)[start * self.width : end * self.width])
 
 
 def common_prefix(raw: bytes, num_tokens: int, sought: Sought, position: int) -> int:

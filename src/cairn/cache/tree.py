@@ -192,13 +192,10 @@ def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: 
     parent   | p0 | p1 |            a node that starts inside p1's tokens lists that page, too:
     child         | q1 | q2 |   ->  p0, q1, q2
     """
-    tokens_per_page = group.tokens_per_page
-    parts: list[Pages] = []
-    for node in path:
-        assert node.pages is not None, "a run on the path has no pages"
-        if node.start % tokens_per_page:
-            parts[-1] = parts[-1][:-1]
-        parts.append(node.pages[index])
+    parts = [node.pages[index] for node in path if node.pages is not None]
+    assert len(parts) == len(path), "a run on the path has no pages"
+    for below in [place for place, node in enumerate(path) if node.start % group.tokens_per_page]:
+        parts[below - 1] = parts[below - 1][:-1]
     return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
 
 
