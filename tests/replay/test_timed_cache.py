@@ -48,10 +48,11 @@ def test_only_what_is_inside_is_timed_and_the_most_pages_are_kept():
     clock = ManualClock()
     cache = timed(clock=clock)
     clock.advance(1.0)
-    with cache.inside():
+    with cache.inside:
         clock.advance(2.0)
     pages = cache.cache.pool.allocate(7)
     cache.note_use()
     cache.cache.pool.release(pages)
     cache.note_use()
-    assert cache.outcome.seconds == 2.0 and cache.outcome.peak_bytes == 7 * 1024
+    outcome = cache.ended()
+    assert outcome.seconds == 2.0 and outcome.peak_bytes == 7 * 1024

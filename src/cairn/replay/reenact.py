@@ -61,7 +61,7 @@ class Reenactment:
             return
         if code in ("l", "b"):
             self._join(op, known)
-        with self._timed.inside():
+        with self._timed.inside:
             match code:
                 case "p":
                     self._steps.plan(op[1], [(going[number], *row) for number, *row in op[2] if number in going])

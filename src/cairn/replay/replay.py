@@ -57,18 +57,18 @@ class Replay:
     def _through_the_cache(self, lease: Lease, request: TraceRequest, unit: int) -> None:
         ends = tuple(Boundary(end) for end in request.boundaries)
         answer = key_tokens(request.answer, unit).tolist()
-        with self._timed.inside():
+        with self._timed.inside:
             facts = self.cache.facts(lease, lease.num_prompt_tokens, ends)
         self._prefill(lease, facts, request.num_prompt_tokens)
         self._decode(lease, facts, answer, unit)
-        with self._timed.inside():
+        with self._timed.inside:
             self.cache.release(lease)
 
     def _admit(self, name: str, keys: Keys) -> Lease | None:
         """A lease with pages for the whole prompt; None, and nothing has gone, if the pool cannot hold it at all."""
         if not self._timed.holds(len(keys)):
             return None
-        with self._timed.inside():
+        with self._timed.inside:
             for _ in range(2):
                 lease = self.cache.lookup(Namespace(), keys, name)
                 if self.cache.extend(lease, lease.num_tokens) is not None:
@@ -85,12 +85,12 @@ class Replay:
         while start < num_prompt_tokens:
             end = self._timed.chunk_end(start, num_prompt_tokens)
             low, high = min(start, path_end), min(end, path_end)
-            with self._timed.inside():
+            with self._timed.inside:
                 wanted = placement.in_prefill(facts, low, high) if placement is not None and low < high else []
                 self._apply(lease, high, [w.position for w in wanted if self.cache.want(lease, w) is not None])
             self.outcome.forward_passes += 1
             start = end
-        with self._timed.inside():
+        with self._timed.inside:
             self._apply(lease, path_end, [])
 
     def _decode(self, lease: Lease, facts: PromptFacts, answer: list[int], unit: int) -> None:
@@ -102,7 +102,7 @@ class Replay:
         placement, exact = self.cache.policy.placement, self.cache.policy.exact
         prompt, position = lease.num_prompt_tokens, lease.num_prompt_tokens
         for end in range(prompt + unit, prompt + len(answer) + 1, unit):
-            with self._timed.inside():
+            with self._timed.inside:
                 point = placement.in_decode(facts, end) if placement is not None and not exact else None
             if point is None and end < prompt + len(answer):
                 continue
@@ -111,10 +111,10 @@ class Replay:
             if position < end:
                 break
             if point is not None:
-                with self._timed.inside():
+                with self._timed.inside:
                     self._keep(lease, point)
         at_end = placement is not None and placement.keeps_answer_end and not exact and position > prompt
-        with self._timed.inside():
+        with self._timed.inside:
             self._apply(lease, position, [])
             if at_end:
                 self._keep(lease, Wanted(position, Kind.ANSWER_END))
@@ -125,7 +125,7 @@ class Replay:
         grown = 0
         for step in (len(tokens), unit):
             while grown < len(tokens):
-                with self._timed.inside():
+                with self._timed.inside:
                     fits = self.cache.extend(lease, lease.num_tokens + step) is not None
                 if not fits:
                     break
