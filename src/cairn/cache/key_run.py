@@ -38,10 +38,10 @@ class Sought:
     __slots__ = ("octets", "tokens", "width")
 
     def __init__(self, keys: Keys) -> None:
-        self.width = NARROW if _fit_narrow(keys) else WIDE
+        narrow = _fit_narrow(keys)
+        self.width = NARROW if narrow else WIDE
         self.octets = bytearray(self.width * len(keys))
-        octets, width = self.octets, self.width
-        self.tokens = np.frombuffer(octets, np.int32) if width == NARROW else np.frombuffer(octets, np.int64)
+        self.tokens = np.frombuffer(self.octets, np.int32) if narrow else np.frombuffer(self.octets, np.int64)
         # into the place where they are needed, for a prompt has up to a million bytes
         np.copyto(self.tokens, keys, casting="unsafe")
 

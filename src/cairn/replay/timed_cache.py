@@ -7,7 +7,7 @@ from cairn.replay.outcome import Outcome
 from cairn.step import GRID
 from cairn.types import Clock, ManualClock
 
-__all__ = ["Stopwatch", "TimedCache"]
+__all__ = ["TimedCache"]
 
 
 class Stopwatch:
