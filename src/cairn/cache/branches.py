@@ -36,7 +36,8 @@ class BranchDistances:
         self._recent: deque[int] = deque(maxlen=WINDOW)
         self._distances: Ints = np.empty(0, np.int64)
         self._counts: Ints = np.empty(0, np.int64)
-        self._often: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._exactly: Ints = np.empty(0, np.int64)
+        """The bits of a position that count: all of them, or those from `GRID`, a power of two, on."""
         self._new = 0
 
     def left(self, distance: int) -> None:
@@ -57,19 +58,21 @@ class BranchDistances:
             return []
         if self._new >= LEAST or 2 * self._new > len(self._recent):
             self._sum_up()
-        branches = num_tokens - self._distances
-        branches = np.where(self._often, branches, branches // GRID * GRID)
-        branches, weights = branches[branches > hit], self._counts[branches > hit]
+        branches = (num_tokens - self._distances) & self._exactly
+        ahead = branches > hit
+        branches, weights = branches[ahead], self._counts[ahead]
         if not len(branches):
             return []
-        worth = LEAST_SHARE * float((branches - hit) @ weights)
         order = branches.argsort()
+        branches, weights = branches[order], weights[order]
+        saved = branches - hit
+        worth = LEAST_SHARE * float(saved @ weights)
         # alone, a position serves all branches from it on
-        gains = (branches[order] - hit) * weights[order][::-1].cumsum()[::-1]
+        gains = saved * weights[::-1].cumsum()[::-1]
         best = int(gains.argmax())
         if gains[best] <= worth:
             return []
-        first = int(branches[order[best]])
+        first = int(branches[best])
         return [first, *self._further(branches, weights, hit, first, most, worth)] if most > 1 else [first]
 
     @staticmethod
@@ -98,4 +101,4 @@ class BranchDistances:
         groups = np.array_split(seldom, min(MAX_GROUPS, len(seldom))) if len(seldom) else []
         self._distances = np.concatenate([distances[often], *(group[-1:] for group in groups)])
         self._counts = np.concatenate([counts[often], np.array([len(group) for group in groups], np.int64)])
-        self._often = np.arange(len(self._distances)) < np.count_nonzero(often)
+        self._exactly = np.where(np.arange(len(self._distances)) < np.count_nonzero(often), -1, -GRID)

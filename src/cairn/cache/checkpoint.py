@@ -32,15 +32,18 @@ class Kind(StrEnum):
     """Where, measured from its end, prompts before it were left by later ones."""
     GRID = "grid"
 
-    @property
-    def on_probation(self) -> bool:
-        """Made from plentifully free pages or not at all, and the first to go until it is hit."""
-        return self in (Kind.GRID, Kind.INNER_END)
+    on_probation: bool
+    """Made from plentifully free pages or not at all, and the first to go until it is hit."""
+    is_bet: bool
+    """Asked for by nobody: not kept if it is worth far less than what would have to go for it."""
+    number: int
+    """Its place among the kinds."""
 
-    @property
-    def is_bet(self) -> bool:
-        """Asked for by nobody: not kept if it is worth far less than what would have to go for it."""
-        return self not in (Kind.GRID, Kind.INNER_END, Kind.BLOCK, Kind.BREAKPOINT, Kind.PREEMPTION)
+    def __init__(self, value: str) -> None:
+        # looked at some fifty times a request, so they are worked out once
+        self.on_probation = value in ("grid", "inner_end")
+        self.is_bet = value not in ("grid", "inner_end", "block", "breakpoint", "preemption")
+        self.number = len(type(self).__members__)
 
 
 class Origin(Enum):

@@ -11,7 +11,7 @@ A unit is the smallest share that tensor parallelism may cut: a kv head of a pag
 its own convolution channels or, where several heads share B and C, one such group of heads with its B and C.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["AttentionGroup", "CacheLayout"]
 
@@ -44,6 +44,7 @@ class CacheLayout:
     header_bytes: int
     state_bytes: int
     state_units: int
+    pages_per_checkpoint: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.page_bytes < 1:
@@ -54,14 +55,11 @@ class CacheLayout:
             raise ValueError(f"sizes must not be negative: {self.header_bytes}, {self.state_bytes}")
         if self.state_bytes and (self.state_units < 1 or self.state_bytes % self.state_units):
             raise ValueError(f"state_bytes {self.state_bytes} do not divide among {self.state_units} units")
+        object.__setattr__(self, "pages_per_checkpoint", max(1, -(-self.checkpoint_bytes // self.page_bytes)))
 
     @property
     def checkpoint_bytes(self) -> int:
         return self.header_bytes + self.state_bytes
-
-    @property
-    def pages_per_checkpoint(self) -> int:
-        return max(1, -(-self.checkpoint_bytes // self.page_bytes))
 
     @property
     def bytes_per_token(self) -> float:
@@ -70,4 +68,7 @@ class CacheLayout:
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens, over all groups."""
-        return sum(group.pages_for(num_tokens) for group in self.groups)
+        num_pages = 0
+        for group in self.groups:
+            num_pages += -(-num_tokens // group.tokens_per_page)
+        return num_pages

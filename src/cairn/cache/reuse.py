@@ -8,7 +8,6 @@ path, be it there or not.
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,8 +28,6 @@ RANKED_AT_A_TIME = 4
 
 _FRESH = (512, 2048, 8192)
 """Where the classes of new tokens begin."""
-
-_KINDS = MappingProxyType({kind: number for number, kind in enumerate(Kind)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class Reuse:
 
     def kind_of_use(self) -> Class:
         """The class of `HazardTable`, from the general to the particular."""
-        kind, branches = _KINDS[self.kind], min(2, self.branches)
+        kind, branches = self.kind.number, min(2, self.branches)
         if self.hits:
             return (kind, branches, 3 + min(3, self.hits.bit_length()))
         return (kind, branches, self.turn, self.fresh)
@@ -154,9 +151,9 @@ class ReuseBook:
         """`chance` of a checkpoint before it is made, at best. `ways`: how many ways on there may be from it; `before`:
         the record of one that was there, from which there is one more now."""
         fresh = bisect_right(_FRESH, lineage.fresh_tokens)
-        rows = [self.table.row((_KINDS[kind], min(2, number), lineage.turn, fresh)) for number in ways]
+        rows = [self.table.row((kind.number, min(2, number), lineage.turn, fresh)) for number in ways]
         if before is not None and before.hits:
-            rows = [self.table.row((_KINDS[before.kind], min(2, before.branches + 1), *before.kind_of_use()[2:]))]
+            rows = [self.table.row((before.kind.number, min(2, before.branches + 1), *before.kind_of_use()[2:]))]
         return max(self.table.index(row, 0) for row in rows)
 
     def look(self, num_ranked: int) -> bool:
