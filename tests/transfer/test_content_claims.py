@@ -20,7 +20,8 @@ from cairn.transfer.contract import (
     SchedulerSide,
 )
 from cairn.transfer.digest import ContentDigest, content_digest
-from cairn.transfer.lease import LeaseBook, LeaseLimits
+from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.recent import RecentContent
 from cairn.transfer.wire import (
     Claim,

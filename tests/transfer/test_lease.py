@@ -7,7 +7,8 @@ import pytest
 
 from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
-from cairn.transfer.lease import TRANSITIONS, LeaseBook, LeaseLimits, LeaseState
+from cairn.transfer.lease import TRANSITIONS, LeaseLimits, LeaseState
+from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.wire import (
     Alive,
     Claim,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cairn.step import GRID
 from cairn.transfer.contract import AskId, ContentAsked, Offer
 from cairn.transfer.digest import DIGEST_BYTES, content_digest
-from cairn.transfer.lease import LeaseBook
+from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.wire import ContentClaim, ContentGranted, FromProducer, Reason, Refused, Release, Released, refusal
 from cairn.types import Clock
 

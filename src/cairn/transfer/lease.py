@@ -1,4 +1,4 @@
-"""The producer's side: what it has promised to hold, for whom, and until when.
+"""What a lease is: pages that a producer has promised to hold, for whom, and until when.
 
     OFFERED --claim--> CLAIMED --confirm--> CONFIRMED
        |                  |
@@ -8,38 +8,18 @@
 A lease names pages by a random nonce that only the client's reference carries. It is used once: by the transfer that
 claimed it first; what is leased in answer to a content claim is CLAIMED by that one from the start. As long as it is
 OFFERED or CLAIMED its pages stay as they are; the moment its end is reached it is EXPIRED for good, so CONFIRMED proves
-that whatever was read until then was the right bytes. Every call looks at the clock first: no answer depends on when
-somebody last tidied up.
+that whatever was read until then was the right bytes.
 """
 
-import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from cairn.transfer.contract import HeldCheckpoint, Offer
-from cairn.transfer.digest import content_digest
-from cairn.transfer.proof import NONCE_BYTES
-from cairn.transfer.wire import (
-    Alive,
-    Claim,
-    Confirm,
-    Confirmed,
-    ContentClaim,
-    ContentGranted,
-    Granted,
-    Heartbeat,
-    Reason,
-    Refused,
-    Release,
-    Released,
-    pack_pages,
-    refusal,
-)
-from cairn.types import Clock, Pages
+from cairn.transfer.contract import Offer
+from cairn.transfer.wire import Claim, ContentClaim, Granted
 
-__all__ = ["TRANSITIONS", "EndedLease", "LeaseBook", "LeaseLimits", "LeaseState"]
+__all__ = ["TRANSITIONS", "EndedLease", "Lease", "LeaseLimits", "LeaseState"]
 
 
 class LeaseState(Enum):
@@ -67,8 +47,6 @@ TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
     }
 )
 
-_HELD = frozenset({LeaseState.OFFERED, LeaseState.CLAIMED})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
@@ -95,7 +73,7 @@ class EndedLease:
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
+class Lease:
     """`held`: the offer and, once claimed, what was granted; dropped at the end, for tokens and pages are many."""
 
     request_id: str
@@ -110,224 +88,13 @@ class _Lease:
     granted: tuple[Claim | ContentClaim, Granted] | None = None
     ended: float = 0.0
 
-
-class LeaseBook:
-    """All leases of one engine. `random` gives that many unpredictable bytes."""
-
-    def __init__(
-        self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
-    ) -> None:
-        self._layout = layout
-        self._tokens_per_page = tokens_per_page
-        self._limits = limits
-        self._clock = clock
-        self._random = random
-        self._held: dict[bytes, _Lease] = {}
-        self._over: dict[bytes, _Lease] = {}
-        self._ended: list[EndedLease] = []
-        self._generation = 0
-        self._num_pages = 0
-        self._read_until = clock.now()
-
     @property
-    def num_pages(self) -> int:
-        """Pages under leases that have not ended."""
-        self.expire()
-        return self._num_pages
+    def is_held(self) -> bool:
+        """Whether its pages stay as they are."""
+        return self.state in (LeaseState.OFFERED, LeaseState.CLAIMED)
 
-    @property
-    def num_held(self) -> int:
-        """Leases that have not ended."""
-        self.expire()
-        return len(self._held)
-
-    @property
-    def next_end(self) -> float | None:
-        """When the next lease runs out, or None while there is none."""
-        return min((lease.until for lease in self._held.values()), default=None)
-
-    @property
-    def may_be_read(self) -> bool:
-        """Whether a peer's link may be reading from here: one that has given up cannot use these pages again before
-        its reads have ended, and some links need this side for that."""
-        return bool(self._held) or self._clock.now() < self._read_until
-
-    def has_room(self, num_pages: int) -> bool:
-        """Whether so many pages more stay within the cap, or there is nothing yet that they could be too many with."""
-        return self.num_pages + num_pages <= self._limits.max_pages or not self._held
-
-    def new_nonce(self) -> bytes:
-        """A nonce for `offer`, for whoever must know it before."""
-        return self._random(NONCE_BYTES)
-
-    def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
-        """Hold these pages from now on. Returns the nonce: the given one, 16 unpredictable bytes never used before, or
-        a new one. Ask `has_room` first."""
-        return self._hold(offer, nonce).nonce
-
-    def grant(self, claim: ContentClaim, offer: Offer, nonce: bytes | None = None) -> ContentGranted:
-        """Hold these pages for a content claim, whose marks `offer.keys` were checked against. Ask `has_room` first."""
-        position, block = len(offer.keys), self._tokens_per_page
-        lease = self._hold(offer, nonce)
-        pages = offer.pages[claim.start // block : -(-position // block)]
-        checkpoint = _deepest(offer, position) if claim.checkpoint else None
-        granted = self._claimed(lease, claim.claim, position, pages, checkpoint)
-        lease.granted = (claim, granted)
-        return ContentGranted(offer.request_id, lease.nonce, granted)
-
-    def granted(self, claim: ContentClaim, nonce: bytes) -> ContentGranted | Refused:
-        """What was granted to this claim, to say it again; refused once the lease has ended."""
-        self.expire()
-        lease = self._held.get(nonce)
-        if lease is None or lease.granted is None:
-            return refusal(claim, Reason.EXPIRED)
-        first, granted = lease.granted
-        return ContentGranted(lease.request_id, nonce, granted) if claim == first else refusal(claim, Reason.USED)
-
-    def _hold(self, offer: Offer, nonce: bytes | None) -> _Lease:
-        if not self.has_room(offer.num_pages):
-            raise AssertionError(f"{offer.request_id}: {offer.num_pages} pages do not fit under the leases' cap")
-        nonce = self.new_nonce() if nonce is None else nonce
-        if len(nonce) != NONCE_BYTES or nonce in self._held or nonce in self._over:
-            raise AssertionError(f"{offer.request_id}: a nonce is {NONCE_BYTES} bytes that no other lease has")
-        now = self._clock.now()
-        lease = _Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, offer.num_pages)
-        self._held[nonce] = lease
-        self._num_pages += offer.num_pages
-        return lease
-
-    def withdraw(self, nonce: bytes) -> None:
-        """The producer's own end of a lease, if it has not ended."""
-        self.expire()
-        if (lease := self._held.get(nonce)) is not None:
-            self._end(lease, LeaseState.RELEASED)
-
-    def expire(self) -> None:
-        """End what has run out, and forget what ended long ago."""
-        now = self._clock.now()
-        for lease in [lease for lease in self._held.values() if lease.until <= now]:
-            self._end(lease, LeaseState.EXPIRED)
-        while self._over:
-            oldest = next(iter(self._over.values()))
-            if len(self._over) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
-                break
-            del self._over[oldest.nonce]
-
-    def take_ended(self) -> list[EndedLease]:
-        """Leases that have ended since the last call, each once."""
-        self.expire()
-        ended, self._ended = self._ended, []
-        return ended
-
-    def claim(self, claim: Claim) -> Granted | Refused:
-        lease = self._find(claim)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.granted is not None:
-            # Only the very same claim is a repetition; the digest was right the first time.
-            first, granted = lease.granted
-            return granted if claim == first else refusal(claim, Reason.USED)
-        offer = lease.held
-        if offer is None or not self._covers(offer, claim):
-            return refusal(claim, Reason.OUT_OF_RANGE)
-        checkpoint = _deepest(offer, claim.position) if claim.checkpoint else None
-        if claim.checkpoint and checkpoint is None:
-            return refusal(claim, Reason.OUT_OF_RANGE)
-        digest = content_digest(self._layout, offer.name, offer.keys[: claim.position])
-        if not hmac.compare_digest(digest, claim.digest):
-            return refusal(claim, Reason.OTHER_CONTENT)
-        pages = offer.pages[claim.first_page : claim.last_page]
-        granted = self._claimed(lease, claim.claim, claim.position, pages, checkpoint)
-        lease.granted = (claim, granted)
-        return granted
-
-    def _claimed(
-        self, lease: _Lease, claim: bytes, position: int, pages: Pages, checkpoint: HeldCheckpoint | None
-    ) -> Granted:
-        """The lease belongs to this claim from now on."""
-        self._generation += 1
-        self._move(lease, LeaseState.CLAIMED)
-        self._extend(lease)
-        lease.claim, lease.generation = claim, self._generation
-        return Granted(
-            claim,
-            self._generation,
-            position,
-            pack_pages(pages),
-            checkpoint.position if checkpoint else None,
-            pack_pages(checkpoint.pages) if checkpoint else b"",
-        )
-
-    def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
-        lease = self._find(beat)
-        if isinstance(lease, Refused):
-            self._read_until = self._clock.now() + self._limits.linger
-            return lease
-        self._extend(lease)
-        return Alive(beat.claim)
-
-    def confirm(self, confirm: Confirm) -> Confirmed | Refused:
-        lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.generation != confirm.generation:
-            return refusal(confirm, Reason.FORGED)
-        if lease.state is LeaseState.CLAIMED:
-            self._end(lease, LeaseState.CONFIRMED)
-        return Confirmed(confirm.claim, confirm.generation)
-
-    def release(self, release: Release) -> Released | Refused:
-        lease = self._find(release, repeatable=LeaseState.RELEASED)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.state is not LeaseState.RELEASED:
-            self._end(lease, LeaseState.RELEASED)
-        return Released(release.claim)
-
-    def _find(
-        self, asked: Claim | Heartbeat | Confirm | Release, repeatable: LeaseState | None = None
-    ) -> _Lease | Refused:
-        """The lease, if the one who asks may use it. `repeatable`: how it may have ended all the same."""
-        self.expire()
-        lease = self._held.get(asked.nonce) or self._over.get(asked.nonce)
-        if lease is None:
-            return refusal(asked, Reason.UNKNOWN)
-        if lease.request_id != asked.request_id:
-            return refusal(asked, Reason.FORGED)
-        if lease.state is LeaseState.EXPIRED:
-            return refusal(asked, Reason.EXPIRED)
-        owned = lease.claim is None or lease.claim == asked.claim
-        if not owned or (lease.state not in _HELD and lease.state is not repeatable):
-            return refusal(asked, Reason.USED)
-        return lease
-
-    def _covers(self, offer: Offer, claim: Claim) -> bool:
-        num_pages = -(-claim.position // self._tokens_per_page)
-        return 0 < claim.position <= len(offer.keys) and claim.first_page <= claim.last_page <= num_pages
-
-    def _extend(self, lease: _Lease) -> None:
-        """A claim or a heartbeat: somebody is there."""
-        until = self._clock.now() + self._limits.extension
-        lease.until = max(lease.until, min(until, lease.born + self._limits.max_age))
-
-    def _end(self, lease: _Lease, state: LeaseState) -> None:
-        self._move(lease, state)
-        del self._held[lease.nonce]
-        self._num_pages -= lease.num_pages
-        lease.held, lease.granted, lease.ended = None, None, self._clock.now()
-        if lease.claim is not None:
-            self._read_until = lease.ended + self._limits.linger
-        self._over[lease.nonce] = lease
-        self._ended.append(EndedLease(lease.request_id, lease.nonce, state))
-
-    @staticmethod
-    def _move(lease: _Lease, state: LeaseState) -> None:
-        """The only place where a state changes."""
-        if state not in TRANSITIONS[lease.state]:
-            raise AssertionError(f"{lease.request_id}: {lease.state.value} -> {state.value} is not a transition")
-        lease.state = state
-
-
-def _deepest(offer: Offer, position: int) -> HeldCheckpoint | None:
-    usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position]
-    return max(usable, key=lambda checkpoint: checkpoint.position, default=None)
+    def to(self, state: LeaseState) -> None:
+        """Go to another state. The only place where a state changes."""
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"{self.request_id}: {self.state.value} -> {state.value} is not a transition")
+        self.state = state

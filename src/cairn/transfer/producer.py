@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from cairn.transfer.asks import AskLimits, Asks
-from cairn.transfer.lease import LeaseBook, LeaseLimits
+from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.sessions import Identity, Sessions
 from cairn.transfer.wire import Claim, Confirm, ContentClaim, FromProducer, Heartbeat, Release, ToProducer
 from cairn.types import Clock
