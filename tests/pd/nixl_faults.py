@@ -9,7 +9,8 @@ from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST, kind_of
 from nixl_world import Round, World
 
-from cairn.transfer.wire import Challenge, Claim, Hello, Prove, Sealed, outer_frames, requests
+from cairn.transfer.frames import outer_frames, requests
+from cairn.transfer.wire import Challenge, Claim, Hello, Prove, Sealed
 
 SMALL_POOL = 4 << 20
 _EXTENSION_SECONDS = 20.0

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import zmq
 
-from cairn.transfer.wire import MAX_FRAME_BYTES, Sealed, outer_frames, replies, requests
+from cairn.transfer.frames import outer_frames, replies, requests
+from cairn.transfer.wire import MAX_FRAME_BYTES, Sealed
 
 HOST = "127.0.0.1"
 _LINKS = 64

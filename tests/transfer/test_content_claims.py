@@ -20,6 +20,7 @@ from cairn.transfer.contract import (
     SchedulerSide,
 )
 from cairn.transfer.digest import ContentDigest, content_digest
+from cairn.transfer.frames import pack_pages, unpack_pages
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.recent import RecentContent
@@ -35,8 +36,6 @@ from cairn.transfer.wire import (
     Refused,
     Release,
     Released,
-    pack_pages,
-    unpack_pages,
 )
 from cairn.types import ManualClock
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_want_of, moves, offer_of, want_of

@@ -7,21 +7,10 @@ import pytest
 
 from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
+from cairn.transfer.frames import unpack_pages
 from cairn.transfer.lease import TRANSITIONS, LeaseLimits, LeaseState
 from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.wire import (
-    Alive,
-    Claim,
-    Confirm,
-    Confirmed,
-    Granted,
-    Heartbeat,
-    Reason,
-    Refused,
-    Release,
-    Released,
-    unpack_pages,
-)
+from cairn.transfer.wire import Alive, Claim, Confirm, Confirmed, Granted, Heartbeat, Reason, Refused, Release, Released
 from cairn.types import ManualClock
 from transfer.world import BLOCK, LAYOUT, keys
 

@@ -7,9 +7,10 @@ import pytest
 
 from cairn.transfer.contract import Peer
 from cairn.transfer.dial import TRANSITIONS, Dial, DialState
+from cairn.transfer.frames import outer_frames
 from cairn.transfer.proof import Role, Seal, check_secret
 from cairn.transfer.sessions import HANDSHAKE_SECONDS, Identity, Sessions
-from cairn.transfer.wire import Alive, Challenge, Denied, Heartbeat, Prove, Sealed, Welcome, outer_frames
+from cairn.transfer.wire import Alive, Challenge, Denied, Heartbeat, Prove, Sealed, Welcome
 from cairn.types import ManualClock
 from transfer.world import GEOMETRY, LAYOUT, SECRET
 

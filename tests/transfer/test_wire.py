@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.transfer.frames import outer_frames, pack_pages, replies, requests, unpack_pages
 from cairn.transfer.wire import (
     MAX_FRAME_BYTES,
     MAX_MARK_BYTES,
@@ -28,12 +29,7 @@ from cairn.transfer.wire import (
     Release,
     Released,
     Sealed,
-    outer_frames,
-    pack_pages,
     refusal,
-    replies,
-    requests,
-    unpack_pages,
 )
 from transfer.world import GEOMETRY, World
 

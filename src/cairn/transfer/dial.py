@@ -9,6 +9,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from cairn.transfer.contract import Peer
+from cairn.transfer.frames import outer_frames, replies, requests
 from cairn.transfer.proof import NONCE_BYTES, Role, Seal
 from cairn.transfer.sessions import HANDSHAKE_SECONDS, Identity
 from cairn.transfer.transcript import framed_ranks, transcript
@@ -23,9 +24,6 @@ from cairn.transfer.wire import (
     Sealed,
     ToProducer,
     Welcome,
-    outer_frames,
-    replies,
-    requests,
 )
 from cairn.types import Clock
 

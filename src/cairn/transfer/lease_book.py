@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from cairn.transfer.contract import HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
+from cairn.transfer.frames import pack_pages
 from cairn.transfer.lease import EndedLease, Lease, LeaseLimits, LeaseState
 from cairn.transfer.proof import NONCE_BYTES
 from cairn.transfer.wire import (
@@ -24,7 +25,6 @@ from cairn.transfer.wire import (
     Refused,
     Release,
     Released,
-    pack_pages,
     refusal,
 )
 from cairn.types import Clock, Pages

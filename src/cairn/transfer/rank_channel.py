@@ -14,8 +14,8 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 import msgspec
 
 from cairn.transfer.contract import Peer, PeerGeometry, PullId, ReadOrder
+from cairn.transfer.frames import Frames, pack_pages, unpack_pages
 from cairn.transfer.links.contract import LinkError
-from cairn.transfer.wire import Frames, pack_pages, unpack_pages
 
 __all__ = [
     "CancelRead",
@@ -80,7 +80,7 @@ def memory_channel() -> tuple[MemoryChannel, MemoryChannel]:
 
 
 class StartRead(msgspec.Struct, frozen=True, tag="start"):
-    """A `ReadOrder`; page lists as `wire.pack_pages` writes them."""
+    """A `ReadOrder`; page lists as `frames.pack_pages` writes them."""
 
     pull: _Number
     engine_id: str

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cairn.transfer.contract import Peer
+from cairn.transfer.frames import outer_frames, replies, requests
 from cairn.transfer.proof import NONCE_BYTES, Role, Seal
 from cairn.transfer.transcript import framed_ranks, transcript
 from cairn.transfer.wire import (
@@ -19,9 +20,6 @@ from cairn.transfer.wire import (
     Sealed,
     ToProducer,
     Welcome,
-    outer_frames,
-    replies,
-    requests,
 )
 from cairn.types import Clock
 

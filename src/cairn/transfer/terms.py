@@ -7,14 +7,8 @@ from typing import Protocol
 from cairn.step import GRID
 from cairn.transfer.contract import ContentWant, Peer, PullId, ReadOrder, Want
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
-from cairn.transfer.wire import (
-    MAX_MARK_BYTES,
-    Claim,
-    ContentClaim,
-    ContentGranted,
-    Granted,
-    unpack_pages,
-)
+from cairn.transfer.frames import unpack_pages
+from cairn.transfer.wire import MAX_MARK_BYTES, Claim, ContentClaim, ContentGranted, Granted
 from cairn.types import Pages
 
 __all__ = ["ContentTerms", "Grant", "LeaseTerms", "Terms", "terms_of"]

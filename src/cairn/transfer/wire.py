@@ -7,20 +7,17 @@
 A ContentClaim is answered when the producer's cache has been asked, everything else at once.
 
 Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
-answers a repetition as it answered the first time. A frame that is none of these, too long or cut short is dropped
-and counted by whoever reads it; nothing here raises on what a peer sent.
+answers a repetition as it answered the first time.
 """
 
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
 from cairn.transfer.contract import PeerGeometry
-from cairn.types import Pages
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -36,7 +33,6 @@ __all__ = [
     "ContentGranted",
     "Denied",
     "Frame",
-    "Frames",
     "FromProducer",
     "Granted",
     "Heartbeat",
@@ -49,12 +45,7 @@ __all__ = [
     "Sealed",
     "ToProducer",
     "Welcome",
-    "outer_frames",
-    "pack_pages",
     "refusal",
-    "replies",
-    "requests",
-    "unpack_pages",
 ]
 
 VERSION = 2
@@ -274,59 +265,6 @@ _TAGS: Mapping[type, Asked] = MappingProxyType(
     }
 )
 
-Message = TypeVar("Message")
-
-
-class Frames(Generic[Message]):
-    """Messages of one kind as msgpack bytes. `dropped` counts what could not be read."""
-
-    def __init__(self, decoder: "msgspec.msgpack.Decoder[Message]") -> None:
-        self._decoder = decoder
-        self._encoder = msgspec.msgpack.Encoder()
-        self.dropped = 0
-
-    def encode(self, message: Message) -> bytes:
-        """Our own records always fit: what goes into them is bounded where it comes from."""
-        frame = self._encoder.encode(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise AssertionError(f"a record of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
-        return frame
-
-    def decode(self, frame: bytes) -> Message | None:
-        """None for everything that is not exactly one record of the schema."""
-        try:
-            if len(frame) <= MAX_FRAME_BYTES:
-                return self._decoder.decode(frame)
-        # A frame nested a thousand levels deep ends in RecursionError; text that is no UTF-8 in UnicodeDecodeError.
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
-        self.dropped += 1
-        return None
-
-
-def outer_frames() -> Frames[Frame]:
-    return Frames(msgspec.msgpack.Decoder(Frame))
-
-
-def requests() -> Frames[ToProducer]:
-    return Frames(msgspec.msgpack.Decoder(ToProducer))
-
-
-def replies() -> Frames[FromProducer]:
-    return Frames(msgspec.msgpack.Decoder(FromProducer))
-
-
-def pack_pages(pages: Pages) -> bytes:
-    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
-
 
 def refusal(request: ToProducer, reason: Reason) -> Refused:
     return Refused(request.claim, _TAGS[type(request)], reason)
-
-
-def unpack_pages(packed: bytes) -> Pages | None:
-    """Page numbers, or None when they are no int32 numbers >= 0."""
-    if len(packed) % 4:
-        return None
-    pages = np.frombuffer(packed, dtype="<i4").astype(np.int32)
-    return pages if not len(pages) or pages.min() >= 0 else None
