@@ -10,8 +10,6 @@ What one has to know of it, and what is done about it here:
   then needs `progress` on the other side. Both work; `transports` says what UCX was asked to use.
 - Deregistering does not fence a reader, and an unmapped source kills its connection. The region outlives the link, and
   an error of a peer's read is the end of that peer: nothing more is read from it under this name.
-
-UCX reads its variables once per process, before the first agent: set UCX_NET_DEVICES (`lo` on one host).
 """
 
 import os
@@ -23,34 +21,21 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from cairn.errors import ConfigError
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
+from cairn.transfer.links.nixl_agent import start_agent
+from cairn.transfer.links.nixl_memory import Description, is_whole, kind, page_table, range_table, read_description
 
 __all__ = ["NixlLink"]
 
 _LOCAL = "NIXL_INIT_AGENT"
-_MAX_METADATA = 1 << 20
-_COPIES = "UCX_CMA_TX_QUOTA"
-
-
-class _Description(msgspec.Struct, frozen=True, tag="nixl1"):
-    """What a peer must know: plain numbers, and NIXL's own metadata, which it checks itself."""
-
-    name: str
-    metadata: bytes
-    address: int
-    num_pages: int
-    page_bytes: int
-    device: int | None
 
 
 @dataclass(slots=True)
 class _Peer:
     """`pages`: descriptor list of all its pages, prepared once. `dead`: an operation on it has failed."""
 
-    about: _Description
+    about: Description
     pages: Any
     dead: bool = False
     wanted: bool = True
@@ -71,14 +56,8 @@ class NixlLink:
 
     def __init__(self, role: str, new_uuid: Callable[[], uuid.UUID] = uuid.uuid4) -> None:
         """Raises ConfigError when NIXL is not installed or has no UCX here."""
-        agent_class, config_class, errors = _load()
-        self._errors = errors
         self._name = f"{role}-{new_uuid()}"
-        try:
-            with _many_copies_a_turn():
-                self._agent = agent_class(self._name, config_class(enable_prog_thread=False, backends=["UCX"]))
-        except errors as error:
-            raise ConfigError(f"NIXL cannot start its UCX backend: {error}") from error
+        self._agent, self._errors = start_agent(self._name)
         self._region: Region | None = None
         self._registered: Any = None
         self._pages: Any = None
@@ -107,9 +86,9 @@ class NixlLink:
         size = region.num_pages * region.page_bytes
         with self._translated("register memory"):
             self._registered = self._agent.register_memory(
-                [(region.address, size, region.device or 0, "")], _kind(region.device)
+                [(region.address, size, region.device or 0, "")], kind(region.device)
             )
-            self._pages = self._agent.prep_xfer_dlist(_LOCAL, _page_table(region), _kind(region.device))
+            self._pages = self._agent.prep_xfer_dlist(_LOCAL, page_table(region), kind(region.device))
         self._region = region
 
     def describe(self) -> bytes:
@@ -117,12 +96,12 @@ class NixlLink:
         with self._translated("describe the own memory"):
             metadata = self._agent.get_agent_metadata()
         return msgspec.msgpack.encode(
-            _Description(self._name, metadata, region.address, region.num_pages, region.page_bytes, region.device)
+            Description(self._name, metadata, region.address, region.num_pages, region.page_bytes, region.device)
         )
 
     def connect(self, description: bytes) -> str:
         self._own_region()
-        about = _read_description(description)
+        about = read_description(description)
         known = self._peers.get(about.name)
         if known is not None:
             if known.dead or not known.wanted or known.about != about:
@@ -150,7 +129,7 @@ class NixlLink:
         descriptors.check(remote_pages=about.num_pages, remote_page_bytes=about.page_bytes, local=region)
         made_from: tuple[object, ...]
         with self._failing(known):
-            if _is_whole(descriptors, about.page_bytes, region.page_bytes):
+            if is_whole(descriptors, about.page_bytes, region.page_bytes):
                 made_from = (descriptors.local_page.astype(np.int32), descriptors.remote_page.astype(np.int32))
                 transfer = self._agent.make_prepped_xfer("READ", self._pages, made_from[0], known.pages, made_from[1])
             else:
@@ -205,7 +184,7 @@ class NixlLink:
             self._registered = self._pages = self._region = None
         return len(self._reads)
 
-    def _prepare(self, about: _Description) -> Any:
+    def _prepare(self, about: Description) -> Any:
         """Add the agent; returns the list of all its pages. Leaves nothing behind when it raises."""
         name = ""
         try:
@@ -215,22 +194,22 @@ class NixlLink:
                 if name != about.name:
                     raise LinkError("the peer's description names another agent than its metadata")
                 self._agent.make_connection(name)
-                table = _page_table(Region(about.address, about.num_pages, about.page_bytes, None, about.device))
-                return self._agent.prep_xfer_dlist(name, table, _kind(about.device))
+                table = page_table(Region(about.address, about.num_pages, about.page_bytes, None, about.device))
+                return self._agent.prep_xfer_dlist(name, table, kind(about.device))
         except LinkError:
             if name and name not in self._peers:
                 with self._cleaning_up():
                     self._agent.remove_remote_agent(name)
             raise
 
-    def _ranges(self, descriptors: Descriptors, region: Region, about: _Description) -> tuple[object, ...]:
+    def _ranges(self, descriptors: Descriptors, region: Region, about: Description) -> tuple[object, ...]:
         lists = []
         for start, page_bytes, device, page, offset in (
             (region.address, region.page_bytes, region.device, descriptors.local_page, descriptors.local_offset),
             (about.address, about.page_bytes, about.device, descriptors.remote_page, descriptors.remote_offset),
         ):
-            rows = _table(start + page * page_bytes + offset, descriptors.num_bytes, device)
-            lists.append(self._agent.get_xfer_descs(rows, _kind(device)))
+            rows = range_table(start + page * page_bytes + offset, descriptors.num_bytes, device)
+            lists.append(self._agent.get_xfer_descs(rows, kind(device)))
         return tuple(lists)
 
     def _forget(self, peer: str) -> None:
@@ -275,76 +254,3 @@ class NixlLink:
         if self._region is None:
             raise LinkError("no memory is registered")
         return self._region
-
-
-@contextmanager
-def _many_copies_a_turn() -> Iterator[None]:
-    """For an agent in the making. With its default of 1 UCX looks for news on TCP after every descriptor that it copies
-    from process to process. Of a variable that it does not need it warns, so only where all transports may be used, and
-    not for child processes."""
-    if _COPIES in os.environ or "UCX_TLS" in os.environ:
-        yield
-        return
-    os.environ[_COPIES] = "64"
-    try:
-        yield
-    finally:
-        del os.environ[_COPIES]
-
-
-def _load() -> tuple[Any, Any, Any]:
-    """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    try:
-        # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
-        from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigError(f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]' ({error})") from error
-    errors = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
-    return nixl_agent, nixl_agent_config, (*errors, RuntimeError)
-
-
-def _read_description(description: bytes) -> _Description:
-    try:
-        about = msgspec.msgpack.decode(description, type=_Description)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise LinkError("the peer's description is none of a NIXL link of this version") from error
-    size = about.num_pages * about.page_bytes
-    if not (
-        about.num_pages in range(1, 1 << 24)
-        and about.page_bytes in range(1, 1 << 40)
-        and 0 < about.address < 1 << 64
-        and about.address + size < 1 << 64
-        and about.device in (None, *range(1024))
-        and 0 < len(about.metadata) <= _MAX_METADATA
-        and 0 < len(about.name) <= 256
-    ):
-        raise LinkError("the peer's description has a number out of range")
-    return about
-
-
-def _kind(device: int | None) -> str:
-    return "DRAM" if device is None else "VRAM"
-
-
-def _page_table(region: Region) -> NDArray[np.uint64]:
-    """All pages as one strided row (address, length, device, stride, count), shape [1, 5]."""
-    row = (region.address, region.page_bytes, region.device or 0, region.page_bytes, region.num_pages)
-    return np.array([row], np.uint64)
-
-
-def _table(address: NDArray[np.int64], num_bytes: NDArray[np.int64], device: int | None) -> NDArray[np.uint64]:
-    """Rows (address, length, device), the form that NIXL takes without a Python loop."""
-    rows = np.empty((len(address), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = address, num_bytes, device or 0
-    return rows
-
-
-def _is_whole(descriptors: Descriptors, remote_page_bytes: int, local_page_bytes: int) -> bool:
-    return bool(
-        remote_page_bytes == local_page_bytes
-        and (descriptors.num_bytes == local_page_bytes).all()
-        and not descriptors.remote_offset.any()
-        and not descriptors.local_offset.any()
-    )
