@@ -10,7 +10,7 @@ from pd_world import HOST, REMOTE_DECODE, Server, World, alone
 
 from cairn.cache.lease import Namespace
 from cairn.transfer.links.memory import Fault
-from cairn.transfer.pull import PullState
+from cairn.transfer.pull_states import PullState
 
 CLAIMED = (PullState.READING, PullState.CONFIRMING)
 

@@ -7,7 +7,7 @@ from cairn.transfer.contract import ContentName, PagesFree, PullEnded
 from cairn.transfer.lease import LeaseState
 from cairn.transfer.links.memory import Fault
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.pull import TRANSITIONS, PullState
+from cairn.transfer.pull_states import TRANSITIONS, PullState
 from transfer.world import BLOCK, PAGE_BYTES, STATE_PAGES, World, keys
 
 PROMPT = keys(160)

@@ -7,7 +7,8 @@ from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, W
 from cairn.transfer.dial import Dial, DialState
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.proof import NONCE_BYTES
-from cairn.transfer.pull import Pull, PullLimits, PullState, PullTools
+from cairn.transfer.pull import Pull, PullTools
+from cairn.transfer.pull_states import PullLimits, PullState
 from cairn.transfer.sessions import Identity
 from cairn.types import Clock
 

@@ -1,25 +1,17 @@
-"""One transfer, from the consumer's side, as one state machine.
+"""One transfer, from the consumer's side, as one state machine; `pull_states` draws it.
 
-    RESOLVING -> HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE
-                      |             +---- nothing to read ---^
-                      +---- only a release ---------------------------^
-    any of them -> FAILED            nothing can arrive any more
-    READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
-    ABANDONED   -> FAILED            the link says that none will
-
-The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a deadline, and ABANDONED makes
-nobody wait. What was read may be used in DONE alone: P has then said that its lease never lapsed before the last
-byte had arrived.
+It waits for nothing: at every turn it looks at clock, connection and link, says again what was not answered, and goes
+on, or gives up and says why.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 
 from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
 from cairn.transfer.dial import Dial, DialState
 from cairn.transfer.links.contract import LinkError, ReadState
+from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
 from cairn.transfer.terms import terms_of
 from cairn.transfer.wire import (
     Asked,
@@ -37,42 +29,7 @@ from cairn.transfer.wire import (
 )
 from cairn.types import Clock
 
-__all__ = ["TRANSITIONS", "Pull", "PullLimits", "PullState", "PullTools"]
-
-
-class PullState(Enum):
-    """Where a transfer is, and what is true there."""
-
-    RESOLVING = "resolving"
-    """Nothing was sent; the host has not been checked."""
-    HANDSHAKING = "handshaking"
-    """The peer may be spoken to; it has not proved itself."""
-    CLAIMING = "claiming"
-    """The claim is out; the lease may be ours or not."""
-    READING = "reading"
-    """The lease is ours; bytes arrive in the wanted pages."""
-    CONFIRMING = "confirming"
-    """All bytes are there; whether they are the right ones is not known."""
-    DONE = "done"
-    """They are. The pages are their owner's."""
-    FAILED = "failed"
-    """Nothing may be used. The pages are their owner's."""
-    ABANDONED = "abandoned"
-    """Nothing may be used, and bytes may still arrive: the pages are nobody's."""
-
-
-TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
-    {
-        PullState.RESOLVING: frozenset({PullState.HANDSHAKING, PullState.FAILED}),
-        PullState.HANDSHAKING: frozenset({PullState.CLAIMING, PullState.DONE, PullState.FAILED}),
-        PullState.CLAIMING: frozenset({PullState.READING, PullState.CONFIRMING, PullState.FAILED}),
-        PullState.READING: frozenset({PullState.CONFIRMING, PullState.FAILED, PullState.ABANDONED}),
-        PullState.CONFIRMING: frozenset({PullState.DONE, PullState.FAILED}),
-        PullState.ABANDONED: frozenset({PullState.FAILED}),
-        PullState.DONE: frozenset(),
-        PullState.FAILED: frozenset(),
-    }
-)
+__all__ = ["Pull", "PullTools"]
 
 _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
     {
@@ -81,16 +38,6 @@ _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
         PullState.CONFIRMING: ("confirm",),
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullLimits:
-    """Times in seconds: how long an answer may take, how long a read, and how often something is said again."""
-
-    answer: float = 5.0
-    read: float = 30.0
-    repeat: float = 0.5
-    heartbeat: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
