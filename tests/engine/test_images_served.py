@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels
+from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 
 torch.set_num_threads(1)
@@ -24,7 +25,7 @@ class Asker:
         self.logits = []
         settings = {"kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 4} | config
         self.core = build_core(EngineConfig(model=str(folder), **settings), observe=self._observe)
-        self.tokenizer = self.core._answers._tokenizer
+        self.tokenizer = ModelTokenizer(folder)
         self._numbers = itertools.count()
 
     def _observe(self, sample, logits):

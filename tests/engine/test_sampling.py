@@ -15,6 +15,7 @@ from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
 from cairn.engine.logprobs import packed
 from cairn.engine.sampling import seed_of
 from cairn.engine.stop_strings import StopStrings
+from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.scheduler import Progress
@@ -391,8 +392,7 @@ def test_outputs_that_wait_are_merged_by_answer_with_their_logprobs():
 
 
 def test_the_tokens_of_a_text_spell_it_byte_by_byte(tiny_model):
-    engine = Engine(tiny_model, exact=False)
-    tokenizer = engine.core._answers._tokenizer
+    tokenizer = ModelTokenizer(tiny_model)
     text = "def naïve(): return '日本語 🙂' # \t ok\n"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text

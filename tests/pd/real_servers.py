@@ -2,12 +2,14 @@
 
 import json
 import time
+from functools import cached_property
 
 import numpy as np
 
 from cairn.engine.build import build_core
 from cairn.engine.build_transfer import MakeLink
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest, KvTransferConfig
+from cairn.engine.tokenizer import ModelTokenizer
 from cairn.transfer.links.memory import MemoryFabric
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -23,6 +25,7 @@ class RealServer:
         config.setdefault("exact", True)
         if fabric is not None:
             config["kv_transfer"] = KvTransferConfig(port=0, **(transfer or {}))
+        self.folder = folder
         self.logits: dict[int, list[np.ndarray]] = {}
         self.links = []
 
@@ -33,6 +36,11 @@ class RealServer:
         self.core = build_core(EngineConfig(model=str(folder), **config), observe=self._observe, make_link=make_link)
         self.core.start(lambda: None)
         self.count = 0
+
+    @cached_property
+    def tokenizer(self) -> ModelTokenizer:
+        """A client's own: the model's, as the core has one."""
+        return ModelTokenizer(self.folder)
 
     def _observe(self, sample, logits) -> None:
         self.logits.setdefault(sample.params.seed, []).append(logits.clone().numpy())

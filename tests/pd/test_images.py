@@ -27,7 +27,7 @@ def picture(seed, width=96, height=64) -> dict:
 
 def chat(server, *parts):
     """The prompt's tokens, and what goes with them."""
-    rendered = server.core._answers._tokenizer.render_chat([{"role": "user", "content": list(parts)}])
+    rendered = server.tokenizer.render_chat([{"role": "user", "content": list(parts)}])
     return rendered.token_ids, {"boundaries": rendered.boundaries, "images": rendered.images}
 
 

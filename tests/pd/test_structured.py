@@ -36,7 +36,7 @@ def test_the_decode_server_holds_the_answer_to_its_form(servers):
         tokens, _, params = hand_over(p, d, prompt, max_tokens=200, structure=STRUCTURE)
         expected, _ = finish(one, one.submit(prompt, 200, structure=STRUCTURE))
         assert tokens == expected and params["remote_num_tokens"] == length
-        jsonschema.validate(json.loads(d.core._answers._tokenizer.decode(tokens)), SCHEMA)
+        jsonschema.validate(json.loads(d.tokenizer.decode(tokens)), SCHEMA)
     assert d.core.stats().failed_transfers == 0
     assert d.core._grammars._tokenizer is not None and p.core._grammars._tokenizer is None
     settle(p, d)
