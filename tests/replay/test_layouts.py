@@ -67,9 +67,9 @@ def assert_same(mine, theirs):
     assert (mine.state_bytes == 0) == (theirs.state_bytes == 0)
 
 
-def models_layout(raw):
+def models_layout(raw, dtype_bytes=2):
     family = family_of(raw)
-    return family.layout(family.parse(raw), 16, 2)
+    return family.layout(family.parse(raw), 16, dtype_bytes)
 
 
 def multiplied_elements(raw):
@@ -95,11 +95,26 @@ def test_every_family_is_here():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_models_own_bytes_and_matrices(name, tmp_path):
-    raw = CONFIGS[name]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert_same(layout_for(str(tmp_path)), models_layout(raw))
+    raw = {field: value for field, value in CONFIGS[name].items() if field not in ("dtype", "torch_dtype")}
+    for field, dtype, dtype_bytes in (("dtype", "bfloat16", 2), ("torch_dtype", "float16", 4), ("dtype", "float32", 4)):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {field: dtype}))
+        assert_same(layout_for(str(tmp_path)), models_layout(raw, dtype_bytes))
     assert layout_for(str(tmp_path)) == layout_for(str(tmp_path / "config.json"))
     assert sizes_for(str(tmp_path)).active_weights == multiplied_elements(raw)
+
+
+def test_a_config_without_a_dtype_is_served_in_float32(tmp_path):
+    raw = CONFIGS["qwen3"]
+    assert "dtype" not in raw and "torch_dtype" not in raw
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_same(layout_for(str(tmp_path)), models_layout(raw, 4))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", 16, ["bfloat16"]])
+def test_a_dtype_that_is_not_served(dtype, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"] | {"torch_dtype": dtype}))
+    with pytest.raises(ConfigError, match="torch_dtype must be one of float32, float16, bfloat16"):
+        layout_for(str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "raw"), [("nemotron-3-nano", NANO), ("qwen3.5-35b-a3b", QWEN35)])

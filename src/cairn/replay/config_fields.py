@@ -21,9 +21,11 @@ def load_config(name: str, known: str) -> Mapping[str, Any]:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
             raise ConfigError(f"--layout {name}: more than {MAX_CONFIG_BYTES} bytes is no config.json")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(raw.decode())
     except OSError as error:
         raise ConfigError(f"--layout {name} is neither {known} nor a config.json that can be read: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -53,7 +55,8 @@ class ConfigFields:
 
     def number(self, name: str, default: float) -> float:
         """A number above 0."""
-        value = self.values.get(name, default)
+        value = self.values.get(name)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
             raise self.wrong(name, f"a number above 0 and up to {MOST}")
         return float(value)

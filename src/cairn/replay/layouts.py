@@ -1,6 +1,8 @@
 """What `--layout` names: a published model, or the config.json of any family that cairn serves."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
@@ -14,6 +16,9 @@ __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
 LAYOUT_NAMES = tuple(PUBLISHED)
 
 STATE_DTYPES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+SERVED_BYTES = MappingProxyType({"float32": 4, "float16": 4, "bfloat16": 2})
+"""float16 is widened."""
+PUBLISHED_DTYPE_BYTES = 2
 
 
 def sizes_for(name: str) -> ModelSizes:
@@ -21,8 +26,7 @@ def sizes_for(name: str) -> ModelSizes:
 
     Raises ConfigError naming --layout, the file and the field.
     """
-    config = PUBLISHED.get(name)
-    return model_sizes(load_config(name, ", ".join(LAYOUT_NAMES)) if config is None else config, name)
+    return model_sizes(_config(name), name)
 
 
 def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) -> CacheLayout:
@@ -35,4 +39,24 @@ def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) 
     dtype = state_dtype or ("bfloat16" if name in HALF_BY_DEFAULT else "float32")
     if dtype not in STATE_DTYPES:
         raise ConfigError(f"--state-dtype must be one of {', '.join(STATE_DTYPES)}, not {dtype!r}")
-    return sizes_for(name).layout(block_size, STATE_DTYPES[dtype])
+    config = _config(name)
+    return model_sizes(config, name).layout(block_size, STATE_DTYPES[dtype], _dtype_bytes(config, name))
+
+
+def _config(name: str) -> Mapping[str, Any]:
+    config = PUBLISHED.get(name)
+    return load_config(name, ", ".join(LAYOUT_NAMES)) if config is None else config
+
+
+def _dtype_bytes(config: Mapping[str, Any], name: str) -> int:
+    """Of the dtype that `cairn serve` serves a model in whose flags name none."""
+    if name in PUBLISHED:
+        return PUBLISHED_DTYPE_BYTES
+    inner = config.get("text_config")
+    places = [config, inner] if isinstance(inner, Mapping) else [config]
+    saved = next((dtype for place in places for field in ("dtype", "torch_dtype") if (dtype := place.get(field))), None)
+    if saved is None:
+        return SERVED_BYTES["float32"]
+    if not isinstance(saved, str) or saved not in SERVED_BYTES:
+        raise ConfigError(f"--layout {name}: torch_dtype must be one of {', '.join(SERVED_BYTES)}, not {saved!r:.60}")
+    return SERVED_BYTES[saved]

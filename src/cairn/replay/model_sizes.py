@@ -2,8 +2,8 @@
 
 The sums are those of `cairn.models`, for one rank:
 
-    page         attention layers x kv heads x 2 x head_dim numbers a token, of 2 bytes
-    checkpoint   hidden state + recurrent layers x ((kernel - 1) x channels of the convolution x 2 bytes + state)
+    page         attention layers x kv heads x 2 x head_dim numbers a token, of the dtype
+    checkpoint   hidden state + recurrent layers x ((kernel - 1) x channels of the convolution + state)
     weights      elements of all matrices that one token is multiplied with: of a mixture the router, the shared expert
                  and `experts per token` of the others; no embedding, and no output matrix, which only the last token of
                  a prompt meets
@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from cairn.cache.layout import AttentionGroup, CacheLayout
 
 __all__ = ["ModelSizes", "Recurrent"]
-
-DTYPE_BYTES = 2
-"""Bytes of one number of keys, values, convolution and hidden state: bfloat16."""
 
 PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
@@ -43,19 +40,20 @@ class ModelSizes:
     active_weights: int
     recurrent: Recurrent | None = None
 
-    def layout(self, block_size: int, state_bytes: int) -> CacheLayout:
-        """Bytes of pages and checkpoints, `state_bytes` a number of recurrent state."""
+    def layout(self, block_size: int, state_bytes: int, dtype_bytes: int) -> CacheLayout:
+        """Bytes of pages and checkpoints; a number of recurrent state takes `state_bytes`, and one of keys, values,
+        convolution and hidden state `dtype_bytes`."""
         own = self.recurrent
         recurrent = 0
         if own is not None:
-            conv = own.conv_rows * own.conv_channels * DTYPE_BYTES
+            conv = own.conv_rows * own.conv_channels * dtype_bytes
             recurrent = own.layers * (conv + own.state_numbers * state_bytes)
         return CacheLayout(
             block_size=block_size,
-            page_bytes=self.token_numbers * DTYPE_BYTES * block_size or PAGE_BYTES_WITHOUT_ATTENTION,
+            page_bytes=self.token_numbers * dtype_bytes * block_size or PAGE_BYTES_WITHOUT_ATTENTION,
             page_units=1,
             groups=(AttentionGroup("full", block_size),) if self.token_numbers else (),
-            header_bytes=self.hidden_size * DTYPE_BYTES,
+            header_bytes=self.hidden_size * dtype_bytes,
             state_bytes=recurrent,
             state_units=1,
         )
