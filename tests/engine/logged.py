@@ -119,7 +119,7 @@ def replayed(trace: LoggedTrace, mode=None, budget_bytes=None, eviction=None) ->
     """Under the log's own rules, but for those given."""
     rules = trace.policy
     mode = mode or rules.placement
-    placement = None if mode == "none" else placement_for(mode, trace.unit, rules.exact)
+    placement = None if mode == "none" else placement_for(mode, trace.layout.block_size, rules.exact)
     policy = CachePolicy(placement, eviction_for(eviction or rules.eviction), rules.exact)
     budget_bytes = budget_bytes or trace.budget_bytes
     timed = TimedCache(trace.layout, budget_bytes, policy, ManualClock(), trace.max_num_batched_tokens)

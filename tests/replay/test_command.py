@@ -1,6 +1,7 @@
 """`cairn replay` from its flags to its files."""
 
 import argparse
+import io
 import json
 import random
 import sys
@@ -164,3 +165,43 @@ def test_flags_are_checked(trace, words):
 def test_what_cannot_be_is_refused(trace, words, says):
     with pytest.raises(ConfigError, match=says):
         run(trace, *words)
+
+
+@pytest.mark.parametrize("name", ["[/red]", "m[x]y", "a \\ud800 b"])
+def test_a_name_is_no_markup(name, tmp_path, capsys):
+    """Neither is one with what no terminal can show the end of the replay."""
+    path = tmp_path / "chats.jsonl"
+    header = f'"unit": 16, "name": "{name}"'
+    path.write_text(f'{{{header}}}\n{{"t": 0, "s": 0, "in": 64, "out": 16, "v": 1, "h": [[0, 4]]}}\n')
+    assert run(path, "--no-bounds") == 0
+    assert name.split("\\")[0] in capsys.readouterr().out
+
+
+def test_no_figure_is_cut_in_a_narrow_terminal(trace, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("COLUMNS", "40")
+    run(trace, "--sweep", "0.5%,2.5%,10%", "--no-bounds", "--json", tmp_path / "out.json")
+    for result in json.loads((tmp_path / "out.json").read_text()):
+        assert (
+            f"{result['token_hit_rate']:.4f}" in shown.getvalue()
+            and f"{result['prefill_tokens']:,}" in shown.getvalue()
+        )
+    assert "(0.5%)" in shown.getvalue() and "(2.5%)" in shown.getvalue() and "\u2026" not in shown.getvalue()
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_folder_that_is_not_there_is_told_before_the_replay(flag, tmp_path):
+    """No trace is there either, and it would have been read first."""
+    with pytest.raises(ConfigError, match=f"{flag} .*out.svg cannot be written: there is no folder"):
+        run(tmp_path / "no trace", flag, tmp_path / "none" / "out.svg")
+
+
+@pytest.mark.parametrize("layout", ["", "/dev/zero"])
+def test_layouts_that_are_none(layout, trace):
+    with pytest.raises(ConfigError, match=f"--layout {layout}"):
+        run(trace, "--layout", layout)

@@ -1,13 +1,15 @@
 """A log that was written by hand: what is made of it, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from logged import first_line, layout, logged, replayed
+from logged import Logged, first_line, layout, logged, replayed
 
 from cairn.cli import main
 from cairn.errors import ConfigError
+from cairn.replay.bounds import unlimited_hits
 from cairn.replay.request_log import LoggedTrace
 from cairn.replay.traces import read_trace
 
@@ -26,8 +28,8 @@ def written(path, lines, header=HEADER):
     return path
 
 
-def read(path, *lines) -> LoggedTrace:
-    trace = read_trace(written(path / "log", lines))
+def read(path, *lines, sizes=layout()) -> LoggedTrace:  # noqa: B008
+    trace = read_trace(written(path / "log", lines, first_line(sizes, 100)))
     assert isinstance(trace, LoggedTrace)
     return trace
 
@@ -55,11 +57,10 @@ def test_sequences_share_what_the_log_says(tmp_path):
         alike = ours[: len(theirs)] == theirs[: len(ours)]
         assert (len(alike) if alike.all() else int(np.argmin(alike))) == count
     assert not set(other) & set(first)
-    # as a trace in units: two prompts share full units alone
-    paths = [request.path.tolist() for request in trace.requests]
-    assert [len(path) for path in paths] == [1, 2, 3, 1, 3]
-    assert paths[1][:1] == paths[2][:1] == paths[0] == paths[3] and paths[1][1] == paths[2][1]
-    assert len(trace.requests[0].answer) == 1 and trace.requests[0].answer[0] == paths[1][1]
+    # as a trace: to the token
+    assert trace.unit == 1 and [len(request.path) for request in trace.requests] == [30, 40, 60, 20, 50]
+    assert unlimited_hits(trace).tolist() == [0, 35, 38, 20, 0]
+    assert trace.requests[0].answer.tolist() == first[30:].tolist()
 
 
 def test_hashes_tie_what_was_forgotten(tmp_path):
@@ -165,3 +166,87 @@ def test_the_command_goes_by_the_servers_rules(tmp_path):
     (result,) = json.loads(told.read_text())
     assert result["budget_bytes"] == HEADER["budget_bytes"] and result["hit_tokens"] == 100
     assert [each["cached_tokens"] for each in result["per_request"]] == [0, 100]
+
+
+# -- with other sizes than the server's ------------------------------------------------------------------------------
+
+
+def test_one_that_waits_for_what_steps_still_name_is_computed(tmp_path):
+    """The file that the second one hit is the step's until that has been applied, and there is no lease any more."""
+    calls = [
+        *served(1, 64),
+        *(["l", 2, 64, 0, 0], ["a", 2, 0], ["h", 2], ["p", 2, [[2, 64, 0]]]),
+        *(["l", 3, 304, 0, 0], ["x", 3, 304, 1]),
+        *(["r", 2, None], ["s", 2]),
+        *(["a", 3, 0], ["h", 3], ["p", 3, [[3, 304, 1]]], ["c", 3, 304, 1], ["s", 3], ["r", 3, None]),
+    ]
+    lines = line(1, 64), line(2, 64, shares=(1, 64)), line(3, 304, ops=calls)
+    trace = read(tmp_path, *lines, sizes=layout(16, 7))
+    for pages in (1000, 20):
+        assert replayed(trace, budget_bytes=64 * pages).outcome.hits == [0, 64, 0]
+
+
+def test_an_answer_is_kept_as_far_as_there_are_pages(tmp_path):
+    trace = read(tmp_path, line(1, 32, 150), line(2, 60, 4, shares=(1, 60)), sizes=layout(16, 0))
+    replay = replayed(trace, budget_bytes=64 * 5)
+    assert replay.outcome.hits == [0, 59] and replay.outcome.refused == 0
+
+
+def test_smaller_blocks_than_the_servers(tmp_path):
+    """Its pages lasted longer, so the log says less often that there were new ones."""
+    for theirs, ours in ((48, 16), (16, 5), (16, 1), (16, 48)):
+        server = Logged(tmp_path / "log", num_pages=4000, sizes=layout(theirs))
+        server.submit("a", range(1000, 1060), max_tokens=150)
+        server.run()
+        keys = server.requests["a"].keys().tolist()
+        for name, prompt in (("b", keys[:205]), ("c", [*keys[:190], 7, 8, 9])):
+            server.submit(name, prompt, max_tokens=20)
+            server.run()
+        server.close()
+        trace = replace(read_trace(tmp_path / "log"), layout=layout(ours))
+        assert replayed(trace, budget_bytes=4000 * 64).outcome.hits == list(server.hits().values()) == [0, 192, 128]
+        (tmp_path / "log").unlink()
+
+
+# -- what is counted -------------------------------------------------------------------------------------------------
+
+
+def test_several_answers_to_a_prompt_count_it_once(tmp_path):
+    server = Logged(tmp_path / "log")
+    server.submit("a", range(100), max_tokens=4, n=3)
+    server.run()
+    server.submit("b", range(100), max_tokens=4)
+    server.run()
+    server.close()
+    trace = read_trace(tmp_path / "log")
+    assert [request.branches for request in trace.requests] == [False, True, True, False]
+    outcome = replayed(trace).outcome
+    assert (outcome.prompt_tokens, outcome.hit_tokens, outcome.prefill_tokens) == (200, 100, 100)
+    assert unlimited_hits(trace).tolist() == [0, 0, 0, 100]
+    shown = tmp_path / "out.json"
+    assert main(["replay", str(tmp_path / "log"), "--json", str(shown), "--per-request"]) == 0
+    logged_policy, offline, unlimited = json.loads(shown.read_text())
+    for told in (logged_policy, offline, unlimited):
+        assert (told["requests"], told["prompt_tokens"], told["hit_tokens"]) == (2, 200, 100)
+    assert [each["request"] for each in logged_policy["per_request"]] == ["a", "b"]
+
+
+def test_what_the_cache_has_forgotten_was_seen_all_the_same(tmp_path):
+    """Ghosts are bounded, and a log remembers all of it."""
+    prompts = [line(n, 64) for n in range(1, 41)] + [line(40 + n, 64, shares=(n, 64)) for n in range(1, 41)]
+    outcome = replayed(read(tmp_path, *prompts), budget_bytes=64 * 8).outcome
+    assert outcome.lost == {"never_seen": 40 * 64, "evicted": 40 * 64}
+
+
+def test_a_log_of_a_server_without_a_cache(tmp_path):
+    log = written(tmp_path / "log", [line(1, 100), line(2, 100, shares=(1, 100))], first_line(layout(), 100, "none"))
+    assert main(["replay", str(log), "--json", str(tmp_path / "out.json")]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert [each["hit_tokens"] for each in told] == [0, 100, 100]
+    assert told[0]["lost_tokens"] == {"disabled": 100, "never_seen": 100}
+
+
+def test_refused_prompts_are_counted_as_in_other_traces(tmp_path):
+    outcome = replayed(read(tmp_path, line(1, 600), line(2, 600, shares=(1, 600))), budget_bytes=64 * 8).outcome
+    assert outcome.refused == 2 and outcome.forward_passes == 2 * 3
+    assert outcome.lost == {"never_seen": 600, "disabled": 600}

@@ -53,6 +53,12 @@ def test_an_answer_is_what_the_first_follower_says_it_is(tmp_path):
     assert read_trace(write(tmp_path, HEADER, *rows)).requests[0].answer.tolist() == [-1]
 
 
+def test_a_piece_of_a_trace_without_sessions_keeps_its_answers(tmp_path):
+    """Its sessions count up, and not from 0: each row is one of its own all the same."""
+    rows = [{**ROW, "s": 41, "v": 1}, {**ROW, "s": 42, "v": 1, "in": 64, "h": [[5, 2], [80, 2]]}]
+    assert read_trace(write(tmp_path, HEADER, *rows)).requests[0].answer.tolist() == [80]
+
+
 def test_a_path_may_have_one_id_less_or_more(tmp_path):
     rows = [{**ROW, "h": [[5, 1]]}, {**ROW, "h": [[5, 1 << 40]]}, {**ROW, "in": 15, "h": []}]
     assert [r.path.tolist() for r in read_trace(write(tmp_path, HEADER, *rows)).requests] == [[5], [5, 6], []]

@@ -1,6 +1,7 @@
 """`cairn replay`: a trace through the cache under several policies and budgets, as a table, as JSON and as a plot."""
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.filesize import decimal
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
@@ -23,7 +27,7 @@ from cairn.replay.model_sizes import ModelSizes
 from cairn.replay.plot import Plot
 from cairn.replay.reenact import Reenactment
 from cairn.replay.replay import Replay
-from cairn.replay.report import OFFLINE, UNLIMITED, Report, Result, gigabytes
+from cairn.replay.report import OFFLINE, UNLIMITED, Report, Result
 from cairn.replay.request_log import LoggedTrace
 from cairn.replay.schedule import STEPS
 from cairn.replay.timed_cache import TimedCache
@@ -34,6 +38,9 @@ __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 FILE_WIDTH = 220
 LOGGED = "logged"
 """The policy of the server whose log is replayed."""
+
+SWITCHED_OFF = "none"
+"""What its log says of the placement of a server without prefix caching."""
 
 BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 16, 8192
 
@@ -67,6 +74,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
     plot = Plot.at(arguments.plot) if arguments.plot is not None else None
     if arguments.per_request and arguments.json is None:
         raise ConfigError("--per-request goes into a file: name it with --json FILE")
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
     run = _asked(arguments)
     report = Report(run.trace, run.layout_name, run.sizes, run.footprint)
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -75,13 +85,22 @@ def run_replay(arguments: argparse.Namespace) -> int:
         for budget in run.budgets:
             results += [_replayed(run, name, budget, progress) for name in run.policies]
             results += [] if arguments.no_bounds else _reference_lines(run, budget, progress)
-    # into a file or a pipe the table is written whole
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(report.table(results))
     if arguments.json is not None:
         _write(arguments.json, [report.as_json(result, arguments.per_request) for result in results])
     if plot is not None:
         plot.draw(report, results)
+    _print(report.table(results))
     return 0
+
+
+def _print(table: Table) -> None:
+    """To a terminal as wide as that is, unless figures would be cut; into a file or a pipe all of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may have what the terminal's alphabet has not
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, markup=False, emoji=False, highlight=False)
+    needed = Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).minimum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def _write(path: Path, told: object) -> None:
@@ -111,7 +130,7 @@ def _asked(arguments: argparse.Namespace) -> _Run:
     return _Run(
         trace=trace,
         layout=layout,
-        layout_name=arguments.layout or (LOGGED if log is not None else DEFAULT_LAYOUT),
+        layout_name=arguments.layout if arguments.layout is not None else DEFAULT_LAYOUT if log is None else LOGGED,
         sizes=sizes,
         policies=arguments.policy or ((LOGGED,) if log is not None else ("auto",)),
         budgets=budgets,
@@ -127,7 +146,7 @@ def _layout(arguments: argparse.Namespace, log: LoggedTrace | None) -> tuple[Cac
             if value is not None:
                 raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
         return log.layout, None
-    name, block_size = arguments.layout or DEFAULT_LAYOUT, arguments.block_size
+    name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
     if block_size is None:
         block_size = log.layout.block_size if log is not None else BLOCK_SIZE
     return layout_for(name, block_size, arguments.state_dtype), sizes_for(name)
@@ -145,7 +164,8 @@ def _policy(run: _Run, name: str) -> CachePolicy:
     if name == LOGGED and isinstance(run.trace, LoggedTrace):
         told = run.trace.policy
         try:
-            placement = placement_for(told.placement, run.layout.block_size, told.exact)
+            off = told.placement == SWITCHED_OFF
+            placement = None if off else placement_for(told.placement, run.layout.block_size, told.exact)
             return CachePolicy(placement, eviction_for(told.eviction), told.exact)
         except ValueError as error:
             raise ConfigError(
@@ -156,7 +176,7 @@ def _policy(run: _Run, name: str) -> CachePolicy:
 
 
 def _replayed(run: _Run, name: str, budget: int, progress: Progress) -> Result:
-    task = progress.add_task(f"{name} {gigabytes(budget)}", total=len(run.trace.requests))
+    task = progress.add_task(f"{name} {decimal(budget)}", total=len(run.trace.requests))
 
     def tell(done: int) -> None:
         progress.update(task, completed=done)
@@ -167,11 +187,12 @@ def _replayed(run: _Run, name: str, budget: int, progress: Progress) -> Result:
     else:
         outcome = Replay(timed).run(run.trace, tell)
     progress.remove_task(task)
-    return Result(name, budget, np.array(outcome.hits, np.int64), outcome)
+    counted = [not request.branches for request in run.trace.requests]
+    return Result(name, budget, np.array(outcome.hits, np.int64) * counted, outcome)
 
 
 def _reference_lines(run: _Run, budget: int, progress: Progress) -> list[Result]:
-    task = progress.add_task(f"{OFFLINE} {gigabytes(budget)}", total=STEPS)
+    task = progress.add_task(f"{OFFLINE} {decimal(budget)}", total=STEPS)
     hits = offline_hits(run.trace, run.layout, budget, lambda done: progress.update(task, completed=done))
     progress.remove_task(task)
     return [Result(OFFLINE, budget, hits), Result(UNLIMITED, budget, unlimited_hits(run.trace))]

@@ -45,8 +45,7 @@ class Deferred:
             self._late.popleft()
 
     def _whole(self, request: LoggedRequest, alone: bool) -> bool:
-        """Compute a request from start to end. False if it has to go on waiting, which it does not when nobody else
-        has a lease."""
+        """Compute a request from start to end. False if it has to go on waiting, for leases or holds to end."""
         if not self._timed.holds(request.num_prompt_tokens):
             self._requests.refuse(request)
             return True
@@ -57,9 +56,13 @@ class Deferred:
             requests.release(going, None)
             if not alone:
                 return False
-            cache.clear()  # its own hit stands in its way
+            # its own hit stands in its way, or what steps that are out still name
+            self._steps.apply_all()
+            cache.clear()
             lease = requests.lookup(going, request.num_prompt_tokens)
-            cache.extend(lease, lease.num_tokens)
+            if cache.extend(lease, lease.num_tokens) is None:
+                requests.release(going, None)
+                return False  # states are held for branches to come
         going.has_pages = True
         cache.admitted(lease)
         requests.start(going, lease)

@@ -43,6 +43,15 @@ class Going:
     has_pages: bool = False
 
     @property
+    def room(self) -> int:
+        """How many tokens its lease has pages for, to read or to write to."""
+        lease = self.lease
+        if lease is None or not lease.copied:
+            return lease.matched if lease is not None else 0
+        pairs = zip(lease.groups, lease.tables, strict=True)
+        return min((group.tokens_per_page * table.length for group, table in pairs), default=self.request.num_tokens)
+
+    @property
     def ended_well(self) -> bool:
         """Whether its answer was given to the end, which may be gone on from."""
         return self.request.finish in ("stop", "length")

@@ -1,15 +1,22 @@
 """The requests of a log that are on their way: looked up, given room, begun, and let go of again."""
 
+from collections.abc import Mapping
+
+import numpy as np
+
 from cairn.cache.checkpoint import Kind
 from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import Wanted
 from cairn.cache.reasons import Reason
 from cairn.replay.going import Going
 from cairn.replay.log_steps import LogSteps
+from cairn.replay.paths import Paths
 from cairn.replay.request_log import LoggedRequest
 from cairn.replay.timed_cache import TimedCache
 
 __all__ = ["LogRequests"]
+
+_NONE = np.empty(0, np.int64)
 
 
 class LogRequests:
@@ -18,6 +25,7 @@ class LogRequests:
 
     def __init__(self, timed: TimedCache, steps: LogSteps) -> None:
         self._timed, self._cache, self._steps = timed, timed.cache, steps
+        self._paths = Paths()
         self.going: dict[int, Going] = {}
         self.hits: dict[int, int] = {}
         self.ends_kept = True
@@ -52,7 +60,7 @@ class LogRequests:
         elif done and going.facts is None:
             return False
         elif done:
-            going.limit = min(going.limit, num_tokens - 1)
+            going.limit = min(going.limit, going.room)
         return True
 
     def start(self, going: Going, lease: Lease) -> bool:
@@ -65,18 +73,25 @@ class LogRequests:
         num_tokens = request.num_prompt_tokens if cache.policy.exact else lease.num_tokens
         going.facts = cache.facts(lease, num_tokens, request.boundaries)
         if request.number not in self.hits:
-            self.hits[request.number] = lease.hit - lease.received
-            self._timed.outcome.prefill_tokens += request.num_prompt_tokens - lease.hit
-            self._timed.outcome.lost.update(lease.lost)
+            self._count(going, lease.hit, lease.received, lease.lost)
         return True
 
     def refuse(self, request: LoggedRequest) -> None:
         """The budget cannot hold it."""
-        outcome = self._timed.outcome
+        length, outcome = request.num_prompt_tokens, self._timed.outcome
         outcome.refused += 1
-        self.hits[request.number] = 0
-        outcome.prefill_tokens += request.num_prompt_tokens
-        outcome.lost[Reason.DISABLED] += request.num_prompt_tokens
+        outcome.forward_passes += -(-length // self._timed.most_tokens)
+        self._count(Going(request.number, request, request.keys()), 0, 0, {Reason.DISABLED: length})
+
+    def _count(self, going: Going, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
+        """`hit` tokens of its prompt need not be computed, `received` of them thanks to another server. That of a
+        branch was counted before."""
+        request = going.request
+        self.hits[request.number] = hit - received
+        known = self._paths.shared(going.keys[: request.num_prompt_tokens])
+        self._paths.add(going.keys, _NONE)
+        if not request.branches:
+            self._timed.outcome.lose(request.num_prompt_tokens, hit, known, lost)
 
     def receive(self, lease: Lease, num_tokens: int, wanted: int, position: int) -> None:
         """Another server's pages up to `num_tokens` have come, with a state at `position` in the file for `wanted`."""

@@ -67,9 +67,10 @@ class LogSteps:
         self._keep(going, lease, num_tokens, [] if part is None else part.kept)
 
     def _keep(self, going: Going, lease: Lease, num_tokens: int, kept: list[int]) -> None:
-        """Commit, with the tokens that have been sampled since."""
-        if num_tokens > lease.matched and not lease.copied and self._cache.extend(lease, num_tokens) is None:
-            going.limit = lease.matched  # the server had hit less, and its page was its own
+        """Commit, with the tokens that have been sampled since. The server had pages for them, but perhaps others: it
+        had hit less, or its pages were larger, or the log does not say all."""
+        if self._cache.extend(lease, num_tokens) is None:
+            going.limit = min(going.limit, going.room)
             return
         for token in going.keys[lease.num_tokens : num_tokens].tolist():
             lease.append(token)

@@ -1,6 +1,7 @@
 """What a replay comes to."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cairn.cache.checkpoint import Kind
@@ -33,6 +34,21 @@ class Outcome:
     used: Counter[Kind] = field(default_factory=Counter)
     evicted: Counter[Kind] = field(default_factory=Counter)
     tree: TreeMemory | None = None
+
+    def lose(self, num_prompt_tokens: int, hit: int, known: int, lost: Mapping[Reason, int]) -> None:
+        """A prompt of which the first `hit` tokens were not computed, and earlier requests had had the first `known`,
+        whether or not the cache remembers them. `lost`: the cache's own account; what it takes for new and is not was
+        forgotten."""
+        self.prefill_tokens += num_prompt_tokens - hit
+        known = max(hit, known)
+        left = known - hit
+        for reason, tokens in lost.items():
+            if reason is not Reason.NEVER_SEEN:
+                self.lost[reason] += min(tokens, left)
+                left -= min(tokens, left)
+        self.lost[Reason.EVICTED] += left
+        self.lost[Reason.NEVER_SEEN] += num_prompt_tokens - known
+        self.lost += Counter()  # without the reasons that have cost nothing
 
     @property
     def token_hit_rate(self) -> float:

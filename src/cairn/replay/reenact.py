@@ -40,7 +40,7 @@ class Reenactment:
         """Make all calls; `progress` is told how many requests are done. `outcome.hits` is in the order of
         `trace.logged`."""
         requests = self._requests
-        requests.ends_kept = _keeps_answer_end(trace.policy, trace.unit)
+        requests.ends_kept = _keeps_answer_end(trace.policy, trace.layout.block_size)
         known = {request.number: request for request in trace.logged}
         begun = {op[1] for op in trace.ops if op[0] in ("l", "b")}
         self._deferred.add(request for request in trace.logged if request.number not in begun)
@@ -91,6 +91,7 @@ class Reenactment:
                     self._lookup(going, going.request.num_prompt_tokens)
             case "g":
                 requests.let_go(going)
+                self._deferred.catch_up()
             case _ if going.lease is not None:
                 self._call_with_lease(going, going.lease, op)
 
@@ -129,8 +130,8 @@ class Reenactment:
     def _counted(self, trace: LoggedTrace) -> Outcome:
         outcome = self._timed.ended()
         outcome.hits = [self._requests.hits[request.number] for request in trace.logged]
-        outcome.hit_tokens = sum(outcome.hits)
-        outcome.prompt_tokens = sum(request.num_prompt_tokens for request in trace.logged)
+        outcome.hit_tokens = sum(self._requests.hits[each.number] for each in trace.logged if not each.branches)
+        outcome.prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests)
         return outcome
 
 

@@ -5,7 +5,6 @@ the 64-token grid as the scheduler cuts them. Positions finer than the trace's u
 the cache sees is its path, the tokens behind that are computed every time, and the answer ends at a full unit.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from cairn.cache.checkpoint import Kind
@@ -148,18 +147,8 @@ class Replay:
         self.cache.step_applied(self._step)
 
     def _count(self, num_prompt_tokens: int, hit: int, known: int, lost: Mapping[Reason, int]) -> None:
-        """`known`: tokens that an earlier request had, whether or not the cache remembers them. `lost`: the cache's own
-        account of the path; what it takes for new and is not was forgotten."""
         outcome = self.outcome
         outcome.prompt_tokens += num_prompt_tokens
         outcome.hit_tokens += hit
-        outcome.prefill_tokens += num_prompt_tokens - hit
         outcome.hits.append(hit)
-        left = known - hit
-        for reason, tokens in lost.items():
-            if reason is not Reason.NEVER_SEEN:
-                outcome.lost[reason] += min(tokens, left)
-                left -= min(tokens, left)
-        outcome.lost[Reason.EVICTED] += left
-        outcome.lost[Reason.NEVER_SEEN] += num_prompt_tokens - known
-        outcome.lost += Counter()  # without the reasons that have cost nothing
+        outcome.lose(num_prompt_tokens, hit, known, lost)

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.filesize import decimal
 from rich.table import Table
 
 from cairn.replay.model_sizes import ModelSizes
 from cairn.replay.outcome import Outcome
 from cairn.replay.traces import Trace
 
-__all__ = ["OFFLINE", "UNLIMITED", "Report", "Result", "gigabytes"]
+__all__ = ["OFFLINE", "UNLIMITED", "Report", "Result"]
 
 OFFLINE, UNLIMITED = "offline", "unlimited"
+
+_LEAST_WIDTH = 24
+"""Letters of the column of reasons in a narrow table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,10 @@ class Report:
         self._lengths = np.array([request.num_prompt_tokens for request in trace.requests], np.int64)
 
     @property
+    def _num_requests(self) -> int:
+        return sum(not request.branches for request in self.trace.requests)
+
+    @property
     def prompt_tokens(self) -> int:
         return int(self._lengths.sum())
 
@@ -66,7 +74,7 @@ class Report:
             "budget_bytes": result.budget,
             "budget_fraction": result.budget / self.footprint,
             "footprint_bytes": self.footprint,
-            "requests": len(self.trace.requests),
+            "requests": self._num_requests,
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": result.hit_tokens,
             "token_hit_rate": self.hit_rate(result),
@@ -86,36 +94,41 @@ class Report:
         return [
             {"request": request.name or index, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": tokens}
             for index, (request, tokens) in enumerate(zip(self.trace.requests, cached, strict=True))
+            if not request.branches
         ]
 
     def table(self, results: Sequence[Result]) -> Table:
         """One row a result."""
-        sizes = f"{len(self.trace.requests)} requests, {self.layout_name}, footprint {gigabytes(self.footprint)}"
+        sizes = f"{self._num_requests} requests, {self.layout_name}, footprint {decimal(self.footprint)}"
         table = Table(title=f"{self.trace.name}: {sizes}")
+        rows = [self._cells(result) for result in results]
         names = ("policy", "budget", "hit rate", "prefill tokens", "FLOPs saved")
-        for name in (*names, "passes", "taken", "hit", "evicted", "peak", "µs"):
-            table.add_column(name, justify="left" if name == "policy" else "right")
-        table.add_column("tokens lost to")
-        for result in results:
-            table.add_row(*self._cells(result))
+        for place, name in enumerate((*names, "passes", "taken", "hit", "evicted", "peak", "µs")):
+            # however narrow the table: figures that are cut say something else
+            width = max(len(name), *(len(row[place]) for row in rows))
+            table.add_column(name, justify="left" if name == "policy" else "right", min_width=width)
+        table.add_column("tokens lost to", min_width=_LEAST_WIDTH)
+        for row in rows:
+            table.add_row(*row)
         return table
 
     def _cells(self, result: Result) -> list[str]:
-        budget = f"{gigabytes(result.budget)} ({result.budget / self.footprint:.0%})"
+        budget = f"{decimal(result.budget)} ({100 * result.budget / self.footprint:,.4g}%)"
         flops = self.flops(result)
         cells = [result.name, budget, f"{self.hit_rate(result):.4f}", f"{self.prompt_tokens - result.hit_tokens:,}"]
         cells.append(f"{flops[0]:.2e} ({flops[0] / max(1, sum(flops)):.0%})" if flops is not None else "")
         outcome = result.outcome
         if outcome is None:
-            return cells
-        lost = (f"{reason} {number:,}" for reason, number in outcome.lost.most_common())
+            return [*cells, *[""] * 7]
+        lost = [f"{reason} {number:,}" for reason, number in outcome.lost.most_common()]
+        lost += [f"{outcome.refused:,} requests refused"] if outcome.refused else []
         return [
             *cells,
             f"{outcome.forward_passes:,}",
             f"{outcome.taken.total():,}",
             f"{outcome.used.total():,}",
             f"{outcome.evicted.total():,}",
-            gigabytes(outcome.peak_bytes),
+            decimal(outcome.peak_bytes),
             f"{outcome.microseconds_per_request:.0f}",
             ", ".join(lost),
         ]
@@ -140,8 +153,3 @@ def _counts(outcome: Outcome) -> dict[str, object]:
             "tree_page_runs": outcome.tree.page_runs,
         }
     return told
-
-
-def gigabytes(size: int) -> str:
-    """Bytes in words, decimal."""
-    return f"{size / 1e9:.1f} GB"

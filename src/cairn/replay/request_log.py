@@ -6,7 +6,7 @@ had the same tokens up to there.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -125,7 +125,8 @@ class LoggedRequest:
     """A request as it was served; `finish` as in the API, `namespace` 0 without a salt.
 
     `runs` make its sequence, prompt and answer. `boundaries`: as the client sent them. `cached_tokens`: what the server
-    had found, None for a request that it never came to; a replay does not look at it.
+    had found, None for a request that it never came to; a replay does not look at it. `branches`: one of several
+    answers to a prompt, which was counted with another.
     """
 
     number: int
@@ -138,6 +139,7 @@ class LoggedRequest:
     runs: tuple[Run, ...]
     boundaries: tuple[Boundary, ...]
     cached_tokens: int | None
+    branches: bool = False
 
     def keys(self) -> Keys:
         """Key tokens of prompt and answer, shape [num_tokens]."""
@@ -174,10 +176,12 @@ def read_request_log(where: str, first: Mapping[str, Any], lines: Iterable[Locat
     came = sorted((request for request in requests if request.cached_tokens is not None), key=lambda each: each.number)
     if not came:
         raise ConfigError(f"{where}: a header, and no request that the server has come to")
+    branches = {op[1] for op in ops if op[0] == "b"} - {op[1] for op in ops if op[0] == "a" and not op[2]}
+    came = [replace(request, branches=request.number in branches) for request in came]
     return LoggedTrace(
         name=header.name,
-        unit=header.unit,
-        requests=tuple(_in_units(request, header.unit) for request in came),
+        unit=1,
+        requests=tuple(_as_in_traces(request) for request in came),
         logged=tuple(came),
         ops=tuple(ops),
         layout=layout,
@@ -251,17 +255,18 @@ def _request(line: _Line, sequences: _Sequences, where: str) -> LoggedRequest:
     )
 
 
-def _in_units(request: LoggedRequest, unit: int) -> TraceRequest:
-    """As other traces have it. The last token of a unit stands in one place of the tree, so it can be the unit's id."""
-    ids = request.keys()[unit - 1 :: unit]
-    units = request.num_prompt_tokens // unit
-    ends = {boundary.position // unit * unit for boundary in request.boundaries}
+def _as_in_traces(request: LoggedRequest) -> TraceRequest:
+    """A log knows what is shared to the token, so its unit is one. A branch's prompt is there for what it is the
+    beginning of, and counts for nothing."""
+    keys = request.keys()
     return TraceRequest(
         arrived=request.arrived,
-        num_prompt_tokens=request.num_prompt_tokens,
-        path=ids[:units],
-        answer=ids[units:],
-        boundaries=tuple(sorted(end for end in ends if end)),
+        num_prompt_tokens=0 if request.branches else request.num_prompt_tokens,
+        path=keys[: request.num_prompt_tokens],
+        answer=keys[request.num_prompt_tokens :],
+        boundaries=tuple(sorted({boundary.position for boundary in request.boundaries})),
+        name=request.request_id,
+        branches=request.branches,
     )
 
 

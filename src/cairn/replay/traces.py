@@ -34,7 +34,8 @@ class TraceRequest:
     `num_prompt_tokens` counts what is behind the path, too; `path` holds the ids of its full units, shape [u]; `answer`
     the ids of the units that the answer fills behind them, shape [a], negative where nobody else has them.
     `boundaries`: ends of messages in tokens, ascending, rounded down to the unit, within the path. `name`: what the
-    trace calls it, if anything.
+    trace calls it, if anything. `branches`: another answer to a prompt that was counted with an earlier one, so its own
+    counts for nothing.
     """
 
     arrived: float
@@ -43,6 +44,7 @@ class TraceRequest:
     answer: Ids
     boundaries: tuple[int, ...] = ()
     name: str = ""
+    branches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def _begins_with(path: Ids, start: Ids) -> bool:
 def _followers(rows: list[_Row]) -> list[list[int]]:
     """Per row the later rows that may go on from it: those of its session, or, where every row is a session of its own,
     those whose path has this path's last id."""
-    if all(row.session == index for index, row in enumerate(rows)):
+    if len({row.session for row in rows}) == len(rows):
         return _sharing_last_id(rows)
     later: list[list[int]] = [[] for _ in rows]
     sessions: dict[int, list[int]] = {}
