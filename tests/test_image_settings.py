@@ -67,7 +67,8 @@ def test_domains(text, hosts):
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "*.example.com", "http://a", "a:80", "a/b", "[1, 2", "a b", '{"a": 1}', '[["a"]]']
+    "text",
+    ["", ",", "*.example.com", "http://a", "a:80", "a/b", "[1, 2", "[1]", '["a", null]', "a b", '{"a": 1}', '[["a"]]'],
 )
 def test_wrong_domains(text):
     with pytest.raises(ConfigError, match="--allowed-media-domains"):

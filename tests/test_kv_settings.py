@@ -172,10 +172,12 @@ def test_peers_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", ["a,,b", " ", "[", '["a", 5]', '[["a"]]', "[" * 5000, "a b", "http://a", "10.0.0.0/33"]
+    "given", ["a,,b", " ", "[", "[1]", '["a", 5]', '[["a"]]', "[" * 5000, "a b", "http://a", "10.0.0.0/33"]
 )
 def test_peers_that_are_none(given):
     assert refusal(f"--kv-peer-allowlist={given}").startswith("--kv-peer-allowlist: ")
+    with pytest.raises(ConfigError, match=r"^--kv-peer-allowlist: "):
+        engine_config(load("m", f"--kv-peer-allowlist={given}"))
 
 
 @pytest.mark.parametrize("content", [b"x" * 16, b"x" * 16 + b"\n", b"x" * 4096 + b"\r\n", bytes(16)])
@@ -212,6 +214,12 @@ def test_a_secret_that_is_no_file(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"^--kv-secret-file {re.escape(str(path))}: {said}"):
             check_secret_file(path)
+
+
+def test_a_wrong_secret_is_found_without_transfers(tmp_path):
+    """Not only on the day on which they are switched on."""
+    with pytest.raises(ConfigError, match=r"^--kv-secret-file .*/none: cannot be read: "):
+        engine_config(load("m", "--kv-secret-file", str(tmp_path / "none")))
 
 
 def test_without_nixl_it_says_how_to_install_it(monkeypatch, capsys):

@@ -63,9 +63,12 @@ def media_domains(text: str | None) -> tuple[str, ...] | None:
             entries = json.loads(text)
         except (ValueError, RecursionError):
             entries = None
-    if not isinstance(entries, list) or len(entries) > _MAX_DOMAINS:
-        raise ConfigError(f"--allowed-media-domains: must be hosts as a,b or a JSON list, not {text[:_SHOWN]!r}")
-    hosts = tuple(str(entry).strip().lower().rstrip(".") for entry in entries)
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        shown = text[:_SHOWN]
+        raise ConfigError(f"--allowed-media-domains: must be hosts as a,b or a JSON list of texts, not {shown!r}")
+    if len(entries) > _MAX_DOMAINS:
+        raise ConfigError(f"--allowed-media-domains: has {len(entries)} hosts; at most {_MAX_DOMAINS} are taken")
+    hosts = tuple(entry.strip().lower().rstrip(".") for entry in entries)
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ConfigError(

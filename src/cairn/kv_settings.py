@@ -134,7 +134,8 @@ def peer_names(text: str | None) -> tuple[str, ...]:
         except (ValueError, RecursionError):
             entries = None
     if not isinstance(entries, list) or not all(isinstance(entry, str) and entry.strip() for entry in entries):
-        raise ConfigError(f"--kv-peer-allowlist: must be hosts as a,b or a JSON list, not {str(text)[:_SHOWN]!r}")
+        shown = str(text)[:_SHOWN]
+        raise ConfigError(f"--kv-peer-allowlist: must be hosts as a,b or a JSON list of texts, not {shown!r}")
     return tuple(entry.strip() for entry in entries)
 
 

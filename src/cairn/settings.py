@@ -96,7 +96,7 @@ class ServeSettings(BaseSettings):
         description="key that clients must send, or several: a b or a,b; better as CAIRN_API_KEY: others cannot see it",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
-    seed: int = Field(0, description="seed of requests that send none", ge=0, lt=1 << 63)
+    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
     block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
     max_model_len: int | None = Field(
         None, description="longest prompt and answer together; the model's own limit unless given", ge=1, le=_MAX_COUNT

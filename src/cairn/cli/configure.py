@@ -68,13 +68,15 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
     from cairn.transfer.peers import PeerPolicy, is_loopback
 
     asked = kv_transfer_settings(settings.kv_transfer_config)
-    if asked is None:
-        return None
-    channel, secret, peers = side_channel(), settings.kv_secret_file, peer_names(settings.kv_peer_allowlist)
+    secret, peers = settings.kv_secret_file, peer_names(settings.kv_peer_allowlist)
+    # looked at without transfers, too: a mistake is found where it is made, not when they are switched on
     PeerPolicy(peers, has_secret=secret is not None)
     if secret is not None:
         check_secret_file(secret)
-    elif not is_loopback(channel.host):
+    if asked is None:
+        return None
+    channel = side_channel()
+    if secret is None and not is_loopback(channel.host):
         raise ConfigError(
             f"VLLM_NIXL_SIDE_CHANNEL_HOST: {channel.host} is not loopback, and whoever may connect can read and write "
             "this server's memory: give all servers the same --kv-secret-file"

@@ -53,7 +53,7 @@ class RequestLogConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that building an engine takes. Sizes in bytes and tokens; `seed` is the default of unseeded sampling.
+    """All that building an engine takes. Sizes in bytes and tokens; `seed`: where unseeded requests draw theirs from.
 
     `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
     of encoded images that are kept. `in_flight_sharing`: whether a request waits for one in prefill that computes its
