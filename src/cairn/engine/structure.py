@@ -29,6 +29,9 @@ MAX_CALLS = 32
 
 _MAX_REASON = 300
 
+_NO_WAY_ON = "NoExtensionBias"
+"""What llguidance says of a grammar that no token can begin."""
+
 # One space, or a new line with an indent: without a bound, models that are not sure write blanks for ever.
 _JSON_RULES = MappingProxyType(
     {
@@ -74,7 +77,9 @@ def grammar_of(structure: Structure) -> str:
 
 def refusal(structure: Structure, reason: str) -> InvalidRequest:
     """Why llguidance does not take it, in words for the client."""
-    line = " ".join(reason.split("<state>")[0].split())
+    line = " ".join(reason.split("<state>")[0].replace("<non-verbose/>", "").split())
+    if line == _NO_WAY_ON:
+        line = "no answer can fit it; it refers to itself with nothing before that, or contradicts itself"
     return _refused(structure, f"cannot be used: {line[:_MAX_REASON]}")
 
 
