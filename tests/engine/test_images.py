@@ -160,8 +160,8 @@ def test_identity_is_that_of_the_pixels(tokenizer):
 
 
 def test_an_image_that_is_too_long(tokenizer):
-    with pytest.raises(InvalidRequest, match=r"^image 2 of the prompt: .* 200 times"):
-        tokenizer.render_chat([user(image(64, 64), image(1, 300))])
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]\.content\[2\]: .* 200 times"):
+        tokenizer.render_chat([user(image(64, 64)), user(image(64, 64), text("x"), image(1, 300))])
 
 
 @pytest.mark.parametrize(

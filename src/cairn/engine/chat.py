@@ -127,12 +127,16 @@ def _plain_call(index: int, call: object) -> Message:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def pictures(messages: Sequence[Message]) -> list[Pixels]:
-    """The images of all messages, in order."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    images = [part["image"] for part in parts if part.get("type") == "image" and "image" in part]
-    return [image for image in images if isinstance(image, Pixels)]
+def pictures(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
+    """The images of all messages, in order, each behind its place."""
+    found = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else None
+            if isinstance(image, Pixels):
+                found.append((f"messages[{index}].content[{number}]", image))
+    return found
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------

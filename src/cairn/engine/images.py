@@ -64,9 +64,10 @@ class ImagePrompts:
         others = frozenset(token for token in (video,) if token is not None)
         return cls(ImageProcessor.read(folder), image, others, -1 if end is None else end, markers)
 
-    def expand(self, rendered: RenderedPrompt, pictures: Sequence[Pixels]) -> RenderedPrompt:
+    def expand(self, rendered: RenderedPrompt, pictures: Sequence[tuple[str, Pixels]]) -> RenderedPrompt:
         """The prompt with as many placeholders for each image as it has vectors, its boundaries where they are then,
-        and one more at each image's end. `pictures`: in the order of their placeholders.
+        and one more at each image's end. `pictures`: in the order of their placeholders, each behind its place in
+        the request.
 
         Raises InvalidRequest unless there are as many placeholders as images: then one was typed as text, or the
         template left an image out.
@@ -81,7 +82,7 @@ class ImagePrompts:
             )
         if not pictures:
             return rendered
-        grids = [self._grid(number, picture) for number, picture in enumerate(pictures)]
+        grids = [self._grid(where, picture) for where, picture in pictures]
         lengths = [self.processor.num_tokens(grid) for grid in grids]
         counts = np.ones(len(tokens), dtype=np.int64)
         counts[places] = lengths
@@ -96,7 +97,7 @@ class ImagePrompts:
                 height=picture.height,
                 rgb=picture.rgb,
             )
-            for place, length, grid, picture in zip(places, lengths, grids, pictures, strict=True)
+            for place, length, grid, (_, picture) in zip(places, lengths, grids, pictures, strict=True)
         ]
         expanded: list[int] = np.repeat(tokens, counts).tolist()
         # Messages that end where an image does are worth more than the image, so they come last.
@@ -107,11 +108,11 @@ class ImagePrompts:
         boundaries = [ends[position] for position in sorted(ends)]
         return msgspec.structs.replace(rendered, token_ids=expanded, boundaries=boundaries, images=images)
 
-    def _grid(self, number: int, picture: Pixels) -> Grid:
+    def _grid(self, where: str, picture: Pixels) -> Grid:
         try:
             return self.processor.grid(picture.width, picture.height)
         except InvalidRequest as error:
-            raise InvalidRequest(f"image {number + 1} of the prompt: {error.message}", "messages") from error
+            raise InvalidRequest(f"{where}: {error.message}", "messages") from error
 
     def _ends(self, tokens: list[int], images: list[ImageInput]) -> list[int]:
         """Where each image ends, the token that closes it included; ascending."""
