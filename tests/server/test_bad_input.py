@@ -48,6 +48,19 @@ def test_prompt_and_answer_together_too_long(server):
     assert error["param"] == "max_tokens" and "97" in error["message"]
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_the_field_that_asks_for_too_much_is_the_one_that_was_sent(server, field):
+    error = refused(server.post("/v1/chat/completions", CHAT | {field: 5000}))
+    assert error["param"] == field and f"{field} asks for 5000 more" in error["message"]
+
+
+def test_what_is_too_much_without_having_been_asked_for(server):
+    error = refused(server.post("/v1/completions", {"prompt": [1] * 4095}))
+    assert error["param"] == "max_tokens" and "without max_tokens an answer may have 16" in error["message"]
+    assert error["message"].endswith("send max_tokens of at most 1")
+    assert server.post("/v1/completions", {"prompt": [1] * 4095, "max_tokens": 1}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
@@ -56,7 +69,7 @@ def test_prompt_and_answer_together_too_long(server):
         ([1, 10**30], "prompt[1] is a huge number"),
         ([1, "a"], "prompt[1] is text, not a token id"),
         ([1, True], "prompt[1] is a boolean"),
-        ([1, 2.0], "prompt[1] is no integer"),
+        ([1, 2.0], "prompt[1] is a number with a fraction, not a token id"),
         ([None], "prompt[0] is null"),
     ],
 )
@@ -71,7 +84,9 @@ def test_token_id_out_of_range(server, tokens, said):
         (["a", ""], "prompt"),
         (["a", 5], "prompt[1] must be text or a list"),
         ([[1], [259]], "prompt[1][0] is 259"),
-        ([[1], []], "empty"),
+        ([[1], []], "prompt[1] is empty"),
+        ([[], [1]], "prompt[0] is empty"),
+        ([[1], [1] * 5000], "prompt[1] has 5000 tokens"),
         (["x"] * 257, "257 prompts are too many"),
     ],
 )
@@ -84,9 +99,11 @@ def test_too_many_answers_to_too_many_prompts(server):
     assert refused(server.post("/v1/completions", {"prompt": ["x"] * 3, "n": 128}))["param"] == "prompt"
 
 
-@pytest.mark.parametrize("prompt", [5, None, {}, True])
-def test_prompt_of_a_wrong_type(server, prompt):
-    assert refused(server.post("/v1/completions", {"prompt": prompt}))["param"] == "prompt"
+@pytest.mark.parametrize(("prompt", "kind"), [(5, "a number"), (None, "null"), ({}, "an object"), (True, "a boolean")])
+def test_prompt_of_a_wrong_type(server, prompt, kind):
+    error = refused(server.post("/v1/completions", {"prompt": prompt}))
+    assert error["param"] == "prompt"
+    assert error["message"] == f"prompt must be text or a list of token ids, not {kind}"
 
 
 def test_no_prompt(server):
@@ -199,6 +216,20 @@ def test_fields_out_of_range_or_of_a_wrong_type(server, path, body, field, value
     assert error["param"].startswith(field) and field in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
+        ({"stream": True, "stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
+    ],
+)
+def test_places_within_a_field(server, body, param):
+    error = refused(server.post("/v1/completions", TEXT | body))
+    assert error["param"] == param and error["message"].startswith(param)
+
+
 @pytest.mark.parametrize("field", ["temperature", "stop", "kv_transfer_params", "return_token_ids", "tools"])
 @pytest.mark.parametrize("depth", [50, 500, 900, 980, 100_000])
 def test_nesting_is_no_crash(server, field, depth):
@@ -271,9 +302,9 @@ def test_what_is_not_supported_yet_is_named(server, path, body, field, value):
     [
         ([], "messages"),
         ("hello", "messages"),
-        ([{"content": "x"}], "messages.0.role"),
-        ([{"role": 5, "content": "x"}], "messages.0.role"),
-        (["x"], "messages.0"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": 5, "content": "x"}], "messages[0].role"),
+        (["x"], "messages[0]"),
         ([{"role": "wizard", "content": "x"}], "messages"),
         ([{"role": "user", "content": 5}], "messages"),
         ([{"role": "user", "content": ["x"]}], "messages"),

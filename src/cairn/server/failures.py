@@ -1,6 +1,7 @@
 """What becomes of an error that a route raises."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -52,7 +53,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return JSONResponse(error_body(f"the body is not valid JSON: {reason}", 400, "invalid_request_error"), 400)
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    param = _path(first["loc"][1:]) or None
     if param is None:
         message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
     elif first["type"] == "missing":
@@ -62,6 +63,11 @@ async def _validation_error(request: Request, error: Exception) -> Response:
         shown = shown if len(shown) <= _SHOWN_INPUT else shown[:_SHOWN_INPUT] + "…"
         message = f"{param}: {first['msg']} (got {shown})"
     return JSONResponse(error_body(message, 400, "invalid_request_error", param), 400)
+
+
+def _path(steps: Sequence[int | str]) -> str:
+    """Where in a body something is, as `messages[0].role`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,7 +1,8 @@
 """From a request body to the engine's request: text to tokens, defaults, and checks against what is served."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from cairn.server.requests import (
     TemplateFields,
     refuse_unsupported,
 )
-from cairn.server.sampling import answers_per_prompt, max_tokens_of, sampling_of
+from cairn.server.sampling import answers_per_prompt, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
 from cairn.server.shapes import Shown
 from cairn.server.transfers import transfer_params
@@ -38,11 +39,22 @@ __all__ = [
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
 
+_KINDS: Mapping[type, str] = MappingProxyType(
+    {
+        str: "text",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number with a fraction",
+        list: "a list",
+        dict: "an object",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it; `text`: what
-    it said there, None where that was no text."""
+    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it, `prompt[1]`
+    for one of several; `text`: what it said there, None where that was no text."""
 
     field: str
     token_ids: list[int]
@@ -72,7 +84,7 @@ def valid_tokens(service: Service, values: list[Any], name: str) -> list[int]:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else {"str": "text", "bool": "a boolean"}.get(type(value).__name__, "no integer")
+    return "null" if value is None else _KINDS.get(type(value), "something else")
 
 
 async def completion_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
@@ -98,9 +110,9 @@ async def _completion_prompt(service: Service, body: CompletionRequest, prompt: 
             raise InvalidRequest(f"{where} is empty", "prompt")
         check_text(prompt, where, "prompt")
         tokens = await service.encode(prompt, body.add_special_tokens is not False)
-        return Prompt("prompt", tokens, [], text=prompt)
+        return Prompt(where, tokens, [], text=prompt)
     if isinstance(prompt, list):
-        return Prompt("prompt", valid_tokens(service, prompt, where), [])
+        return Prompt(where, valid_tokens(service, prompt, where), [])
     raise InvalidRequest(f"{where} must be text or a list of token ids, not {_kind(prompt)}", "prompt")
 
 
@@ -122,7 +134,7 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
     """Raises InvalidRequest when the request does not fit the model."""
     refuse_unsupported(body)
     _check_stream_options(body)
-    _check_length(service.engine.info.max_model_len, prompt, max_tokens_of(body))
+    _check_length(service.engine.info.max_model_len, prompt, body)
     return GenerateRequest(
         request_id=request_id,
         prompt=np.array(prompt.token_ids, dtype="<i8").tobytes(),
@@ -162,14 +174,21 @@ def _check_stream_options(body: SamplingFields) -> None:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
 
 
-def _check_length(limit: int, prompt: Prompt, max_tokens: int | None) -> None:
-    n = len(prompt.token_ids)
+def _check_length(limit: int, prompt: Prompt, body: SamplingFields) -> None:
+    n, max_tokens, param = len(prompt.token_ids), max_tokens_of(body), prompt.field.partition("[")[0]
+    which = prompt.field if prompt.field != param else "the prompt"
     if n == 0:
-        raise InvalidRequest("the prompt is empty", prompt.field)
+        raise InvalidRequest(f"{which} is empty", param)
     if n >= limit:
-        raise InvalidRequest(f"the prompt has {n} tokens; the model takes {limit}, the answer included", prompt.field)
+        raise InvalidRequest(f"{which} has {n} tokens; the model takes {limit}, the answer included", param)
     if max_tokens is not None and n + max_tokens > limit:
+        field = max_tokens_field(body)
+        if field is None:
+            raise InvalidRequest(
+                f"{which} has {n} tokens, and without max_tokens an answer may have {max_tokens}; the model takes "
+                f"{limit} together: send max_tokens of at most {limit - n}",
+                "max_tokens",
+            )
         raise InvalidRequest(
-            f"the prompt has {n} tokens and max_tokens asks for {max_tokens} more; the model takes {limit} together",
-            "max_tokens",
+            f"{which} has {n} tokens and {field} asks for {max_tokens} more; the model takes {limit} together", field
         )

@@ -5,7 +5,7 @@ from typing import Any
 from cairn.errors import InvalidRequest
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
-__all__ = ["answers_per_prompt", "max_tokens_of", "sampling_of"]
+__all__ = ["answers_per_prompt", "max_tokens_field", "max_tokens_of", "sampling_of"]
 
 _GREEDY_BELOW = 1e-5
 _COMPLETION_MAX_TOKENS = 16
@@ -53,6 +53,13 @@ def max_tokens_of(body: SamplingFields) -> int | None:
             raise InvalidRequest("max_tokens is 0, and nothing is to be echoed: ask for at least 1", "max_tokens")
         return 1
     return body.max_tokens or _COMPLETION_MAX_TOKENS
+
+
+def max_tokens_field(body: SamplingFields) -> str | None:
+    """The field that `max_tokens_of` goes by; None where the client has sent none."""
+    if isinstance(body, ChatRequest) and body.max_completion_tokens:
+        return "max_completion_tokens"
+    return None if body.max_tokens is None else "max_tokens"
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
