@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cairn.server.logprobs import Places
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 EOS = 256
@@ -130,6 +132,31 @@ def test_logprobs_of_a_completion(server):
     assert told["text_offset"] == [0, 1, 1, 2]
     assert told["token_logprobs"] == [-1 - token / 1024 for token in (97, 0xC3, 0xA9, EOS)]
     assert told["top_logprobs"][0] == {"\x00": -1.0, "\x01": -1 - 1 / 1024, "a": -1 - 97 / 1024}
+
+
+@pytest.mark.parametrize(
+    ("spelled", "offsets"),
+    [
+        ([b"\xc3", b"xy", b"z"], [0, 1, 3]),
+        ([b"a\xe2\x82", b"\xac", b"b"], [0, 1, 2]),
+        ([b"a\xe2\x82", b"\xe2", b"\x82\xacb", b"c"], [0, 2, 2, 4]),
+        ([b"\xf0\x9f", b"", b"\x98", b"x"], [0, 0, 0, 1]),
+        ([b"\xe0", b"\x80", b"x"], [0, 1, 2]),
+        ([b"\xef\xbf", b"\xbd", b"x"], [0, 0, 1]),
+    ],
+)
+def test_places_behind_characters_that_are_left_unfinished(spelled, offsets):
+    places = Places()
+    assert [places.next(one) for one in spelled] == offsets
+    # where a token begins with a character of its own, the text goes on there as the token does
+    text = b"".join(spelled).decode(errors="replace")
+    assert all(text[at:].startswith(one.decode()) for at, one in zip(offsets, spelled, strict=True) if one.isascii())
+
+
+def test_text_offsets_of_a_prompt_that_leaves_a_character_unfinished(server):
+    body = {"prompt": [0xC3, *b"xy"], "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = ask(server, TEXT, **body)["choices"]
+    assert choice["text"] == "\ufffdxy" and choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
 def test_logprobs_0_tells_of_the_token_alone(server):

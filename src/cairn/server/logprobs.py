@@ -23,10 +23,19 @@ class Places:
         self._at = 0
 
     def next(self, spelled: bytes) -> int:
-        """Where this token begins."""
-        at = self._at
-        self._at += len(self._decoder.decode(spelled))
+        """Where this token begins: with the character that it goes on with, or behind one that it leaves unfinished."""
+        pending = self._pending
+        opening = self._decoder.decode(spelled[:1])
+        # one byte makes two of them, or one and another's beginning, only where it has ended what was pending
+        broken = pending and len(opening) + self._pending > 1
+        at = self._at + broken
+        self._at += len(opening) + len(self._decoder.decode(spelled[1:]))
         return at
+
+    @property
+    def _pending(self) -> bool:
+        """Whether a character has begun and not ended."""
+        return bool(self._decoder.getstate()[0])
 
 
 class TokenTexts:
