@@ -100,9 +100,10 @@ def test_every_answer_has_the_form(compiled, tokenizer, asked, fits):
 
 CALLS = {
     "tools": [
-        {"name": "weather", "parameters": WEATHER},
+        {"name": "weather", "parameters": WEATHER, "place": 0},
         {
             "name": 'n"é',
+            "place": 1,
             "parameters": {
                 "properties": {"x": {"$ref": "#/$defs/X"}},
                 "required": ["x"],
@@ -238,6 +239,30 @@ def test_what_cannot_be_used_is_refused_by_its_field(asked, words_of_refusal):
     reason = reason_against(asked)
     assert reason is not None and words_of_refusal in reason and reason.startswith(asked.field)
     assert len(reason) < 500 and "verbose" not in reason
+
+
+@pytest.mark.parametrize("reasoning", ["none", "opened", "possible"])
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"type": "bogus"}, 'tools[7].function.parameters.type must be "object", not "bogus"'),
+        ({"type": None}, 'tools[7].function.parameters.type must be "object", not null'),
+        ({"type": ["string"]}, 'tools[7].function.parameters.type must be "object", not ["string"]'),
+        (
+            {"properties": {"a": {"type": "bogus"}}},
+            "tools[7].function.parameters cannot be used: Invalid type: bogus",
+        ),
+    ],
+)
+def test_a_tool_that_cannot_be_called_is_refused_by_its_place(parameters, said, reasoning):
+    tools = [*CALLS["tools"], {"name": "f", "parameters": parameters, "place": 7}, {**CALLS["tools"][0], "place": 8}]
+    asked = structure("calls", {"tools": tools, "parallel": True}, field="tools", reasoning=reasoning)
+    assert reason_against(asked) == said
+
+
+def test_a_tool_may_be_of_more_types_than_objects(compiled):
+    tools = [{"name": "f", "parameters": {"type": ["object", "null"], "properties": {}}, "place": 0}]
+    assert compiled(structure("calls", {"tools": tools, "parallel": False})).failure is None
 
 
 @pytest.mark.parametrize(

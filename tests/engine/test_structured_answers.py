@@ -160,7 +160,9 @@ def test_every_answer_is_valid_by_its_schema_beside_free_ones(turned):
             form(
                 "calls",
                 {
-                    "tools": [{"name": "f", "parameters": {"properties": {}, "additionalProperties": False}}],
+                    "tools": [
+                        {"name": "f", "parameters": {"properties": {}, "additionalProperties": False}, "place": 0}
+                    ],
                     "parallel": False,
                 },
             ),

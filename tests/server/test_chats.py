@@ -109,6 +109,10 @@ def marked(mark):
     return {"messages": [USER, {"role": "user", "content": [text("a"), text("b", cache_control=mark)]}]}
 
 
+def tool(**fields):
+    return {"tools": [TOOL, {"type": "function", "function": {"name": "g", **fields}}]}
+
+
 EPHEMERAL = {"type": "ephemeral"}
 WRONG = [
     ({"tools": [5]}, "tools", "tools[0]"),
@@ -116,6 +120,11 @@ WRONG = [
     ({"tools": [TOOL, TOOL | {"type": "retrieval"}]}, "tools", "tools[1]"),
     ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "tools[0].function.name"),
+    (tool(parameters=5), "tools", "tools[1].function.parameters must be a JSON schema: an object"),
+    (tool(parameters="x"), "tools", "tools[1].function.parameters must be a JSON schema: an object"),
+    (tool(parameters=[1]), "tools", "tools[1].function.parameters must be a JSON schema: an object"),
+    (tool(description=5), "tools", "tools[1].function.description must be text"),
+    (tool(strict="x"), "tools", "tools[1].function.strict must be true or false"),
     ({"tools": [TOOL] * 1025}, "tools", "at most 1024"),
     ({"tools": TOOL}, "tools", "tools"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "messages[0].tool_calls[0]"),

@@ -303,6 +303,12 @@ for _ in range(100):
             "tools",
             "nested too deeply",
         ),
+        (
+            {"tools": [TOOL, {"type": "function", "function": {"name": "f", "parameters": {"type": "bogus"}}}]}
+            | {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tools",
+            'tools[1].function.parameters.type must be "object"',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_field(server, fields, param, words):

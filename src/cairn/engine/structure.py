@@ -5,6 +5,7 @@ and regular expressions are llguidance's own; choices and calls are written as L
 """
 
 import json
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,7 @@ MAX_CALLS = 32
 """Most calls in one answer that has to consist of calls."""
 
 _MAX_REASON = 300
+_MAX_KIND = 64
 
 _NO_WAY_ON = "NoExtensionBias"
 """What llguidance says of a grammar that no token can begin."""
@@ -77,14 +79,15 @@ def grammar_of(structure: Structure) -> str:
 
 def refusal(structure: Structure, reason: str) -> InvalidRequest:
     """Why llguidance does not take it, in words for the client."""
+    where, reason = _refused_tool(structure, reason) or (structure.field, reason)
     line = " ".join(reason.split("<state>")[0].replace("<non-verbose/>", "").split())
     if line == _NO_WAY_ON:
         line = "no answer can fit it; it refers to itself with nothing before that, or contradicts itself"
-    return _refused(structure, f"cannot be used: {line[:_MAX_REASON]}")
+    return _refused(structure, f"cannot be used: {line[:_MAX_REASON]}", where)
 
 
-def _refused(structure: Structure, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{structure.field} {what}", structure.field.partition(".")[0])
+def _refused(structure: Structure, what: str, where: str | None = None) -> InvalidRequest:
+    return InvalidRequest(f"{where or structure.field} {what}", structure.field.partition(".")[0])
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -159,6 +162,9 @@ def _lark_of_calls(structure: Structure) -> str:
     asked = _decoded(structure)
     lines = []
     for number, tool in enumerate(asked["tools"]):
+        kind = tool["parameters"].get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise _refused(structure, f'must be "object", not {json.dumps(kind)[:_MAX_KIND]}', f"{_place(tool)}.type")
         opening = f'<tool_call>\n{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "arguments": '
         schema = _schema(structure, tool["parameters"] | {"type": "object"}, lenient=True)
         lines.append(f"call{number}: {_literal(opening)} arguments{number} {_literal(chr(125) + _CALL_END)}")
@@ -167,6 +173,23 @@ def _lark_of_calls(structure: Structure) -> str:
     calls = " | ".join(f"call{number}" for number in range(len(asked["tools"])))
     return "\n".join([f"start: call{more}", f"call: {calls}", *lines])
 
+
+def _place(tool: dict[str, Any]) -> str:
+    """Where the client put a tool's schema."""
+    return f"tools[{tool['place']}].function.parameters"
+
+
+def _refused_tool(structure: Structure, reason: str) -> tuple[str, str] | None:
+    """The place of the tool whose schema is what is wrong, and what llguidance says of it without quoting the rest."""
+    found = _WRONG_TOOL.match(reason) if structure.kind == "calls" else None
+    if found is None:
+        return None
+    return _place(_decoded(structure)["tools"][(int(found[1]) - _HEAD_LINES) // 2 - 1]), found[2]
+
+
+_WRONG_TOOL = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
+_HEAD_LINES = 2
+"""Lines of `_lark_of_calls` before those of the tools, of which each has two."""
 
 _CALL_END = "\n</tool_call>"
 

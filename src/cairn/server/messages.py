@@ -25,6 +25,11 @@ TEMPLATE_SWITCHES: Mapping[str, type] = MappingProxyType(
 """What a client may tell the chat template, and of which type: settings of published templates that change nothing but
 the prompt's text."""
 
+_TOOL_FIELDS = (
+    ("description", str, "text"),
+    ("parameters", dict, "a JSON schema: an object"),
+    ("strict", bool, "true or false"),
+)
 _MAX_SWITCH = 64
 _HOLD_SECONDS: Mapping[object, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
@@ -121,6 +126,9 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         raise InvalidRequest(f'{where} must be {{"type": "function", "function": {{...}}}}', "tools")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise InvalidRequest(f"{where}.function.name must be text", "tools")
+    for name, kind, wanted in _TOOL_FIELDS:
+        if not isinstance(function.get(name), kind | None):
+            raise InvalidRequest(f"{where}.function.{name} must be {wanted}", "tools")
     # a mark of the client, not a part of the tool: the model must not read it
     function = {name: value for name, value in function.items() if name != "cache_control"}
     return {name: value for name, value in tool.items() if name != "cache_control"} | {"function": function}

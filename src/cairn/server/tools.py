@@ -31,6 +31,7 @@ def tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
     To be asked when the tools have been checked (`messages.conversation`).
     """
     tools = {tool["function"]["name"]: _parameters(tool["function"]) for tool in body.tools or ()}
+    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
     if choice is None or choice == "auto":
@@ -40,15 +41,18 @@ def tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
     if choice == "required":
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
-        return _forced(tools, parallel)
+        return _forced(tools, places, parallel)
     name = _named(choice)
     if name not in tools:
         raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
-    return _forced({name: tools[name]}, parallel=False)
+    return _forced({name: tools[name]}, places, parallel=False)
 
 
-def _forced(tools: Tools, parallel: bool) -> ToolUse:
-    asked = {"tools": [{"name": name, "parameters": own} for name, own in tools.items()], "parallel": parallel}
+def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
+    asked = {
+        "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
+        "parallel": parallel,
+    }
     text = json_text(asked, "tools")
     if len(text) > MAX_BYTES:
         raise InvalidRequest(f"tools have {len(text)} characters; at most {MAX_BYTES} can be required", "tools")
