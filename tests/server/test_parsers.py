@@ -195,6 +195,16 @@ EXAMPLES = [
         ("", "", [("now", '{"a": "b', False)]),
     ),
     ("json", '<tool_call>{"name": "now", "arguments": {}, "id": 3}', (', "id": 3}', "", [("now", "{}", True)])),
+    # what is cut off in the mark that closes a complete call, and what only looks like it
+    *(("json", hermes("now", "{}")[:-cut], ("", "", [("now", "{}", True)])) for cut in range(1, 14)),
+    *(("xml", xml("now")[:-cut], ("", "", [("now", "{}", True)])) for cut in range(1, 14)),
+    *(
+        ("xml", xml("now").removesuffix("</tool_call>") + end, (end, "", [("now", "{}", True)]))
+        for end in ("</x", "a<")
+    ),
+    ("json", hermes("now", "{}") + "<", ("<", "", [("now", "{}", True)])),
+    ("xml", xml("now") + "<", ("<", "", [("now", "{}", True)])),
+    ("json", hermes("now", "{}").removesuffix("</tool_call>") + "</x", ("</x", "", [("now", "{}", True)])),
     ("think", "<think>\nhm\n\n</think>\n\nyes", ("yes", "hm", [])),
     ("think", "\n<think>hm</think>", ("", "hm", [])),
     ("think", "no <think>hm</think>", ("no <think>hm</think>", "", [])),

@@ -62,7 +62,8 @@ class AnswerParser(Protocol):
     """Takes one answer apart. However its text is cut into pieces, the events say the same.
 
     No text raises, and none is lost: what is no markup, or is wrong markup, comes out as content. Only line breaks next
-    to markup are left out. What is held back is bounded.
+    to markup are left out, and what an answer that is cut off has of the mark that closes a complete call. What is held
+    back is bounded.
     """
 
     @property

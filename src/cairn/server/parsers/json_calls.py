@@ -99,7 +99,9 @@ class JsonCalls(CallReader):
         if not final and not tail[0].endswith(_END_CALL) and _END_CALL.startswith(rest):
             self._text = tail[0].strip() + rest
             return False
-        self._take(tail.end())
+        # cut off in the mark that is due: no content
+        cut_off = final and _END_CALL.startswith(rest)
+        self._take(len(self._text) if cut_off else tail.end())
         self._end_call(self._content)
         return True
 

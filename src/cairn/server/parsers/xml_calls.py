@@ -160,6 +160,9 @@ class XmlCalls(CallReader):
             return True
         if near and bare.startswith(_END_CALL):
             self._take(spaces + len(_END_CALL))
+        elif near and final and _END_CALL.startswith(bare):
+            # cut off in the mark that is due: no content
+            self._take(len(self._text))
         elif near and not final and any(mark.startswith(bare) for mark in (_FUNCTION, _END_CALL)):
             return False
         self._state = self._content
