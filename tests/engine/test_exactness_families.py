@@ -66,6 +66,17 @@ def test_a_preempted_request(loaded):
     assert_same(engine.logits[number], loaded.alone(TEXT[:150], 12))
 
 
+def test_a_chat_that_grows_to_the_end_of_the_pool(loaded):
+    """Each turn leaves a copy of the page that it ends in, and all of them are on the path of the last one."""
+    engine = Engine(loaded, num_pages=4)
+    for length in (3, 6):
+        engine.ask(TEXT[:length], 1)
+    most = engine.scheduler.max_tokens_for(9)
+    found = engine.ask(TEXT[:9], most)
+    assert most == 39 and engine.scheduler.books.counters.preemptions > 0
+    assert_same(found, loaded.alone(TEXT[:9], most))
+
+
 def test_default_numerics_stay_within_the_tolerance(loaded):
     engine = Engine(loaded, exact=False)
     engine.ask(TEXT[:97], boundaries=(37,))

@@ -116,28 +116,30 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
         request.in_flight += 1
         request.sampling_step = draft.step
         return True
-    if lease.hit >= request.prefill_until:
-        # resumed at a state of its own answer: it goes on decoding with the next step
-        _take(books, draft, request, lease)
-        draft.parts.append(Part(request, lease.hit, samples=False))
-        request.in_flight += 1
-        return True
-    end = next_prefill_end(books, request, draft.budget)
-    if end == lease.hit:
+    # resumed at a state of its own answer it has nothing to prefill: it goes on decoding with the next step
+    decodes = lease.hit >= request.prefill_until
+    end = lease.hit if decodes else next_prefill_end(books, request, draft.budget)
+    if end == lease.hit and not decodes:
         return False
     num_files = needs_file(request, lease)
     if not books.cache.could_extend(lease, request.num_known, num_files):
         return False
     if not books.in_flight.leaves_room(request, lease, num_files):
         return False
-    # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice
+    # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
+    # and one that is resumed has to come further than before, or it would be sent back for ever
     copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
     if copies is None or not set_aside(books, request, lease):
         return False
     if books.branches.wants_state(request):
         books.cache.want_always(lease, request.num_prompt_tokens)
     _take(books, draft, request, lease)
-    add_prefill(draft, request, end, copies)
+    if decodes:
+        draft.copies += copies
+        draft.parts.append(Part(request, lease.hit, samples=False))
+        request.in_flight += 1
+    else:
+        add_prefill(draft, request, end, copies)
     return True
 
 
