@@ -264,6 +264,20 @@ def test_a_model_without_recurrent_state_hits_at_the_match():
     assert run(sim, LONG)[:2] == (200, 200)
 
 
+def test_what_cannot_go_is_held():
+    sim = simulation(state_bytes=0, num_pages=20)
+    for length in (5, 10, 15):
+        run(sim, LONG[:length])
+    lease = sim.cache.lookup(Namespace(), np.array(LONG[:40]), "w")
+    held = sim.cache.num_held_pages()
+    # four pages, those that were copied where the shorter prompts had ended, and the file of the hit
+    assert (lease.matched, held) == (15, 4 + 2 + 1)
+    # 13 are left, one of them for a copy of the last page
+    assert sim.cache.could_extend(lease, 4 * (4 + 12)) and not sim.cache.could_extend(lease, 4 * (4 + 12) + 1)
+    assert not sim.cache.clear() and held == sim.cache.pool.num_pages - sim.cache.pool.num_free
+    sim.cache.release(lease)
+
+
 def test_a_model_without_attention_has_checkpoints_alone():
     layout = CacheLayout(64, 4096, 1, (), 8, 10_000, 1)
     cache = PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))

@@ -7,6 +7,7 @@ import numpy as np
 
 from cairn.cache.lease import Hold, Lease
 from cairn.cache.pages import PagePool
+from cairn.cache.tree import Node
 from cairn.types import Pages
 
 __all__ = ["Holders"]
@@ -66,10 +67,20 @@ class Holders:
             self.pool.release(pages)
 
     def of_requests(self) -> list[Pages]:
-        """The page lists of leases, some pages perhaps in several."""
+        """The page lists of leases and of the runs that they have locked, some pages perhaps in several.
+
+        A locked run may keep pages that its lease does not read: the copy that a deeper run has taken the place of, or
+        what somebody else has computed as well.
+        """
         held = [table.pages for lease in self.leases.values() for table in lease.tables]
+        locked: set[Node] = set()
         for lease in self.leases.values():
             held += [file.pages for file in lease.files.values()] + lease.transient
+            node = lease.node
+            while node is not None and node not in locked:
+                locked.add(node)
+                held += node.pages or ()
+                node = node.parent
         return held
 
     def of_others(self) -> list[Pages]:

@@ -280,7 +280,7 @@ class PrefixCache:
         self.holders.hold_until(step, lease)
 
     def num_held_pages(self) -> int:
-        """Distinct pages that leases, holds or unapplied steps refer to."""
+        """Distinct pages that leases, the runs they have locked, holds or unapplied steps refer to."""
         holders = self.holders
         return holders.num_distinct(holders.of_requests() + holders.of_others() + holders.of_steps())
 
