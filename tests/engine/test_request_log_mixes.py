@@ -128,6 +128,13 @@ def test_answers_that_branch_are_replayed(num_pages, tmp_path):
     assert_replayed(server, tmp_path / "log")
 
 
+def test_answers_that_branch_are_logged_with_the_cache_off(tmp_path):
+    server = Logged(tmp_path / "log", "none")
+    serve(server, seed=4, requests=20, branches=True)
+    assert any("." in name for name in server.requests)
+    assert_replayed(server, tmp_path / "log")
+
+
 @pytest.mark.parametrize("ahead", [2])
 def test_steps_that_are_planned_ahead_are_replayed(ahead, tmp_path):
     server = Logged(tmp_path / "log", num_pages=60, max_in_flight=ahead)

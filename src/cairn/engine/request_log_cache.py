@@ -109,7 +109,8 @@ class LoggedCache(PrefixCache):
 
     def commit(self, lease: Lease, num_tokens: int, kept: Iterable[int] = ()) -> None:
         kept = tuple(kept)
-        if any(lease.files[position].hold_seconds for position in kept):
+        # with the cache off, a lease has let go of its file already, and nothing is held
+        if self.enabled and any(lease.files[position].hold_seconds for position in kept):
             self._notes.tick()
         self._note("c", lease.request_id, num_tokens, int(bool(kept)))
         super().commit(lease, num_tokens, kept)
