@@ -291,6 +291,36 @@ def test_a_model_without_attention_has_checkpoints_alone():
     assert cache.lookup(Namespace(), keys, "b").hit == 128
 
 
+def test_runs_without_pages_are_bounded():
+    layout = CacheLayout(16, 4096, 1, (), 8, 10_000, 1)
+    cache = PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))
+    kept = np.arange(100)
+    for number in range(600):
+        keys = kept if number == 300 else np.arange(1000 * number, 1000 * number + 15)
+        lease = cache.lookup(Namespace(cache_salt=str(number % 7)), keys, "r")
+        if number == 300:
+            cache.want(lease, Wanted(100, Kind.PROMPT_END))
+        cache.commit(lease, len(keys), lease.files.copy())
+        cache.release(lease)
+        audit(cache)
+    nodes = list(cache.residents.nodes())
+    assert [node.end for node in nodes if node.resident] == [100]
+    assert 0 < cache.residents.num_ghost_tokens == sum(node.num_tokens for node in nodes) - 100 <= 4 * 40 * 16
+    assert cache.clear() and not any(node.resident for node in cache.residents.nodes())
+    audit(cache)
+
+
+def test_a_long_chain_of_runs_without_pages_goes_at_once():
+    layout = CacheLayout(16, 4096, 1, (), 8, 10_000, 1)
+    cache = PrefixCache(layout, 40_000, CachePolicy(Auto(), ValuePerByte()))
+    lease = cache.lookup(Namespace(), np.arange(2000), "r")
+    for end in range(1, 2001):
+        cache.commit(lease, end)
+    cache.release(lease)
+    assert len(cache.residents.runs.ghosts) == 2000 and cache.clear()
+    audit(cache)
+
+
 def test_limited_reach_is_refused_in_words():
     layout = CacheLayout(16, 64, 1, (AttentionGroup("window", 16, reach=128),), 8, 100, 1)
     with pytest.raises(ConfigError, match="limited reach"):

@@ -87,7 +87,7 @@ class Runs:
             for old in node.pages:
                 self._pool.release(old)
         node.pages, node.decode_by, node.loss = pages, decode_by, None
-        self.note_if_barren(node)
+        self._list_if_barren(node)
         self.changed(node)
 
     def cut(self, node: Node, at: int) -> Node:
@@ -117,8 +117,8 @@ class Runs:
         while step is not None:
             step.locks -= 1
             top, step = step, step.parent
-        self.note_if_barren(node)
         self._forget_root(top)
+        self.note_if_barren(node)
 
     def changed(self, node: Node) -> None:
         """The pages or the checkpoint of `node` are others: whoever observes is told."""
@@ -138,10 +138,11 @@ class Runs:
         )
 
     def note_if_barren(self, node: Node) -> None:
-        """Put `node` last among the barren runs if it is one of them."""
-        if self.is_barren(node):
-            self.barren[node] = None
-            self.barren.move_to_end(node)
+        """Put `node` last among the barren runs if it is one of them. Where runs have no pages (no attention), it is
+        dropped at once, because no want of pages would ever end it."""
+        self._list_if_barren(node)
+        while self.barren and not self._layout.groups:
+            self._drop(next(iter(self.barren)))
 
     def drop_barren(self, num_pages: int) -> bool:
         """Drop what can never be hit until `num_pages` pages are free. False if that is not enough."""
@@ -151,6 +152,11 @@ class Runs:
             self._drop(next(iter(self.barren)))
         return True
 
+    def _list_if_barren(self, node: Node) -> None:
+        if self.is_barren(node):
+            self.barren[node] = None
+            self.barren.move_to_end(node)
+
     def _drop(self, node: Node) -> None:
         assert node.pages is not None and node.parent is not None
         del self.barren[node]
@@ -158,7 +164,7 @@ class Runs:
             self._pool.release(pages)
         node.pages = None
         node.parent.resident_children -= 1
-        self.note_if_barren(node.parent)
+        self._list_if_barren(node.parent)
         self.ghosts[node] = None
         self.num_ghost_tokens += node.num_tokens
         self.changed(node)
