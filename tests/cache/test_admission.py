@@ -97,6 +97,18 @@ def test_a_refused_bet_is_remembered_where_it_would_have_been():
     sim.check()
 
 
+def test_what_was_refused_and_is_given_a_file_all_the_same_waits_until_that_is_filled():
+    sim = full(chance=0.0)
+    lease = sim.requests[0].lease
+    assert not ask(sim, Kind.PROMPT_END) and 64 in lease.refused
+    assert sim.cache.want_always(lease, 64) is not None
+    sim.cache.commit(lease, 64)
+    assert lease.node.checkpoint is None and 64 in lease.files
+    sim.cache.commit(lease, 64, [64])
+    assert lease.node.checkpoint is not None
+    sim.check()
+
+
 def test_a_bet_on_what_is_committed_already_is_remembered_without_another_commit():
     # as at an answer's end: if it is refused, the request ends
     sim = full(chance=0.0)

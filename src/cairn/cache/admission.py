@@ -55,7 +55,7 @@ class Admission:
         elif not self.residents.make_room(size):
             return None
         pages = self.pool.allocate(size)
-        lease.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
+        lease.give(wanted.position, PendingFile(pages, wanted.kind, wanted.hold_seconds))
         lease.kept.append(wanted.position)
         return pages
 
@@ -67,7 +67,7 @@ class Admission:
         if not self.residents.make_room(size):
             return None
         pages = self.pool.allocate(size)
-        lease.files[position] = PendingFile(pages, Kind.PROMPT_END)
+        lease.give(position, PendingFile(pages, Kind.PROMPT_END))
         return pages
 
     def settle(self, lease: Lease, position: int) -> None:

@@ -202,6 +202,12 @@ class Lease:
             restore=state,
         )
 
+    def give(self, position: int, file: PendingFile) -> None:
+        """A file for the state at `position`, which is not refused any more: a commit would take an unfilled file for
+        what was refused."""
+        self.files[position] = file
+        self.refused.pop(position, None)
+
     def append(self, token: int) -> None:
         """One more key token, sampled or replayed."""
         if self.num_tokens == len(self._keys):

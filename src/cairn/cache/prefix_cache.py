@@ -236,7 +236,7 @@ class PrefixCache:
         the lease goes on from there."""
         assert lease.hit < position <= num_tokens <= lease.num_tokens, f"{lease.purpose}: nothing new was received"
         file = lease.files.pop(wanted)
-        lease.files[position] = file
+        lease.give(position, file)
         self.pool.acquire(file.pages)
         lease.transient.append(file.pages)
         self.commit(lease, num_tokens, [position])
