@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import PLAIN, Simulation
@@ -58,6 +59,12 @@ def check_sums(view):
         assert path.children == sum(other.parent == index for other in paths)
         assert [s.position for s in path.checkpoints] == sorted(s.position for s in path.checkpoints)
         assert all(path.start < stone.position <= path.end for stone in path.checkpoints)
+
+
+def check_parts(pool):
+    """Every page of the pool has one place."""
+    held = pool.held_by_requests + pool.held_by_transfers + pool.held_by_steps
+    assert pool.free_pages + pool.cached_pages + held == pool.pages
 
 
 def test_a_chain_of_nodes_is_one_path_with_its_cairns():
@@ -145,8 +152,27 @@ def test_the_pool_adds_up_while_requests_run():
     assert max(path.users for path in whole(sim.cache).paths) == 1
     sim.offer(writer)
     pool = whole(sim.cache).pool
-    assert (pool.open_holds, pool.held_by_transfers, pool.cached_pages) == (1, 75, pool.pages - pool.free_pages - held)
+    # the writer still holds what another server is going to read
+    assert (pool.open_holds, pool.held_by_transfers, pool.cached_pages) == (1, 0, pool.pages - pool.free_pages - held)
+    check_parts(pool)
     sim.end(writer)
+    pool = whole(sim.cache).pool
+    assert (pool.open_leases, pool.held_by_requests, pool.held_by_transfers) == (0, 0, 75)
+    check_parts(pool)
+
+
+def test_what_answers_to_one_prompt_start_from_is_held_by_requests():
+    """Not by other servers, and no page twice."""
+    driver = Driver(max_num_seqs=2)
+    driver.submit(range(100), max_tokens=9, n=4)
+    seen = []
+    while driver.scheduler.has_work:
+        driver.step()
+        pool = whole(driver.cache).pool
+        check_parts(pool)
+        assert (pool.held_by_transfers, pool.open_holds) == (0, 0)
+        seen.append((len(driver.cache.holds), pool.held_by_requests))
+    assert (0, 0) in seen and any(holds and pages for holds, pages in seen)
 
 
 def test_many_nodes_are_folded():

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from cairn.engine.contract import CacheView
+from cairn.engine.fake import build_fake_core
 from cairn.server.cache_page import cache_page
 
 KEY = {"api_keys": ("sesame",)}
@@ -26,6 +27,16 @@ def test_the_view_has_its_form(server):
     assert view.paths and view.visits and view.history
     assert view.visits[0].hit + view.visits[0].received + sum(view.visits[0].lost.values()) == view.visits[0].prompt
     assert "hush" not in answer.text and "the view has" not in answer.text
+
+
+def test_a_checkpoint_takes_whole_pages_where_the_setup_is_told_as_well(serve):
+    def build(config):
+        core = build_fake_core(config)
+        core._info = msgspec.structs.replace(core._info, checkpoint_bytes=1, pages_per_checkpoint=3)
+        return core
+
+    body = serve(build=build).get("/cache").json()
+    assert body["server"]["checkpoint_bytes"] == 3 * body["pool"]["page_bytes"]
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "5001", "9" * 30, "many", "1.5", ""])

@@ -1,4 +1,4 @@
-"""Who refers to pages besides the tree: running requests, others outside, and steps that have not been applied."""
+"""Who refers to pages besides the tree: requests, others outside, and steps that have not been applied."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Holders:
 
     pool: PagePool
     leases: dict[int, Lease] = field(default_factory=dict)
-    outside: dict[int, Hold] = field(default_factory=dict)
+    holds: dict[int, Hold] = field(default_factory=dict)
     steps: dict[int, list[Pages]] = field(default_factory=dict)
 
     def open(self, lease: Lease) -> None:
@@ -43,16 +43,16 @@ class Holders:
         lease.files.clear()
         lease.transient.clear()
 
-    def hold(self, purpose: str, pages: Pages) -> Hold:
+    def hold(self, purpose: str, pages: Pages, for_requests: bool = False) -> Hold:
         """Keep `pages`, which are distinct and in use, until `let_go`."""
-        hold = Hold(purpose, pages.copy())
+        hold = Hold(purpose, pages.copy(), for_requests)
         self.pool.acquire(hold.pages)
-        self.outside[id(hold)] = hold
+        self.holds[id(hold)] = hold
         return hold
 
     def let_go(self, hold: Hold) -> None:
         """End a hold."""
-        del self.outside[id(hold)]
+        del self.holds[id(hold)]
         self.pool.release(hold.pages)
 
     def hold_until(self, step: int, lease: Lease) -> None:
@@ -67,7 +67,8 @@ class Holders:
             self.pool.release(pages)
 
     def of_requests(self) -> list[Pages]:
-        """The page lists of leases and of the runs that they have locked, some pages perhaps in several.
+        """The page lists of leases, of the runs that they have locked and of holds for requests, some pages perhaps in
+        several.
 
         A locked run may keep pages that its lease does not read: the copy that a deeper run has taken the place of, or
         what somebody else has computed as well.
@@ -81,11 +82,11 @@ class Holders:
                 locked.add(node)
                 held += node.pages or ()
                 node = node.parent
-        return held
+        return held + [hold.pages for hold in self.holds.values() if hold.for_requests]
 
     def of_others(self) -> list[Pages]:
-        """Those of holds."""
-        return [hold.pages for hold in self.outside.values()]
+        """Those of all other holds."""
+        return [hold.pages for hold in self.holds.values() if not hold.for_requests]
 
     def of_steps(self) -> list[Pages]:
         """Those of steps that have not been applied."""

@@ -85,11 +85,12 @@ class PendingFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hold:
-    """Pages that somebody outside keeps, whatever becomes of tree and leases: another server reads them, or a link may
-    still write to them."""
+    """Pages that are kept whatever becomes of tree and leases: another server reads them, or a link may still write to
+    them. `for_requests`: requests of this server are going to start from them instead."""
 
     purpose: str
     pages: Pages
+    for_requests: bool = False
 
 
 @dataclass(slots=True, eq=False)

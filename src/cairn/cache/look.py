@@ -199,17 +199,20 @@ def _whole(cache: PrefixCache, tree: TreeView, paths: list[PathView]) -> CacheVi
 
 
 def _pool(cache: PrefixCache) -> PoolView:
-    holders = cache.holders
-    requests, transfers, steps = holders.of_requests(), holders.of_others(), holders.of_steps()
-    pool = cache.pool
+    holders, pool = cache.holders, cache.pool
+    lists = holders.of_requests()
+    by_requests = holders.num_distinct(lists)
+    lists += holders.of_others()
+    with_transfers = holders.num_distinct(lists)
+    held = holders.num_distinct(lists + holders.of_steps())
     return PoolView(
         pages=pool.num_pages,
         page_bytes=cache.layout.page_bytes,
         free_pages=pool.num_free,
-        cached_pages=pool.num_pages - pool.num_free - holders.num_distinct(requests + transfers + steps),
-        held_by_requests=holders.num_distinct(requests),
-        held_by_transfers=holders.num_distinct(transfers),
-        held_by_steps=holders.num_distinct(steps),
+        cached_pages=pool.num_pages - pool.num_free - held,
+        held_by_requests=by_requests,
+        held_by_transfers=with_transfers - by_requests,
+        held_by_steps=held - with_transfers,
         open_leases=len(cache.leases),
-        open_holds=len(cache.holds),
+        open_holds=sum(not hold.for_requests for hold in cache.holds.values()),
     )

@@ -7,7 +7,7 @@
     received  tokens and a state that another server has computed: the lease goes on as after a hit of its own
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
-    hold      pages that outlive their lease, because somebody outside reads or writes them
+    hold      pages that outlive their lease, because somebody outside, or a request to come, needs them
     hold_breakpoints   checkpoints that go after all others, because a client asked for it
 
 Pages that an unapplied step still names are kept by `hold_until(step)` until `step_applied(step)`. Nothing here knows
@@ -91,7 +91,7 @@ class PrefixCache:
         ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
         self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer, clock)
         self.holders = Holders(self.pool)
-        self.leases, self.holds, self.held = self.holders.leases, self.holders.outside, self.holders.steps
+        self.leases, self.holds, self.held = self.holders.leases, self.holders.holds, self.holders.steps
         self._finder = Finder(layout, policy.exact)
         self._growth = Growth(layout, self.pool, self.residents)
         self._admission = Admission(layout, self.pool, self.residents, self.enabled)
@@ -266,9 +266,10 @@ class PrefixCache:
                 lease.node.loss = loss
             self.residents.runs.unlock(lease.node)
 
-    def hold(self, purpose: str, pages: Pages) -> Hold:
-        """Keep `pages`, which are distinct and in use, until `let_go`."""
-        return self.holders.hold(purpose, pages)
+    def hold(self, purpose: str, pages: Pages, for_requests: bool = False) -> Hold:
+        """Keep `pages`, which are distinct and in use, until `let_go`: for somebody outside, or for requests that are
+        going to start from them."""
+        return self.holders.hold(purpose, pages, for_requests)
 
     def let_go(self, hold: Hold) -> None:
         """End a hold."""

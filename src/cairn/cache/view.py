@@ -28,8 +28,9 @@ MAX_SHOWN = 5000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """In pages of `page_bytes` each. `held_*` are of running requests, of other servers, and of steps that are not
-    applied yet, each distinct; `cached_pages`: what only the tree refers to."""
+    """In pages of `page_bytes` each. `held_*` are of requests, of other servers, and of steps that are not applied yet;
+    a page that several of them hold is the first one's. `cached_pages`: what only the tree refers to. With `free_pages`
+    they add up to `pages`. `open_holds`: those of other servers."""
 
     pages: int
     page_bytes: int

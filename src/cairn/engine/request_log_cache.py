@@ -119,8 +119,8 @@ class LoggedCache(PrefixCache):
         self._note("r", lease.request_id, None if loss is None else loss.value)
         super().release(lease, loss)
 
-    def hold(self, purpose: str, pages: Pages) -> Hold:
-        hold = super().hold(purpose, pages)
+    def hold(self, purpose: str, pages: Pages, for_requests: bool = False) -> Hold:
+        hold = super().hold(purpose, pages, for_requests)
         for lease in self.leases.values():
             if lease.restore is pages or any(file.pages is pages for file in lease.files.values()):
                 self._note("k", lease.request_id)

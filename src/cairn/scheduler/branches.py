@@ -68,7 +68,7 @@ class Branches:
         if pages is None and position in lease.files:
             pages = lease.files[position].pages
         if pages is not None:
-            self._states[request.trunk] = self._cache.hold(f"prompt end of {request.id}", pages)
+            self._states[request.trunk] = self._cache.hold(f"prompt end of {request.id}", pages, for_requests=True)
             self._cache.settle_file(lease, position)
 
     def let_start(self, leader: Request) -> None:

@@ -48,7 +48,8 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
         "mamba_cache_mode": info.mamba_cache_mode,
         "exact": info.exact,
         "block_size": info.block_size,
-        "checkpoint_bytes": info.checkpoint_bytes,
+        # a file takes whole pages, and so does each checkpoint in the list
+        "checkpoint_bytes": info.pages_per_checkpoint * info.page_bytes,
         "bytes_per_token": info.bytes_per_token,
     }
     return {"object": "cairn.cache", "server": about} | {
