@@ -18,6 +18,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
+from cairn.errors import ConfigError
 from cairn.layers.model import Model
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Runner
@@ -322,3 +323,10 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
 def test_build_core_runs_exact_on_its_own_self_test(tiny_model):
     core = build_core(EngineConfig(model=str(tiny_model), exact=True, kv_cache_memory_bytes=8 << 20))
     assert core.info.exact and core.info.num_pages == 256
+
+
+# more than there are addresses, so that no machine promises it
+@pytest.mark.parametrize("size", [1 << 50, 1 << 62])
+def test_a_pool_that_does_not_fit_into_memory_is_refused_by_its_flag(tiny_model, size):
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes.* does not fit into memory: lower it"):
+        build_core(EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=size))

@@ -8,12 +8,24 @@ import torch
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
+from cairn.errors import ConfigError
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 
-__all__ = ["LiveStates", "paged_layers"]
+__all__ = ["LiveStates", "new_pool", "paged_layers"]
 
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives, and as wide as any vector register."""
+
+
+def new_pool(num_pages: int, page_bytes: int) -> Tensor:
+    """Empty pages, uint8 [num_pages, page_bytes]. Raises ConfigError where the machine does not give so much memory."""
+    try:
+        return torch.zeros(num_pages, page_bytes, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's allocator has no kind of its own
+        raise ConfigError(
+            f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_pages * page_bytes} in "
+            "all, does not fit into memory: lower it"
+        ) from error
 
 
 def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[PagedLayer, ...]:

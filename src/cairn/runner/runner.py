@@ -15,7 +15,7 @@ from cairn.layers.model import Model
 from cairn.runner.batch_builder import BatchPlaces, Ints, build_batch
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
-from cairn.runner.memory import LiveStates, paged_layers
+from cairn.runner.memory import LiveStates, new_pool, paged_layers
 from cairn.runner.plan_check import PlanLimits
 from cairn.runner.sampler import draw
 from cairn.runner.self_test import check_row_independence
@@ -73,7 +73,8 @@ class Runner:
     ) -> None:
         """`vision`: None for a model, or a server, without images.
 
-        Raises ValueError where layout, model and `exact` do not fit together.
+        Raises ValueError where layout, model and `exact` do not fit together, ConfigError where the pages do not fit
+        into memory.
         """
         if num_pages < 1 or num_slots < 1:
             raise ValueError(f"num_pages and num_slots must be positive: {num_pages}, {num_slots}")
@@ -83,7 +84,7 @@ class Runner:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
         self.forward_passes = 0
         self.steps = 0
-        self.pool = torch.zeros(num_pages + extra_pages, layout.page_bytes, dtype=torch.uint8)
+        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes)
         self._model = model
         self.vision = vision
         self.layout = layout
