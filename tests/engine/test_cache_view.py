@@ -85,7 +85,7 @@ class Line:
 
 def test_steps_go_on_between_the_slices():
     core = TreeCore(EngineConfig(model="fake"), 5000)
-    line = Line([Submit(request(max_tokens=50, ignore_eos=True)), None, CacheQuery(7, 100)])
+    line = Line([Submit([request(max_tokens=50, ignore_eos=True)]), None, CacheQuery(7, 100)])
     run_core(core, line)
     [reply] = line.heard(CacheReply)
     slices = -(-reply.view.tree.nodes // 1024)

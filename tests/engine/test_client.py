@@ -18,7 +18,7 @@ from cairn.engine.fake import build_fake_core
 from cairn.engine.fake_tokenizer import FakeTokenizer, load_fake_tokenizer
 from cairn.engine.local import LocalEngine
 from cairn.engine.process import ProcessEngine
-from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded
+from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, QueueFull
 
 FAKE_CORE = "cairn.engine.fake:build_fake_core"
 
@@ -158,6 +158,38 @@ class EngineClientContract:
 
         async def one_waits(engine):
             return (await engine.stats()).num_waiting == 1
+
+        run(scenario())
+
+    def test_several_at_once_are_one_stream(self):
+        async def scenario():
+            async with self.started(max_num_seqs=2) as engine:
+                texts, ends = {}, []
+                async for output in engine.generate(request("ab", "a"), request("cd", "b"), request("ef", "c", n=2)):
+                    answer = output.request_id, output.index
+                    texts[answer] = texts.get(answer, "") + output.text
+                    ends += [answer] if output.finish_reason else []
+                assert texts == {("a", 0): "ab", ("b", 0): "cd", ("c", 0): "ef", ("c", 1): "fe"}
+                assert sorted(ends) == sorted(texts)
+
+        run(scenario())
+
+    def test_several_at_once_are_refused_together(self):
+        async def scenario():
+            async with self.started("fake:pause_after=1", max_num_seqs=1, max_waiting=2) as engine:
+                for wrong in ((1, 2, 3), (1, 2, 3, 4), (1, 1)):
+                    with pytest.raises(InvalidRequest):
+                        await anext(engine.generate(*(request(request_id=f"{name}") for name in wrong)))
+                stream = engine.generate(request(request_id="a"), request(request_id="b"))
+                await anext(stream)
+                with pytest.raises(QueueFull):
+                    await anext(engine.generate(request(request_id="c"), request(request_id="d")))
+                await stream.aclose()
+                await until(lambda: all_gone(engine))
+
+        async def all_gone(engine):
+            stats = await engine.stats()
+            return stats.num_running == stats.num_waiting == 0
 
         run(scenario())
 

@@ -6,7 +6,7 @@ from test_core import request
 
 from cairn.engine.contract import STEP_SIZES, EngineConfig
 from cairn.engine.fake import FakeCore
-from cairn.errors import InvalidRequest, Overloaded
+from cairn.errors import InvalidRequest, Overloaded, QueueFull
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -74,6 +74,19 @@ def test_refusals_take_nothing(make):
     core.submit(request(name="a"))
     with pytest.raises(Overloaded):
         core.submit(request(name="b"))
+
+
+def test_several_are_taken_together_or_not_at_all(make):
+    core = make(max_waiting=3)
+    together = [request(name=name, max_tokens=2, ignore_eos=True) for name in "ab"]
+    for wrong, param in (([request(name="c", prompt=[1 << 40])], "prompt"), ([request(name="c", n=2)], "prompt")):
+        with pytest.raises(InvalidRequest) as caught:
+            core.submit(*together, *wrong)
+        assert caught.value.param == param and not core.has_work
+    core.submit(*together)
+    with pytest.raises(QueueFull):
+        core.submit(request(name="c"), request(name="d"))
+    assert {output.request_id for output in outputs_of(core)} == {"a", "b"}
 
 
 def test_counters_only_grow(make):

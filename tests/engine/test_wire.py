@@ -47,15 +47,17 @@ def request(**fields):
     "message",
     [
         Submit(
-            request(
-                stop=["a", "ü"],
-                seed=-(2**63),
-                boundaries=[Boundary(2, "system_end", 300), Boundary(5)],
-                cache_salt="s",
-                temperature=0.5,
-            )
+            [
+                request(
+                    stop=["a", "ü"],
+                    seed=-(2**63),
+                    boundaries=[Boundary(2, "system_end", 300), Boundary(5)],
+                    cache_salt="s",
+                    temperature=0.5,
+                )
+            ]
         ),
-        Submit(request(kv_transfer_params=b'{"do_remote_decode":true}')),
+        Submit([request(kv_transfer_params=b'{"do_remote_decode":true}')]),
         Abort("r"),
         StatsQuery(7),
         Reset(8),
@@ -115,8 +117,8 @@ def test_the_configuration_survives():
 def test_key_tokens_are_read_in_place():
     keys = np.arange(131_072, dtype=np.int64) * 3 - 5
     frames = frames_to_core()
-    message = frames.decode(frames.encode(Submit(request(prompt=keys.tobytes()))))
-    read = key_tokens(message.request)
+    message = frames.decode(frames.encode(Submit([request(prompt=keys.tobytes())])))
+    read = key_tokens(message.requests[0])
     assert (read == keys).all()
     assert not read.flags.owndata and not read.flags.writeable
 
@@ -139,12 +141,12 @@ def test_bounds_are_checked_on_arrival(bad):
 
 def test_a_frame_that_is_too_large_is_refused_where_it_is_made():
     with pytest.raises(InvalidRequest, match="at most"):
-        frames_to_core().encode(Submit(request(prompt=bytes(MAX_FRAME_BYTES))))
+        frames_to_core().encode(Submit([request(prompt=bytes(MAX_FRAME_BYTES))]))
 
 
 def test_text_that_is_no_unicode_is_refused_where_it_is_made():
     with pytest.raises(InvalidRequest, match="Unicode"):
-        frames_to_core().encode(Submit(request(stop=["\ud800"])))
+        frames_to_core().encode(Submit([request(stop=["\ud800"])]))
 
 
 @pytest.mark.parametrize(

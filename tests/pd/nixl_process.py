@@ -139,7 +139,7 @@ class CoreProcess:
             **fields,
         )
         self.asked[asked.name] = asked
-        self._send(Submit(request))
+        self._send(Submit([request]))
         return asked
 
     def abort(self, asked: Asked) -> None:

@@ -89,7 +89,7 @@ class RunningServer:
         def build(config):
             self.core = self._build(config)
             take = self.core.submit
-            self.core.submit = lambda request: (self.requests.append(request), take(request))[1]
+            self.core.submit = lambda *requests: (self.requests.extend(requests), take(*requests))[1]
             return self.core
 
         self._loop = asyncio.get_running_loop()

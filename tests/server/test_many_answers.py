@@ -1,6 +1,7 @@
 """Several answers, several prompts, and what is told of tokens, on both endpoints, whole and as streams."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -95,9 +96,43 @@ def test_several_prompts_are_answered_in_order(server, prompts):
 
 def test_one_of_several_prompts_that_cannot_be_taken_takes_all_with_it(serve):
     server = serve(max_waiting=2, max_num_seqs=1)
-    answer = server.post(TEXT, {"prompt": ["a"] * 20})
-    assert answer.status_code == 429, answer.text
+    answer = server.post(TEXT, {"prompt": ["a", [1] * 5000]})
+    assert answer.status_code == 400, answer.text
     server.until(lambda: server.core.stats().num_running == server.core.stats().num_waiting == 0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "body", [{"prompt": ["a"] * 4}, {"prompt": ["ab", "cd"], "n": 2}, {"prompt": ["a"] * 200}, {"prompt": "a", "n": 4}]
+)
+def test_more_answers_than_may_ever_wait_are_no_matter_of_trying_again(serve, body, streamed):
+    server = serve(max_waiting=3, max_num_seqs=1)
+    answer = server.post(TEXT, body | {"stream": streamed})
+    assert answer.status_code == 400 and "retry-after" not in answer.headers
+    assert answer.json()["error"]["param"] == ("n" if body["prompt"] == "a" else "prompt")
+    assert texts_of(stream(server, TEXT, prompt=["ab", "cd", "ef"])) == {0: "ab", 1: "cd", 2: "ef"}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_prompts_of_one_body_are_taken_together_or_not_at_all(serve, streamed):
+    """No stream begins and then breaks because a later prompt has found no room."""
+    server = serve(model="fake:pause_after=1", max_waiting=3, max_num_seqs=1)
+    body = {"prompt": ["ab", "cd"], "max_tokens": 2}
+    with ThreadPoolExecutor() as beside:
+        first = beside.submit(server.post, TEXT, body)
+        server.until(lambda: server.core.stats().num_running == server.core.stats().num_waiting == 1)
+        second = beside.submit(server.post, TEXT, {"prompt": "ef"})
+        server.until(lambda: server.core.stats().num_waiting == 2)
+        refused = server.post(TEXT, body | {"stream": streamed})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert (server.core.stats().num_running, server.core.stats().num_waiting) == (1, 2)
+        server.core.resume()
+        assert [choice["text"] for choice in first.result().json()["choices"]] == ["ab", "cd"]
+        assert second.result().status_code == 200
+    # what was refused has not begun
+    reasons = ("stop", "length", "abort", "error")
+    counted = [server.metric(f'vllm:request_success_total{{engine="0",finished_reason="{one}"') for one in reasons]
+    assert counted == [1, 2, 0, 0]
 
 
 def test_a_stream_of_many_that_is_left_is_aborted(serve):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -53,20 +53,21 @@ class EngineDeadlines:
 
 
 class Mailbox:
-    """The outputs of one request on their way to its reader.
+    """The outputs of requests that were submitted together, on their way to their reader.
 
     Outputs of one answer that come while the reader is busy are merged into one, so a slow reader costs at most its own
     answers.
     """
 
     def __init__(self) -> None:
-        self._outputs: dict[int, GenerateOutput] = {}
+        self._outputs: dict[tuple[str, int], GenerateOutput] = {}
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
     def put(self, output: GenerateOutput) -> None:
-        old = self._outputs.get(output.index)
-        self._outputs[output.index] = output if old is None else _merged(old, output)
+        answer = output.request_id, output.index
+        old = self._outputs.get(answer)
+        self._outputs[answer] = output if old is None else _merged(old, output)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -126,24 +127,28 @@ class Switchboard:
     def dead(self) -> str | None:
         return self._dead
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        """See EngineClient.generate. Holds its place from the first `anext` to the last finish reason or `aclose`."""
-        if request.structure is not None:
-            await self._grammars.check(request.structure)
-        mailbox = self._enter(request)
-        open_answers = request.n
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
+        for structure in dict.fromkeys(request.structure for request in requests):
+            if structure is not None:
+                await self._grammars.check(structure)
+        mailbox = self._enter(requests)
+        unfinished = {request.request_id: request.n for request in requests}
         try:
-            while open_answers:
+            while unfinished:
                 output = await mailbox.get()
-                open_answers -= output.finish_reason is not None
-                if output.finish_reason == "error":
-                    open_answers = 0
+                if output.request_id not in unfinished:
+                    continue  # another answer to its prompt has failed
+                if output.finish_reason is not None:
+                    unfinished[output.request_id] -= 1
+                    if output.finish_reason == "error" or not unfinished[output.request_id]:
+                        del unfinished[output.request_id]
                 yield output
         except (EngineDead, RequestError):
-            open_answers = 0
+            unfinished.clear()
             raise
         finally:
-            self._leave(request.request_id, finished=open_answers == 0)
+            self._leave(requests, unfinished)
 
     async def stats(self) -> EngineStats:
         reply = await self._ask(StatsQuery(next(self._numbers)), "tell its counters", self._stats_seconds)
@@ -229,27 +234,33 @@ class Switchboard:
             if (self._open or self._queries) and silence > self._silence_seconds:
                 self.fail(f"the engine core has said nothing for {silence:.0f} s")
 
-    def _enter(self, request: GenerateRequest) -> Mailbox:
+    def _enter(self, requests: Sequence[GenerateRequest]) -> Mailbox:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._closing:
             raise Overloaded("the engine is shutting down: no new requests")
-        if len(self._open) >= self._max_open:
+        if len(requests) > self._max_open:
+            raise InvalidRequest(f"{len(requests)} prompts are more than may be open: send fewer at a time", "prompt")
+        if len(self._open) + len(requests) > self._max_open:
             raise QueueFull(f"{len(self._open)} requests are open already: try again later")
-        if request.request_id in self._open:
-            raise InvalidRequest(f"a request with the id {request.request_id!r} is open already", "request_id")
+        ids = [request.request_id for request in requests]
+        for place, request_id in enumerate(ids):
+            if request_id in self._open or request_id in ids[:place]:
+                raise InvalidRequest(f"a request with the id {request_id!r} is open already", "request_id")
         self._mark_owed()
-        self._send(Submit(request))
-        mailbox = self._open[request.request_id] = Mailbox()
+        self._send(Submit(list(requests)))
+        mailbox = Mailbox()
+        self._open.update(dict.fromkeys(ids, mailbox))
         self._emptied.clear()
         return mailbox
 
-    def _leave(self, request_id: str, finished: bool) -> None:
-        del self._open[request_id]
+    def _leave(self, requests: Sequence[GenerateRequest], unfinished: Container[str]) -> None:
+        for request in requests:
+            del self._open[request.request_id]
+            if request.request_id in unfinished and self._dead is None:
+                self._send(Abort(request.request_id))
         if not self._open:
             self._emptied.set()
-        if not finished and self._dead is None:
-            self._send(Abort(request_id))
 
     def _mark_owed(self) -> None:
         if not self._open and not self._queries:

@@ -116,9 +116,24 @@ class Core:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises InvalidRequest naming the field, or Overloaded; then nothing was taken."""
-        check_request(request)
+    def submit(self, *requests: GenerateRequest) -> None:
+        """Queue requests, all of them or none. Raises InvalidRequest naming the field, or Overloaded; then nothing was
+        taken."""
+        for request in requests:
+            check_request(request)
+        if len(requests) > 1:
+            self._scheduler.check_room([request.n for request in requests])
+        taken: list[str] = []
+        try:
+            for request in requests:
+                self._submit(request)
+                taken.append(request.request_id)
+        except RequestError:
+            for request_id in taken:
+                self.abort(request_id)
+            raise
+
+    def _submit(self, request: GenerateRequest) -> None:
         terms = terms_of(transfer_params(request), self._transfer)
         if request.structure is None or terms.hand_over:
             self._take(request, terms, None)

@@ -5,7 +5,7 @@ The same loop serves a core in a thread (`local`) and one in a process (`worker`
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cairn.engine.contract import CacheView, EngineCore, GenerateRequest
@@ -119,8 +119,8 @@ def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
 def _take(core: EngineCore, link: CoreLink, views: _Views, message: ToCore) -> bool:
     """Carry one message out; True when it may have changed the core."""
     match message:
-        case Submit(request):
-            _submit(core, link, request)
+        case Submit(requests):
+            _submit(core, link, requests)
         case Abort(request_id):
             core.abort(request_id)
         case StatsQuery(number):
@@ -134,9 +134,10 @@ def _take(core: EngineCore, link: CoreLink, views: _Views, message: ToCore) -> b
     return True
 
 
-def _submit(core: EngineCore, link: CoreLink, request: GenerateRequest) -> None:
+def _submit(core: EngineCore, link: CoreLink, requests: Sequence[GenerateRequest]) -> None:
     try:
-        core.submit(request)
+        core.submit(*requests)
     except RequestError as error:
-        logger.debug("request %s refused: %s", request.request_id, error)
-        link.send(Refusal.of(request.request_id, error))
+        first = requests[0].request_id
+        logger.debug("request %s and %d with it refused: %s", first, len(requests) - 1, error)
+        link.send(Refusal.of(first, error))

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -34,7 +34,7 @@ from cairn.engine.fake_view import fake_view
 from cairn.engine.sampling import check_token_ids
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
-from cairn.errors import AuditError, InvalidRequest, ModelError, QueueFull
+from cairn.errors import AuditError, InvalidRequest, ModelError, QueueFull, RequestError
 from cairn.transfer.params import RemotePrefill
 from cairn.types import Clock, SystemClock
 
@@ -74,7 +74,27 @@ class FakeCore:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, *requests: GenerateRequest) -> None:
+        self._check_room([request.n for request in requests])
+        taken: list[str] = []
+        try:
+            for request in requests:
+                self._take(request)
+                taken.append(request.request_id)
+        except RequestError:
+            for request_id in taken:
+                self.abort(request_id)
+            raise
+
+    def _check_room(self, num_answers: Sequence[int]) -> None:
+        limit, total = self._config.max_waiting, sum(num_answers)
+        if total > limit:
+            field = "n" if max(num_answers) > limit else "prompt"
+            raise InvalidRequest(f"{total} answers are more than may wait", field)
+        if len(self._waiting) + total > limit:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting already: try again later")
+
+    def _take(self, request: GenerateRequest) -> None:
         check_request(request)
         keys = key_tokens(request)
         info = self._info
@@ -83,8 +103,6 @@ class FakeCore:
         wrong = np.flatnonzero((keys < 0) | (keys >= info.vocab_size))
         if len(wrong):
             raise InvalidRequest(f"prompt[{wrong[0]}] is no token id of this model", "prompt")
-        if len(self._waiting) >= self._config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting already: try again later")
         check_token_ids(request, info.vocab_size)
         role = self._transfers.role_of(request)
         cached = self._paths.look_up(request.cache_salt, keys) if self._config.enable_prefix_caching else 0

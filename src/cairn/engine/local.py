@@ -118,8 +118,8 @@ class LocalEngine:
             raise EngineDead(self._switchboard.dead) from None
         self._watching = asyncio.create_task(self._switchboard.watch())
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        return self._switchboard.generate(request)
+    def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        return self._switchboard.generate(*requests)
 
     async def stats(self) -> EngineStats:
         return await self._switchboard.stats()

@@ -161,8 +161,8 @@ class ProcessEngine:
                 raise EngineDead(f"the engine core was not built within {self._deadlines.start} s") from None
             raise
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        return self._switchboard.generate(request)
+    def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        return self._switchboard.generate(*requests)
 
     async def stats(self) -> EngineStats:
         return await self._switchboard.stats()

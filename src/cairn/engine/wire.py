@@ -76,9 +76,10 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Take this request. Answered by Outputs that name it, or by a Refusal."""
+    """Take these requests, all of them or none. Answered by Outputs that name them, or by one Refusal that names the
+    first."""
 
-    request: GenerateRequest
+    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -137,7 +138,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The core did not take a request."""
+    """The core did not take a request, nor any that came with it."""
 
     request_id: RequestIdText
     kind: Literal["invalid", "not_found", "overloaded", "queue_full"]

@@ -85,15 +85,25 @@ class Scheduler:
                 "--kv-cache-memory-bytes",
                 "prompt",
             )
-        if len(branches) >= books.config.max_waiting:
-            raise InvalidRequest(f"{1 + len(branches)} answers are more than may wait: lower n", "n")
-        if len(books.waiting) + books.branches.num_parked + len(branches) >= books.config.max_waiting:
-            raise QueueFull(f"{books.num_waiting} requests are waiting already: try again later")
+        self.check_room([1 + len(branches)])
         leader, *others = [self._arrived(own) for own in (spec, *branches)]
         if others:
             books.branches.park(leader, others)
         books.waiting.put(leader)
         self._stalled = False
+
+    def check_room(self, num_answers: Sequence[int]) -> None:
+        """Whether so many answers to each of some prompts may come into the queue together. Raises InvalidRequest if
+        they never may, QueueFull if they may not now."""
+        books, most, total = self.books, max(num_answers), sum(num_answers)
+        limit = books.config.max_waiting
+        if most > limit:
+            raise InvalidRequest(f"{most} answers are more than may wait: lower n", "n")
+        if total > limit:
+            fix = "send fewer prompts at a time" if most == 1 else "send fewer prompts at a time or lower n"
+            raise InvalidRequest(f"{total} answers are more than may wait: {fix}", "prompt")
+        if len(books.waiting) + books.branches.num_parked + total > limit:
+            raise QueueFull(f"{books.num_waiting} requests are waiting already: try again later")
 
     def _arrived(self, spec: Spec) -> Request:
         books = self.books

@@ -21,7 +21,6 @@ from cairn.server.metrics import RequestMeter
 from cairn.server.requests import SamplingFields
 from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape
-from cairn.server.side_by_side import side_by_side
 from cairn.server.streaming import DONE_EVENT, EventStream, event
 
 __all__ = ["Deadline", "Job", "respond"]
@@ -73,7 +72,7 @@ async def respond(http: Request, service: Service, job: Job) -> Response:
     if not job.body.stream:
         content = await unless_gone(http.receive, _whole(service, job))
         return Response(content, media_type="application/json")
-    news = side_by_side([_outputs(service, job, request) for request in job.requests])
+    news = _outputs(service, job)
     # Wait for the first output: until then a failure still has an HTTP status of its own.
     first = await unless_gone(http.receive, _first(news))
     return EventStream(_events(service, job, first, news), job.deadline.seconds_left + _LAST_EVENT_SECONDS)
@@ -85,7 +84,7 @@ async def _first(news: AsyncGenerator[News, None]) -> News:
 
 async def _whole(service: Service, job: Job) -> bytes:
     answer = job.answer()
-    async with aclosing(side_by_side([_outputs(service, job, request) for request in job.requests])) as news:
+    async with aclosing(_outputs(service, job)) as news:
         async for prompt, output in news:
             answer.add(prompt, output)
     if any(told is not None for told in answer.prompt_logprobs):
@@ -93,32 +92,42 @@ async def _whole(service: Service, job: Job) -> bytes:
     return msgspec.json.encode(job.shape.whole(answer))
 
 
-async def _outputs(service: Service, job: Job, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-    """The engine's outputs, measured; closing this aborts the request."""
-    num_tokens = len(request.prompt) // 8
-    meters = [RequestMeter(service.metrics, job.arrived, num_tokens) for _ in range(request.n)]
-    outputs = service.engine.generate(request)
-    outcome = "abort"
+async def _outputs(service: Service, job: Job) -> AsyncGenerator[News, None]:
+    """The engine's outputs to all prompts, measured; closing this aborts what is open. A job that the engine does not
+    take has not begun, and is counted nowhere."""
+    numbers = {request.request_id: number for number, request in enumerate(job.requests)}
+    meters = {
+        (number, index): RequestMeter(service.metrics, job.arrived, len(request.prompt) // 8)
+        for number, request in enumerate(job.requests)
+        for index in range(request.n)
+    }
+    outputs = service.engine.generate(*job.requests)
+    outcome, begun = "abort", False
     try:
-        left = request.n
+        left = len(meters)
         while left:
             try:
                 async with job.deadline.limit():
                     output = await anext(outputs)
             except TimeoutError:
                 raise job.deadline.missed() from None
-            meter = meters[output.index]
+            except RequestError:
+                if not begun:
+                    meters.clear()
+                raise
+            begun, number = True, numbers[output.request_id]
+            meter = meters[number, output.index]
             meter.transfer(output)
             if output.finish_reason == "error":
                 raise _failure(output)
             meter.output(output, service.clock.now())
             left -= output.finish_reason is not None
-            yield _without_tokens(output) if job.body.max_tokens == 0 else output
+            yield number, _without_tokens(output) if job.body.max_tokens == 0 else output
     except CairnError:
         outcome = "error"
         raise
     finally:
-        for meter in meters:
+        for meter in meters.values():
             meter.end(outcome)
         if isinstance(outputs, AsyncGenerator):
             await outputs.aclose()

@@ -205,7 +205,7 @@ class Metrics:
         joined = info.side_channel is not None
         self.transfers = TransferMetrics(self._histogram) if joined else None
         self.finished = self._counters(
-            "request_success", "Requests by how they ended.", "finished_reason", _FINISHED_REASONS
+            "request_success", "Answers by how they ended.", "finished_reason", _FINISHED_REASONS
         )
 
     def exposition(self, stats: EngineStats) -> bytes:

@@ -23,8 +23,9 @@ class EngineCore(Protocol):
         """False when `step` would have nothing to do."""
         ...
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Take a request. Raises RequestError (InvalidRequest, Overloaded); then nothing was taken."""
+    def submit(self, *requests: GenerateRequest) -> None:
+        """Take requests, all of them or none. Raises RequestError (InvalidRequest, Overloaded); then nothing was
+        taken."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -82,11 +83,11 @@ class EngineClient(Protocol):
         """Bring the engine up. Raises ConfigError or ModelError from building it, EngineDead if it fell over."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        """The outputs of one request, until each of its answers has its finish reason, or one of them has `error`.
-        Closing the iterator early aborts the request.
+    def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """The outputs of requests that the core takes all or none of, as they come, until each of a request's answers
+        has its finish reason, or one of them has `error`. Closing the iterator early aborts what is open.
 
-        Raises RequestError when the core refuses it and EngineDead when the engine ends meanwhile.
+        Raises RequestError when the core refuses them and EngineDead when the engine ends meanwhile.
         """
         ...
 
