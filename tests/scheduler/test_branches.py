@@ -146,6 +146,10 @@ def test_what_is_held_for_branches_gives_way_to_what_runs():
     driver.run()
     for i, own in enumerate(names(name, 2)):
         assert driver.output(own) == alone(range(100), False, max_tokens=100, seed=i)
+    # it was computed twice, and is one prompt all the same
+    counters = driver.scheduler.books.counters
+    assert (counters.computed_prompt_tokens, counters.prompt_tokens, driver.cache.counters.queries) == (200, 100, 100)
+    assert sum(driver.cache.counters.reasons.values()) == 1
 
 
 def test_what_is_held_for_branches_gives_way_to_one_that_comes_before_them():

@@ -52,6 +52,15 @@ def test_n_answers_have_indices_of_their_own_and_one_prompt(server):
     assert answer["cairn"]["cache"]["prompt_tokens"] == 3
 
 
+def test_a_prompt_is_counted_once_however_many_answers_it_has(serve):
+    server = serve()
+    usage = ask(server, TEXT, prompt=["abc", "de"], n=3)["usage"]
+    assert server.metric("vllm:request_prompt_tokens_sum") == usage["prompt_tokens"] == 5
+    assert server.metric("vllm:request_prompt_tokens_count") == 2
+    assert server.metric("vllm:request_generation_tokens_sum") == usage["completion_tokens"]
+    assert server.metric("vllm:request_generation_tokens_count") == 6
+
+
 def test_n_answers_of_a_chat(server):
     answer = ask(server, CHAT, messages=[{"role": "user", "content": "x"}], n=2, max_tokens=6)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]

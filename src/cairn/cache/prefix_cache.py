@@ -129,7 +129,7 @@ class PrefixCache:
         return lease
 
     def admitted(self, lease: Lease, resumed: bool = False) -> None:
-        """The request goes on from this lookup: count it (a resumed request's prompt was counted before)."""
+        """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
         if not resumed:
             self._learn(lease)
         if lease.checkpoint is not None and not lease.closed:

@@ -146,11 +146,14 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
 def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     if request.phase is Phase.WAITING:
         books.waiting.remove(request)
-    branches = books.branches
+    branches, trunk = books.branches, request.trunk
     if not branches.holds_for(request):
-        # a branch's prompt has been counted as its leader's
-        books.cache.admitted(lease, resumed=request.resumed)
-        books.counters.prompt_tokens += 0 if request.resumed else request.num_prompt_tokens
+        # a prompt counts once, also where another answer to it has to look it up again
+        counted = request.resumed or (trunk is not None and trunk.counted)
+        books.cache.admitted(lease, resumed=counted)
+        books.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
+    if trunk is not None:
+        trunk.counted = True
     if request.resumed:
         books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
         assert request.first is not None

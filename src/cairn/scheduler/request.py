@@ -143,9 +143,11 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Trunk:
-    """What several answers to one prompt have in common. `branches`: those that have not started yet."""
+    """What several answers to one prompt have in common. `branches`: those that have not started yet; `counted`: one of
+    them all has, and the prompt is in the counters."""
 
     branches: "list[Request]"
+    counted: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -97,7 +97,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[News, None]:
     take has not begun, and is counted nowhere."""
     numbers = {request.request_id: number for number, request in enumerate(job.requests)}
     meters = {
-        (number, index): RequestMeter(service.metrics, job.arrived, len(request.prompt) // 8)
+        (number, index): RequestMeter(service.metrics, job.arrived, None if index else len(request.prompt) // 8)
         for number, request in enumerate(job.requests)
         for index in range(request.n)
     }

@@ -225,9 +225,10 @@ class Metrics:
 
 
 class RequestMeter:
-    """Measures one request from its arrival to its end. Times are seconds of one clock."""
+    """Measures one answer from its request's arrival to its end. Times are seconds of one clock. `prompt_tokens`: None
+    for all answers to a prompt but the first, so that it counts once."""
 
-    def __init__(self, metrics: Metrics, arrived: float, prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, arrived: float, prompt_tokens: int | None) -> None:
         self._metrics = metrics
         self._arrived = arrived
         self._prompt_tokens = prompt_tokens
@@ -263,7 +264,8 @@ class RequestMeter:
     def _finish(self, output: GenerateOutput, now: float) -> None:
         metrics = self._metrics
         metrics.whole_request.observe(now - self._arrived)
-        metrics.prompt_tokens.observe(self._prompt_tokens)
+        if self._prompt_tokens is not None:
+            metrics.prompt_tokens.observe(self._prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if output.timings is not None:
             metrics.queue_time.observe(output.timings.queue)
