@@ -129,6 +129,7 @@ def test_requests_that_began_in_an_earlier_file_are_computed_first(tmp_path):
         ({"ops": [["r", 1, "tired"]]}, "`ops`"),
         ({"ops": [["t", -1.0]]}, "`ops`"),
         ({"n": None}, r"\$\.n"),
+        ({"n": 1}, "`n` 1 stands in a line above"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(fields, said, tmp_path):

@@ -6,6 +6,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
 from cairn.replay.paths import Paths
@@ -57,6 +59,40 @@ def test_a_piece_of_a_trace_without_sessions_keeps_its_answers(tmp_path):
     """Its sessions count up, and not from 0: each row is one of its own all the same."""
     rows = [{**ROW, "s": 41, "v": 1}, {**ROW, "s": 42, "v": 1, "in": 64, "h": [[5, 2], [80, 2]]}]
     assert read_trace(write(tmp_path, HEADER, *rows)).requests[0].answer.tolist() == [80]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(1, 100), st.integers(0, 40), st.booleans(), st.integers(0, 1)),
+        max_size=12,
+    )
+)
+def test_answers_are_those_of_the_first_follower(tmp_path_factory, drawn):
+    """By the README of the traces, word for word, of paths over so few ids that many begin alike."""
+    rows = [
+        {
+            "t": 0,
+            "s": session,
+            "in": num_in,
+            "out": out,
+            "v": int(seen),
+            "h": [[start, num_in // 16]] if num_in > 15 else [],
+        }
+        for session, num_in, out, seen, start in drawn
+    ]
+    trace = read_trace(write(tmp_path_factory.mktemp("drawn"), HEADER, *rows, {**ROW, "s": 2}, {**ROW, "s": 2}))
+    for index, (row, request) in enumerate(zip(rows, trace.requests, strict=False)):
+        units, whole = len(request.path), row["in"] + row["out"]
+        after = [
+            other.path
+            for other, its in zip(trace.requests[index + 1 :], rows[index + 1 :], strict=False)
+            if its["s"] == row["s"] and its["in"] >= whole and (other.path[:units] == request.path).all()
+        ]
+        end = max(units, whole // 16)
+        if row["v"] and after:
+            assert request.answer.tolist() == after[0][units:end].tolist()
+        else:
+            assert len(request.answer) == end - units and (request.answer < 0).all()
 
 
 def test_a_path_may_have_one_id_less_or_more(tmp_path):

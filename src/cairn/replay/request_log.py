@@ -201,6 +201,8 @@ class _Sequences:
         self._next = 0
 
     def add(self, line: _Line, where: str) -> tuple[Run, ...]:
+        if line.n in self._runs:
+            raise ConfigError(f"{where}: `n` {line.n} stands in a line above: a request has one")
         length = line.num_in + line.num_out
         other, shared = line.shares if len(line.shares) == 2 else (None, 0)
         start = shared // self._unit

@@ -4,6 +4,7 @@ session it belongs to), `v` (whether its answer is seen again in a later prompt)
 A prompt's *path* is the ids of its full units; the tokens behind the last one are its own and never hit.
 """
 
+import heapq
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ MAX_REQUESTS = 1 << 22
 _BOUNDS = TraceBounds(lines=MAX_REQUESTS, unit=MAX_UNIT, tokens=MAX_TOKENS, ids=MAX_ID)
 
 Ids = NDArray[np.int64]
+
+_ANY = -1
+"""In the place of an id: none is below 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,17 +128,13 @@ def _lone_row(row: TraceRow, index: int) -> _Row:
 
 def _with_answers(rows: list[_Row], unit: int) -> tuple[TraceRequest, ...]:
     """Give each row its answer's content: that of the first later prompt that goes on from it, else its own."""
-    later = _followers(rows)
+    followers = _followers(rows)
     requests, private = [], 0
     for index, row in enumerate(rows):
         end = max(len(row.path), (row.num_in + row.num_out) // unit)
-        answer: Ids | None = None
-        for other in later[index] if row.reappears else ():
-            follower = rows[other]
-            if follower.num_in >= row.num_in + row.num_out and _begins_with(follower.path, row.path):
-                answer = follower.path[len(row.path) : end]
-                break
-        if answer is None:
+        if index in followers:
+            answer = rows[followers[index]].path[len(row.path) : end]
+        else:
             count = end - len(row.path)
             answer = np.arange(-1 - private, -1 - private - count, -1, dtype=np.int64)
             private += count
@@ -146,27 +146,30 @@ def _begins_with(path: Ids, start: Ids) -> bool:
     return len(path) >= len(start) and np.array_equal(path[: len(start)], start)
 
 
-def _followers(rows: list[_Row]) -> list[list[int]]:
-    """Per row the later rows that may go on from it: those of its session, or, where every row is a session of its own,
-    those whose path has this path's last id."""
-    if len({row.session for row in rows}) == len(rows):
-        return _sharing_last_id(rows)
-    later: list[list[int]] = [[] for _ in rows]
-    sessions: dict[int, list[int]] = {}
-    for index in range(len(rows) - 1, -1, -1):
-        members = sessions.setdefault(rows[index].session, [])
-        later[index] = members[::-1]
-        members.append(index)
-    return later
+def _followers(rows: list[_Row]) -> dict[int, int]:
+    """The first row that goes on from a row's prompt and answer, where there is one: of its session or, where every row
+    is a session of its own, any that has the last id of its path.
 
-
-def _sharing_last_id(rows: list[_Row]) -> list[list[int]]:
-    later: list[list[int]] = [[] for _ in rows]
-    ending: dict[int, list[int]] = {}
+    A row waits, under the last id of its path, for one with this id whose prompt is long enough; those that are content
+    with the least are looked at first.
+    """
+    alone = len({row.session for row in rows}) == len(rows)
+    sessions: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    followers: dict[int, int] = {}
     for index, row in enumerate(rows):
-        for found in np.unique(row.path).tolist():
-            for earlier in ending.get(found, ()):
-                later[earlier].append(index)
-        if len(row.path):
-            ending.setdefault(int(row.path[-1]), []).append(index)
-    return later
+        waiting = sessions.setdefault(0 if alone else row.session, {})
+        for last in waiting.keys() & {_ANY, *row.path.tolist()}:
+            queue = waiting[last]
+            others: list[tuple[int, int]] = []
+            while queue and queue[0][0] <= row.num_in:
+                least, earlier = heapq.heappop(queue)
+                if _begins_with(row.path, rows[earlier].path):
+                    followers[earlier] = index
+                else:
+                    others.append((least, earlier))
+            for other in others:
+                heapq.heappush(queue, other)
+        if row.reappears and (len(row.path) or not alone):
+            last = int(row.path[-1]) if len(row.path) else _ANY
+            heapq.heappush(waiting.setdefault(last, []), (row.num_in + row.num_out, index))
+    return followers
