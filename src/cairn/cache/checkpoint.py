@@ -42,7 +42,7 @@ class Kind(StrEnum):
     def __init__(self, value: str) -> None:
         # looked at some fifty times a request, so they are worked out once
         self.on_probation = value in ("grid", "inner_end")
-        self.is_bet = value not in ("grid", "inner_end", "block", "breakpoint", "preemption")
+        self.is_bet = not self.on_probation and value not in ("block", "breakpoint", "preemption")
         self.number = len(type(self).__members__)
 
 

@@ -70,5 +70,5 @@ class CacheLayout:
         """How many pages hold the first `num_tokens` tokens, over all groups."""
         num_pages = 0
         for group in self.groups:
-            num_pages += -(-num_tokens // group.tokens_per_page)
+            num_pages += group.pages_for(num_tokens)
         return num_pages
