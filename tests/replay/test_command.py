@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import random
+import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -12,6 +13,7 @@ import pytest
 from cairn.errors import ConfigError
 from cairn.replay.command import POLICIES, add_replay_flags, run_replay
 from cairn.replay.layouts import sizes_for
+from models.published import NANO
 
 
 @pytest.fixture
@@ -205,3 +207,16 @@ def test_a_folder_that_is_not_there_is_told_before_the_replay(flag, tmp_path):
 def test_layouts_that_are_none(layout, trace):
     with pytest.raises(ConfigError, match=f"--layout {layout}"):
         run(trace, "--layout", layout)
+
+
+def test_no_torch_is_loaded_on_the_way(trace, tmp_path):
+    """Not for the sake of a config.json either."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(NANO))
+    calls = [["replay", str(trace), "--layout", name] for name in ("nemotron-3-nano", str(config))]
+    script = (
+        f"import sys; from cairn.cli import main; assert [main(call) for call in {calls!r}] == [0, 0]; "
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -113,7 +113,7 @@ def test_a_config_without_a_dtype_is_served_in_float32(tmp_path):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", 16, ["bfloat16"]])
 def test_a_dtype_that_is_not_served(dtype, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"] | {"torch_dtype": dtype}))
-    with pytest.raises(ConfigError, match="torch_dtype must be one of float32, float16, bfloat16"):
+    with pytest.raises(ConfigError, match=r"--layout .*torch_dtype .* is none of float32, float16, bfloat16"):
         layout_for(str(tmp_path))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from cairn.errors import ModelError
 from cairn.models.cut import Cut
 from cairn.models.quantization import Quantization
+from cairn.models.served_dtype import ServedDType, served_dtype
 from cairn.models.stored import FP8, Stored, consumed, dequantized, scale_problem, stored
 from cairn.models.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 
@@ -31,6 +33,10 @@ __all__ = [
 ]
 
 DType = Literal["auto", "float32", "bfloat16"]
+
+_TORCH_DTYPES: Mapping[ServedDType, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16}
+)
 
 _COMPARED_ROWS = 4096
 """Of two tensors at a time, so that neither is in memory as a whole."""
@@ -70,17 +76,8 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def serving_dtype(raw: Mapping[str, object], wanted: DType) -> torch.dtype:
-    """`auto` is the dtype config.json was saved with; float16 is widened to float32, which holds it exactly."""
-    if wanted != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
-    inner = raw.get("text_config")
-    places = [raw, inner] if isinstance(inner, Mapping) else [raw]
-    named = [place.get(name) for place in places for name in ("dtype", "torch_dtype")]
-    saved = next((name for name in named if name), "float32")
-    known = {"float32": torch.float32, "float16": torch.float32, "bfloat16": torch.bfloat16}
-    if not isinstance(saved, str) or saved not in known:
-        raise ModelError(f"config.json: torch_dtype {saved!r} is none of {', '.join(known)}; choose one with --dtype")
-    return known[saved]
+    """`auto`: as `served_dtype` has it. Raises ModelError."""
+    return _TORCH_DTYPES[served_dtype(raw) if wanted == "auto" else wanted]
 
 
 def account(

@@ -5,7 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.cache.layout import CacheLayout
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, ModelError
+from cairn.models.served_dtype import DTYPE_BYTES, served_dtype
 from cairn.replay.config_fields import load_config
 from cairn.replay.family_sizes import model_sizes
 from cairn.replay.model_sizes import ModelSizes
@@ -16,9 +17,6 @@ __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
 LAYOUT_NAMES = tuple(PUBLISHED)
 
 STATE_DTYPES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
-SERVED_BYTES = MappingProxyType({"float32": 4, "float16": 4, "bfloat16": 2})
-"""float16 is widened."""
-PUBLISHED_DTYPE_BYTES = 2
 
 
 def sizes_for(name: str) -> ModelSizes:
@@ -50,13 +48,7 @@ def _config(name: str) -> Mapping[str, Any]:
 
 def _dtype_bytes(config: Mapping[str, Any], name: str) -> int:
     """Of the dtype that `cairn serve` serves a model in whose flags name none."""
-    if name in PUBLISHED:
-        return PUBLISHED_DTYPE_BYTES
-    inner = config.get("text_config")
-    places = [config, inner] if isinstance(inner, Mapping) else [config]
-    saved = next((dtype for place in places for field in ("dtype", "torch_dtype") if (dtype := place.get(field))), None)
-    if saved is None:
-        return SERVED_BYTES["float32"]
-    if not isinstance(saved, str) or saved not in SERVED_BYTES:
-        raise ConfigError(f"--layout {name}: torch_dtype must be one of {', '.join(SERVED_BYTES)}, not {saved!r:.60}")
-    return SERVED_BYTES[saved]
+    try:
+        return DTYPE_BYTES[served_dtype(config)]
+    except ModelError as error:
+        raise ConfigError(f"--layout {name}: {error}") from error

@@ -10,6 +10,7 @@ def _qwen(layers: int, experts: int, experts_per_token: int) -> Mapping[str, obj
     """What Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B have in common."""
     return MappingProxyType(
         {
+            "dtype": "bfloat16",
             "hidden_size": 2048,
             "num_hidden_layers": layers,
             "full_attention_interval": 4,
@@ -34,6 +35,7 @@ PUBLISHED: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "nemotron-3-nano": MappingProxyType(
             {
                 "model_type": "nemotron_h",
+                "dtype": "bfloat16",
                 "hidden_size": 2688,
                 "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
                 "num_attention_heads": 32,
@@ -55,6 +57,7 @@ PUBLISHED: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "granite-4-h-small": MappingProxyType(
             {
                 "model_type": "granitemoehybrid",
+                "dtype": "bfloat16",
                 "hidden_size": 4096,
                 "layer_types": tuple("attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)),
                 "num_attention_heads": 32,
