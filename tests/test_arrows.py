@@ -21,6 +21,14 @@ CACHE_DOOR = (
     "cairn.cache.reasons",
 )
 
+# What a config.json says of a model, without torch.
+MODEL_NUMBERS = (
+    "cairn.models.families",
+    "cairn.models.forward_sizes",
+    "cairn.models.served_dtype",
+    "cairn.models.tensor_headers",
+)
+
 ARROWS = MappingProxyType(
     {
         "": (),
@@ -42,7 +50,7 @@ ARROWS = MappingProxyType(
         "http": (),
         "server": ("cairn.engine.contract", "cairn.http"),
         "proxy": ("cairn.http",),
-        "replay": ("cairn.cache", "cairn.models.served_dtype"),
+        "replay": ("cairn.cache", *MODEL_NUMBERS),
         "bench": (),
         "api_key_settings": (),
         "settings": ("cairn.api_key_settings",),

@@ -20,7 +20,7 @@ from cairn.layers.model import Model
 from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
-from cairn.models.registry import FAMILIES
+from cairn.models.families import FAMILIES
 from cairn.runner.runner import Runner
 from cairn.step import Sample
 from models.wide_float import wide_float

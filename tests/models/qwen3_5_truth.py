@@ -13,8 +13,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_config import Qwen35Config, tensors
-from cairn.models.registry import FAMILIES
 from models.logits_bar import Truth
 from models.wide_float import wide_float
 

@@ -12,7 +12,8 @@ from transformers import Lfm2Config
 from cairn.errors import ConfigError, ModelError
 from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.check import check
-from cairn.models.registry import FAMILIES, open_model
+from cairn.models.families import FAMILIES
+from cairn.models.registry import open_model
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
 from models.decoder_families import falcon, granite, lfm2, prompt, published, qwen3, tiny, write
 

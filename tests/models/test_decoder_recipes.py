@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from cairn.models.check import check
+from cairn.models.families import family_of
 from cairn.models.make_model import RECIPES, make_model
 from cairn.models.recipe import Asked
-from cairn.models.registry import family_of, open_model
+from cairn.models.registry import open_model
 from models.decoder_families import TinyDriver
 
 # A checkpoint's pages in float32 and in bfloat16, and the layers in words.

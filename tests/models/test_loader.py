@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from cairn.errors import ModelError
 from cairn.models.cut import Cut
+from cairn.models.families import FAMILIES, family_of
 from cairn.models.loader import WeightReader, account, read_config, read_headers, serving_dtype
 from cairn.models.make_model import make_model
-from cairn.models.registry import FAMILIES, family_of, open_model
+from cairn.models.registry import open_model
 
 INDEX = "model.safetensors.index.json"
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "b.D": (5,)}

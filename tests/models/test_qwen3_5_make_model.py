@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.models.check import check
+from cairn.models.families import family_of
 from cairn.models.make_model import RECIPES, VOCAB_SIZE, make_model
 from cairn.models.make_tokenizer import MARK_TOKENS
 from cairn.models.qwen3_5_recipe import IMAGE_TOKENS
 from cairn.models.recipe import Asked
-from cairn.models.registry import family_of, open_model
+from cairn.models.registry import open_model
 from runner.harness import Driver
 
 FAMILIES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}

@@ -7,12 +7,12 @@ row's bits would depend on its batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["ALONE", "Alone", "Communicator", "sum_in_order"]
+__all__ = ["ALONE", "Alone", "Communicator"]
 
 
 class Communicator(Protocol):
@@ -29,11 +29,11 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather_add(self, partial: Tensor) -> Tensor:
+    def gather_add(self, partial: "Tensor") -> "Tensor":
         """The sum over ranks, in rank order and at least in float32; same shape and dtype as `partial`."""
         ...
 
-    def gather_columns(self, part: Tensor) -> Tensor:
+    def gather_columns(self, part: "Tensor") -> "Tensor":
         """[..., n] -> [..., n * size], the ranks' columns in rank order."""
         ...
 
@@ -54,10 +54,10 @@ class Alone:
     def size(self) -> int:
         return 1
 
-    def gather_add(self, partial: Tensor) -> Tensor:
+    def gather_add(self, partial: "Tensor") -> "Tensor":
         return partial
 
-    def gather_columns(self, part: Tensor) -> Tensor:
+    def gather_columns(self, part: "Tensor") -> "Tensor":
         return part
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
@@ -65,12 +65,3 @@ class Alone:
 
 
 ALONE: Final = Alone()
-
-
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """((parts[0] + parts[1]) + parts[2]) + ..., in float32 or wider, rounded to their dtype once."""
-    dtype = parts[0].dtype
-    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    return total.to(dtype)

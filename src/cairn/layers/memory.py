@@ -6,10 +6,11 @@ one but the model knows what kind of layer stands behind an entry.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["AttentionSpec", "ConvPart", "Memory", "MemorySpec", "PagedLayer", "RecurrentLayer", "RecurrentSpec"]
 
@@ -55,7 +56,7 @@ class RecurrentSpec:
 class MemorySpec:
     """All that a model remembers on one rank. `recurrent` or `attention` may have no layers (None)."""
 
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     hidden_size: int
     recurrent: RecurrentSpec | None
     attention: AttentionSpec | None
@@ -65,16 +66,16 @@ class MemorySpec:
 class PagedLayer:
     """Keys and values of one attention layer, [page, kv head, token, dim]."""
 
-    keys: Tensor
-    values: Tensor
+    keys: "Tensor"
+    values: "Tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
     """Running states of one recurrent layer: conv [slot, columns, channels], state [slot, *spec.state]."""
 
-    conv: Tensor
-    state: Tensor
+    conv: "Tensor"
+    state: "Tensor"
 
 
 class Memory(Protocol):
@@ -86,6 +87,6 @@ class Memory(Protocol):
     @property
     def recurrent(self) -> Sequence[RecurrentLayer]: ...
 
-    def keep(self, keep: int, layer: int, conv: Tensor, state: Tensor) -> None:
+    def keep(self, keep: int, layer: int, conv: "Tensor", state: "Tensor") -> None:
         """Put recurrent layer `layer`'s state (one slot's conv and state) away as the step's keep number `keep`."""
         ...

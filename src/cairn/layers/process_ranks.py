@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cairn.errors import EngineDead
-from cairn.layers.communicator import sum_in_order
+from cairn.layers.rank_sum import sum_in_order
 
 __all__ = ["GatherGroup", "ProcessRank", "gloo_rank"]
 

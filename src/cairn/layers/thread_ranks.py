@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cairn.errors import EngineDead
-from cairn.layers.communicator import Communicator, sum_in_order
+from cairn.layers.communicator import Communicator
+from cairn.layers.rank_sum import sum_in_order
 
 __all__ = ["thread_ranks"]
 

@@ -34,15 +34,20 @@ class AttentionSizes:
     out: str = "o_proj"
 
     @property
+    def queries(self) -> int:
+        """Elements of a token's queries."""
+        return self.num_heads * self.head_dim
+
+    @property
     def widths(self) -> dict[str, int]:
         """Outputs of the three projections from hidden states, by name."""
-        queries, key_values = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {"q_proj": queries, "k_proj": key_values, "v_proj": key_values}
+        key_values = self.num_kv_heads * self.head_dim
+        return {"q_proj": self.queries, "k_proj": key_values, "v_proj": key_values}
 
     def tensors(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every tensor of the layer called `name`, with its shape."""
         shapes = {part: (width, self.hidden_size) for part, width in self.widths.items()}
-        shapes[self.out] = (self.hidden_size, self.num_heads * self.head_dim)
+        shapes[self.out] = (self.hidden_size, self.queries)
         for part, shape in shapes.items():
             yield f"{name}.{part}.weight", shape
             if self.bias:

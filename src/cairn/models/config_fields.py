@@ -55,7 +55,7 @@ class Fields:
         value = self._raw.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
             raise ModelError(f"config.json: {name} must be a list of strings, not {_show(value)}")
         return tuple(value)
 

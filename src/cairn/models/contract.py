@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from cairn.cache.layout import CacheLayout
 from cairn.models.cut import Cut, Units
+from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.remembered import STATE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -55,13 +57,19 @@ class Family(Protocol, Generic[Config]):
         """Every tensor of the checkpoint, by its published name, with its shape."""
         ...
 
-    def layout(self, config: Config, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
-        """What one of `tp_size` ranks remembers; the same on every rank. Raises ConfigError naming the flag and the
-        field where the model cannot be cut into so many shares."""
+    def layout(
+        self, config: Config, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+    ) -> CacheLayout:
+        """What one of `tp_size` ranks remembers, a number of recurrent state in `state_bytes` bytes; the same on every
+        rank. Raises ConfigError naming the flag and the field where the model cannot be cut into so many shares."""
         ...
 
     def units(self, config: Config) -> Units:
         """What tensor parallelism shares out, counted over the whole model."""
+        ...
+
+    def forward_sizes(self, config: Config) -> ForwardSizes:
+        """What computing a prompt's token takes, counted over the whole model."""
         ...
 
     def transfer_facts(self, config: Config) -> dict[str, str | int]:

@@ -9,7 +9,8 @@ from cairn.cache.layout import CacheLayout
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.models.contract import ModelFacts, TensorLoader
 from cairn.models.cut import Units, check_rank
-from cairn.models.remembered import Remembered
+from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.remembered import STATE_BYTES, Remembered
 from cairn.models.text_sizes import TextSizes
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class DecoderConfig(Protocol):
 
     def layers(self) -> dict[str, int]:
         """How many layers of each kind, in words."""
+        ...
+
+    def forward_sizes(self) -> ForwardSizes:
+        """What computing a prompt's token takes."""
         ...
 
     def remembered(self, rank: int, size: int) -> Remembered:
@@ -80,12 +85,17 @@ class DecoderFamily(Generic[Config]):
     def tensors(self, config: Config) -> dict[str, tuple[int, ...]]:
         return config.tensors()
 
-    def layout(self, config: Config, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
+    def layout(
+        self, config: Config, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+    ) -> CacheLayout:
         check_rank(0, tp_size)
-        return config.remembered(0, tp_size).layout(block_size, dtype_bytes)
+        return config.remembered(0, tp_size).layout(block_size, dtype_bytes, state_bytes)
 
     def units(self, config: Config) -> Units:
         return config.remembered(0, 1).units()
+
+    def forward_sizes(self, config: Config) -> ForwardSizes:
+        return config.forward_sizes()
 
     def transfer_facts(self, config: Config) -> dict[str, str | int]:
         """All numbers and words of the config but how long a prompt may be and which ids end it."""

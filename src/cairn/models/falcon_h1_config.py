@@ -14,6 +14,7 @@ from cairn.models.config_fields import Fields
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Run, even
 from cairn.models.decoder_family import DecoderFamily
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.mamba2_fields import MAMBA2_FLOAT32, read_mamba2
 from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.remembered import Remembered
@@ -82,6 +83,10 @@ class FalconH1Config:
     def inner(self, rank: int, size: int) -> Run:
         """The rank's run of the MLP's channels. Raises ConfigError."""
         return even("intermediate_size", self.intermediate_size, rank, size)
+
+    def forward_sizes(self) -> ForwardSizes:
+        """See `DecoderConfig`."""
+        return ForwardSizes.of(self.tensors(), self.num_hidden_layers * self.attention.queries)
 
     def remembered(self, rank: int, size: int) -> Remembered:
         """See `DecoderConfig`."""

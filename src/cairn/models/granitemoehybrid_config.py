@@ -16,6 +16,7 @@ from cairn.models.config_fields import Fields
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Run, even
 from cairn.models.decoder_family import DecoderFamily
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.mamba2_fields import MAMBA2_FLOAT32, read_mamba2
 from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.remembered import Remembered
@@ -94,6 +95,11 @@ class GraniteConfig:
     def shared_inner(self, rank: int, size: int) -> Run:
         """The rank's run of the shared expert's channels. Raises ConfigError."""
         return even("shared_intermediate_size", self.shared_size, rank, size)
+
+    def forward_sizes(self) -> ForwardSizes:
+        """See `DecoderConfig`."""
+        scores = self.pattern.count(ATTENTION) * self.attention.queries
+        return ForwardSizes.of(self.tensors(), scores, self.experts_per_token)
 
     def remembered(self, rank: int, size: int) -> Remembered:
         """See `DecoderConfig`."""

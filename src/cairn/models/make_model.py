@@ -28,9 +28,9 @@ from cairn.models import (
     qwen3_5_vl_recipe,
     qwen3_recipe,
 )
+from cairn.models.families import family_of
 from cairn.models.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
 from cairn.models.recipe import Asked, Recipe, Size, drawn
-from cairn.models.registry import family_of
 
 __all__ = ["MADE_FAMILIES", "RECIPES", "SIZES", "make_model"]
 

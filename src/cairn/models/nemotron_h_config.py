@@ -14,10 +14,11 @@ from cairn.layers.memory import AttentionSpec
 from cairn.models.config_fields import Fields
 from cairn.models.contract import ModelFacts
 from cairn.models.cut import Units
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.nemotron_h_fields import ATTENTION, MAMBA, MLP, MOE, read
 from cairn.models.nemotron_h_share import NemotronHShare, share_of
-from cairn.models.remembered import Remembered
+from cairn.models.remembered import STATE_BYTES, Remembered
 
 __all__ = [
     "ATTENTION",
@@ -28,6 +29,7 @@ __all__ = [
     "MOE",
     "NemotronHConfig",
     "facts",
+    "forward_sizes",
     "layers",
     "layout",
     "parse",
@@ -154,7 +156,9 @@ def tensors(config: NemotronHConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def layout(config: NemotronHConfig, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
+def layout(
+    config: NemotronHConfig, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+) -> CacheLayout:
     """Bytes of pages and checkpoints on one rank; `dtype_bytes` of keys, values, convolution and hidden state.
 
     page        [kv head][attention layer][k|v][block_size][head_dim]
@@ -163,10 +167,9 @@ def layout(config: NemotronHConfig, block_size: int, dtype_bytes: int, tp_size: 
                 unit:   [mamba layer][conv [conv_kernel - 1][own channels] | ssm [heads][head dim][state size]]
                         of one group of heads with its B|C, or, with one group, of one head
 
-    The recurrent state is float32 whatever the dtype. All ranks have the same layout. Raises ConfigError naming
-    --tensor-parallel-size and the field that does not divide.
+    All ranks have the same layout. Raises ConfigError naming --tensor-parallel-size and the field that does not divide.
     """
-    return remembered(config, share_of(config, 0, tp_size)).layout(block_size, dtype_bytes)
+    return remembered(config, share_of(config, 0, tp_size)).layout(block_size, dtype_bytes, state_bytes)
 
 
 def remembered(config: NemotronHConfig, share: NemotronHShare) -> Remembered:
@@ -182,6 +185,12 @@ def remembered(config: NemotronHConfig, share: NemotronHShare) -> Remembered:
 def units(config: NemotronHConfig) -> Units:
     """What tensor parallelism shares out, counted over the whole model."""
     return remembered(config, share_of(config, 0, 1)).units()
+
+
+def forward_sizes(config: NemotronHConfig) -> ForwardSizes:
+    """What computing a prompt's token takes."""
+    scores = config.pattern.count(ATTENTION) * config.num_attention_heads * config.head_dim
+    return ForwardSizes.of(tensors(config), scores, config.num_experts_per_tok)
 
 
 def transfer_facts(config: NemotronHConfig) -> dict[str, str | int]:

@@ -15,7 +15,6 @@ from cairn.layers.embedding import Embedding, SpreadEmbedding
 from cairn.layers.gated_attention import GatedAttention
 from cairn.layers.gated_delta_net import DeltaShape, DeltaWeights, GatedDeltaNet
 from cairn.layers.linear import Linear
-from cairn.layers.memory import AttentionSpec, ConvPart, MemorySpec, RecurrentSpec
 from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import make_rotary
 from cairn.layers.softmax_moe import GatedSharedExpert, SoftmaxMixture, SoftmaxRouter
@@ -23,7 +22,7 @@ from cairn.layers.swiglu import SwiGLU
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Run
 from cairn.models.decoder import Decoder
-from cairn.models.qwen3_5_config import DELTA, FULL, Qwen35Config
+from cairn.models.qwen3_5_config import DELTA, Qwen35Config, remembered
 from cairn.models.qwen3_5_share import Qwen35Share, share_of
 from cairn.models.rank_weights import RankWeights
 
@@ -56,7 +55,7 @@ def build(
     lm_head = weights.collect(Linear(weights.kernels, output))
     spread = communicator.size > 1
     return Decoder(
-        spec=_spec(config, share, dtype),
+        spec=remembered(config, share).spec(dtype),
         exact=exact,
         vocab_size=config.vocab_size,
         communicator=communicator,
@@ -66,22 +65,6 @@ def build(
         lm_head=lm_head,
         linears=tuple(weights.linears),
     )
-
-
-def _spec(config: Qwen35Config, share: Qwen35Share, dtype: torch.dtype) -> MemorySpec:
-    recurrent = attention = None
-    if layers := config.layer_types.count(DELTA):
-        heads, key_dim = share.key_heads.count, config.linear_key_head_dim
-        recurrent = RecurrentSpec(
-            num_layers=layers,
-            columns=config.linear_conv_kernel_dim - 1,
-            parts=(ConvPart(heads * key_dim), ConvPart(heads * key_dim), ConvPart(heads * share.unit_values)),
-            state=(heads * share.unit_heads, key_dim, config.linear_value_head_dim),
-            units=heads,
-        )
-    if layers := config.layer_types.count(FULL):
-        attention = AttentionSpec(layers, share.kv_heads.count, config.head_dim)
-    return MemorySpec(dtype, config.hidden_size, recurrent, attention)
 
 
 class _Builder:

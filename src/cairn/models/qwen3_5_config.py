@@ -8,11 +8,14 @@ a mixture of experts with a shared one. Fields keep the names of config.json. Vi
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.layout import CacheLayout
+from cairn.layers.memory import AttentionSpec, ConvPart, RecurrentSpec
 from cairn.models.contract import ModelFacts
 from cairn.models.cut import Units
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.qwen3_5_fields import DELTA, FULL, read
-from cairn.models.qwen3_5_share import share_of
+from cairn.models.qwen3_5_share import Qwen35Share, share_of
+from cairn.models.remembered import STATE_BYTES, Remembered
 
 __all__ = [
     "DELTA",
@@ -21,9 +24,11 @@ __all__ = [
     "IGNORED_TENSORS",
     "Qwen35Config",
     "facts",
+    "forward_sizes",
     "layers",
     "layout",
     "parse",
+    "remembered",
     "tensors",
     "transfer_facts",
     "units",
@@ -35,11 +40,6 @@ an exponential."""
 
 IGNORED_TENSORS = ("mtp.", "model.visual.")
 """Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see."""
-
-STATE_BYTES = 4
-"""Bytes of one number of the recurrent state, float32 whatever the serving dtype."""
-
-PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,9 @@ def tensors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def layout(config: Qwen35Config, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
+def layout(
+    config: Qwen35Config, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+) -> CacheLayout:
     """Bytes of pages and checkpoints on one rank; `dtype_bytes` of keys, values, convolution and hidden state.
 
     page        [kv head][attention layer][k|v][block_size][head_dim]
@@ -143,31 +145,37 @@ def layout(config: Qwen35Config, block_size: int, dtype_bytes: int, tp_size: int
                 unit:   [delta net layer][conv [kernel - 1][own q | k | v] | state [value heads][key dim][value dim]]
                         of one key head with its value heads
 
-    The recurrent state is float32 whatever the dtype. All ranks have the same layout. Raises ConfigError naming
-    --tensor-parallel-size and the field that does not divide.
+    All ranks have the same layout. Raises ConfigError naming --tensor-parallel-size and the field that does not divide.
     """
-    share = share_of(config, 0, tp_size)
-    kv_heads, key_heads = share.kv_heads.count, share.key_heads.count
-    attention_layers, delta_layers = config.layer_types.count(FULL), config.layer_types.count(DELTA)
-    token_bytes = kv_heads * attention_layers * 2 * config.head_dim * dtype_bytes
-    channels = key_heads * (2 * config.linear_key_head_dim + share.unit_values)
-    conv_bytes = delta_layers * max(0, config.linear_conv_kernel_dim - 1) * channels * dtype_bytes
-    state_bytes = delta_layers * key_heads * config.linear_key_head_dim * share.unit_values * STATE_BYTES
-    return CacheLayout(
-        block_size=block_size,
-        page_bytes=token_bytes * block_size or PAGE_BYTES_WITHOUT_ATTENTION,
-        page_units=kv_heads or 1,
-        groups=(AttentionGroup("full", block_size),) if attention_layers else (),
-        header_bytes=config.hidden_size * dtype_bytes,
-        state_bytes=conv_bytes + state_bytes,
-        state_units=key_heads,
-    )
+    return remembered(config, share_of(config, 0, tp_size)).layout(block_size, dtype_bytes, state_bytes)
+
+
+def remembered(config: Qwen35Config, share: Qwen35Share) -> Remembered:
+    """What the rank with this share remembers."""
+    recurrent = attention = None
+    if count := config.layer_types.count(DELTA):
+        heads, key_dim = share.key_heads.count, config.linear_key_head_dim
+        recurrent = RecurrentSpec(
+            num_layers=count,
+            columns=config.linear_conv_kernel_dim - 1,
+            parts=(ConvPart(heads * key_dim), ConvPart(heads * key_dim), ConvPart(heads * share.unit_values)),
+            state=(heads * share.unit_heads, key_dim, config.linear_value_head_dim),
+            units=heads,
+        )
+    if count := config.layer_types.count(FULL):
+        attention = AttentionSpec(count, share.kv_heads.count, config.head_dim)
+    return Remembered(config.hidden_size, recurrent, attention)
 
 
 def units(config: Qwen35Config) -> Units:
     """What tensor parallelism shares out, counted over the whole model."""
-    share = share_of(config, 0, 1)
-    return Units(share.kv_heads.count, config.layer_types.count(FULL), share.key_heads.count)
+    return remembered(config, share_of(config, 0, 1)).units()
+
+
+def forward_sizes(config: Qwen35Config) -> ForwardSizes:
+    """What computing a prompt's token takes."""
+    scores = config.layer_types.count(FULL) * config.num_attention_heads * config.head_dim
+    return ForwardSizes.of(tensors(config), scores, config.num_experts_per_tok)
 
 
 def transfer_facts(config: Qwen35Config) -> dict[str, str | int]:

@@ -9,7 +9,9 @@ from cairn.layers.communicator import ALONE, Communicator
 from cairn.models import qwen3_5_config
 from cairn.models.contract import ModelFacts, TensorLoader
 from cairn.models.cut import Units
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.qwen3_5_config import Qwen35Config
+from cairn.models.remembered import STATE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +41,16 @@ class Qwen35Family:
     def tensors(self, config: Qwen35Config) -> dict[str, tuple[int, ...]]:
         return qwen3_5_config.tensors(config)
 
-    def layout(self, config: Qwen35Config, block_size: int, dtype_bytes: int, tp_size: int = 1) -> CacheLayout:
-        return qwen3_5_config.layout(config, block_size, dtype_bytes, tp_size)
+    def layout(
+        self, config: Qwen35Config, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+    ) -> CacheLayout:
+        return qwen3_5_config.layout(config, block_size, dtype_bytes, tp_size, state_bytes)
 
     def units(self, config: Qwen35Config) -> Units:
         return qwen3_5_config.units(config)
+
+    def forward_sizes(self, config: Qwen35Config) -> ForwardSizes:
+        return qwen3_5_config.forward_sizes(config)
 
     def transfer_facts(self, config: Qwen35Config) -> dict[str, str | int]:
         return qwen3_5_config.transfer_facts(config)

@@ -13,6 +13,7 @@ from cairn.models.config_fields import Fields
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Run, even
 from cairn.models.decoder_family import DecoderFamily
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.remembered import Remembered
 from cairn.models.text_sizes import MAX_LAYERS, TextSizes, layer_kinds, read_attention, read_rope_theta, read_text
 
@@ -56,6 +57,10 @@ class Qwen3Config:
     def inner(self, rank: int, size: int) -> Run:
         """The rank's run of the MLP's channels. Raises ConfigError."""
         return even("intermediate_size", self.intermediate_size, rank, size)
+
+    def forward_sizes(self) -> ForwardSizes:
+        """See `DecoderConfig`."""
+        return ForwardSizes.of(self.tensors(), self.num_hidden_layers * self.attention.queries)
 
     def remembered(self, rank: int, size: int) -> Remembered:
         """See `DecoderConfig`."""

@@ -1,17 +1,20 @@
 """From what a model's layers remember to the bytes of a page and of a checkpoint."""
 
+import math
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
 from cairn.models.cut import Units
 
-__all__ = ["Remembered"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["STATE_BYTES", "Remembered"]
 
 STATE_BYTES = 4
-"""Bytes of one number of the recurrent state, float32 whatever the serving dtype."""
+"""Of one number of the recurrent state, which is served in float32 whatever the serving dtype."""
 
 PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
@@ -24,11 +27,12 @@ class Remembered:
     recurrent: RecurrentSpec | None
     attention: AttentionSpec | None
 
-    def spec(self, dtype: torch.dtype) -> MemorySpec:
+    def spec(self, dtype: "torch.dtype") -> MemorySpec:
         return MemorySpec(dtype, self.hidden_size, self.recurrent, self.attention)
 
-    def layout(self, block_size: int, dtype_bytes: int) -> CacheLayout:
-        """Bytes of pages and checkpoints; `dtype_bytes` of keys, values, convolution and hidden state.
+    def layout(self, block_size: int, dtype_bytes: int, state_bytes: int = STATE_BYTES) -> CacheLayout:
+        """Bytes of pages and checkpoints; a number of recurrent state takes `state_bytes`, one of keys, values,
+        convolution and hidden state `dtype_bytes`.
 
         page        [kv head][attention layer][k|v][block_size][head_dim]
         checkpoint  header: final hidden state, and of each recurrent layer the convolution's shared channels
@@ -38,7 +42,7 @@ class Remembered:
         if self.attention is not None:
             kv_heads = self.attention.num_kv_heads
             page_bytes = kv_heads * self.attention.num_layers * 2 * self.attention.head_dim * dtype_bytes * block_size
-        shared, own, units = self._recurrent_bytes(dtype_bytes)
+        shared, own, units = self._recurrent_bytes(dtype_bytes, state_bytes)
         return CacheLayout(
             block_size=block_size,
             page_bytes=page_bytes,
@@ -56,12 +60,12 @@ class Remembered:
             kv_heads, attention_layers = self.attention.num_kv_heads, self.attention.num_layers
         return Units(kv_heads, attention_layers, 0 if self.recurrent is None else self.recurrent.units)
 
-    def _recurrent_bytes(self, dtype_bytes: int) -> tuple[int, int, int]:
+    def _recurrent_bytes(self, dtype_bytes: int, state_bytes: int) -> tuple[int, int, int]:
         """Of all layers: bytes that every rank keeps, bytes that are cut, and among how many units."""
         if self.recurrent is None:
             return 0, 0, 0
         column = self.recurrent.num_layers * self.recurrent.columns * dtype_bytes
         shared = sum(part.channels for part in self.recurrent.parts if part.shared)
-        state = self.recurrent.num_layers * torch.Size(self.recurrent.state).numel() * STATE_BYTES
+        state = self.recurrent.num_layers * math.prod(self.recurrent.state) * state_bytes
         own = column * (self.recurrent.channels - shared) + state
         return column * shared, own, self.recurrent.units

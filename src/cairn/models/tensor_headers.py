@@ -56,9 +56,12 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of bounded size. Raises ModelError naming the file."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        with path.open("rb") as file:
+            # read and not asked for: what is no plain file says that it is empty, and never ends
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
             raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, this is no such file")
-        value = json.loads(path.read_bytes())
+        value = json.loads(text)
     except FileNotFoundError:
         raise ModelError(f"{path.parent}: {path.name} is missing; this is not a Hugging Face checkpoint") from None
     except OSError as error:

@@ -20,10 +20,10 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.errors import ConfigError
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.arguments import DEFAULT_LAYOUT, DEFAULT_SHARE, POLICIES, add_replay_flags
 from cairn.replay.bounds import footprint_bytes, offline_hits, unlimited_hits
 from cairn.replay.layouts import layout_for, sizes_for
-from cairn.replay.model_sizes import ModelSizes
 from cairn.replay.plot import Plot
 from cairn.replay.reenact import Reenactment
 from cairn.replay.replay import Replay
@@ -59,7 +59,7 @@ class _Run:
     trace: Trace
     layout: CacheLayout
     layout_name: str
-    sizes: ModelSizes | None
+    sizes: ForwardSizes | None
     policies: tuple[str, ...]
     budgets: tuple[int, ...]
     max_num_batched_tokens: int
@@ -139,7 +139,7 @@ def _asked(arguments: argparse.Namespace) -> _Run:
     )
 
 
-def _layout(arguments: argparse.Namespace, log: LoggedTrace | None) -> tuple[CacheLayout, ModelSizes | None]:
+def _layout(arguments: argparse.Namespace, log: LoggedTrace | None) -> tuple[CacheLayout, ForwardSizes | None]:
     """Of the flags, else of the log, which says nothing of the sizes of matrices."""
     if log is not None and arguments.layout is None:
         for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):

@@ -1,15 +1,17 @@
 """What `--layout` names: a published model, or the config.json of any family that cairn serves."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, ModelError
+from cairn.models.families import ServedFamily, family_of
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.served_dtype import DTYPE_BYTES, served_dtype
-from cairn.replay.config_fields import load_config
-from cairn.replay.family_sizes import model_sizes
-from cairn.replay.model_sizes import ModelSizes
+from cairn.models.tensor_headers import read_json
 from cairn.replay.published import HALF_BY_DEFAULT, PUBLISHED
 
 __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
@@ -19,12 +21,13 @@ LAYOUT_NAMES = tuple(PUBLISHED)
 STATE_DTYPES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
-def sizes_for(name: str) -> ModelSizes:
+def sizes_for(name: str) -> ForwardSizes:
     """Of a published model or of a config.json, named by itself or by its folder.
 
     Raises ConfigError naming --layout, the file and the field.
     """
-    return model_sizes(_config(name), name)
+    model = _named(name)
+    return model.family.forward_sizes(model.config)
 
 
 def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) -> CacheLayout:
@@ -37,18 +40,32 @@ def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) 
     dtype = state_dtype or ("bfloat16" if name in HALF_BY_DEFAULT else "float32")
     if dtype not in STATE_DTYPES:
         raise ConfigError(f"--state-dtype must be one of {', '.join(STATE_DTYPES)}, not {dtype!r}")
-    config = _config(name)
-    return model_sizes(config, name).layout(block_size, STATE_DTYPES[dtype], _dtype_bytes(config, name))
+    model = _named(name)
+    return model.family.layout(model.config, block_size, model.dtype_bytes, state_bytes=STATE_DTYPES[dtype])
 
 
-def _config(name: str) -> Mapping[str, Any]:
-    config = PUBLISHED.get(name)
-    return load_config(name, ", ".join(LAYOUT_NAMES)) if config is None else config
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """`dtype_bytes`: of the dtype that `cairn serve` serves it in whose flags name none."""
+
+    family: ServedFamily
+    config: Any
+    dtype_bytes: int
 
 
-def _dtype_bytes(config: Mapping[str, Any], name: str) -> int:
-    """Of the dtype that `cairn serve` serves a model in whose flags name none."""
+def _named(name: str) -> _Model:
+    raw = PUBLISHED.get(name) or _read(name)
     try:
-        return DTYPE_BYTES[served_dtype(config)]
+        family = family_of(raw)
+        return _Model(family, family.parse(raw), DTYPE_BYTES[served_dtype(raw)])
     except ModelError as error:
         raise ConfigError(f"--layout {name}: {error}") from error
+
+
+def _read(name: str) -> Mapping[str, object]:
+    path = Path(name)
+    try:
+        return read_json(path / "config.json" if path.is_dir() else path)
+    except ModelError as error:
+        known = ", ".join(LAYOUT_NAMES)
+        raise ConfigError(f"--layout {name} is neither {known} nor a config.json that can be read: {error}") from error

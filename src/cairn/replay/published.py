@@ -1,4 +1,4 @@
-"""What the published config.json files of four models say, as far as replay reads them."""
+"""What the published config.json files of four models say, as far as it decides what they remember and compute."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,11 +6,13 @@ from types import MappingProxyType
 __all__ = ["HALF_BY_DEFAULT", "PUBLISHED"]
 
 
-def _qwen(layers: int, experts: int, experts_per_token: int) -> Mapping[str, object]:
+def _qwen(layers: int, vocab_size: int, experts: int, experts_per_token: int) -> Mapping[str, object]:
     """What Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B have in common."""
     return MappingProxyType(
         {
             "dtype": "bfloat16",
+            "vocab_size": vocab_size,
+            "max_position_embeddings": 262144,
             "hidden_size": 2048,
             "num_hidden_layers": layers,
             "full_attention_interval": 4,
@@ -36,6 +38,8 @@ PUBLISHED: Mapping[str, Mapping[str, object]] = MappingProxyType(
             {
                 "model_type": "nemotron_h",
                 "dtype": "bfloat16",
+                "vocab_size": 131072,
+                "max_position_embeddings": 262144,
                 "hidden_size": 2688,
                 "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
                 "num_attention_heads": 32,
@@ -52,12 +56,14 @@ PUBLISHED: Mapping[str, Mapping[str, object]] = MappingProxyType(
                 "moe_shared_expert_intermediate_size": 3712,
             }
         ),
-        "qwen3.5-35b-a3b": MappingProxyType({"model_type": "qwen3_5_moe", "text_config": _qwen(40, 256, 8)}),
-        "qwen3-next-80b-a3b": MappingProxyType({"model_type": "qwen3_next", **_qwen(48, 512, 10)}),
+        "qwen3.5-35b-a3b": MappingProxyType({"model_type": "qwen3_5_moe", "text_config": _qwen(40, 248320, 256, 8)}),
+        "qwen3-next-80b-a3b": MappingProxyType({"model_type": "qwen3_next", **_qwen(48, 151936, 512, 10)}),
         "granite-4-h-small": MappingProxyType(
             {
                 "model_type": "granitemoehybrid",
                 "dtype": "bfloat16",
+                "vocab_size": 100352,
+                "max_position_embeddings": 131072,
                 "hidden_size": 4096,
                 "layer_types": tuple("attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)),
                 "num_attention_heads": 32,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rich.filesize import decimal
 from rich.table import Table
 
-from cairn.replay.model_sizes import ModelSizes
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.outcome import Outcome
 from cairn.replay.traces import Trace
 
@@ -39,7 +39,7 @@ class Report:
     """`layout_name`: what --layout said; `sizes` None: of a model that is known only by what it remembers.
     `footprint`: bytes of all that the trace could keep."""
 
-    def __init__(self, trace: Trace, layout_name: str, sizes: ModelSizes | None, footprint: int) -> None:
+    def __init__(self, trace: Trace, layout_name: str, sizes: ForwardSizes | None, footprint: int) -> None:
         self.trace = trace
         self.layout_name = layout_name
         self.footprint = footprint
