@@ -119,7 +119,7 @@ EXPORTED = {
     "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
     "cairn.replay.reenact": "Reenactment",
     "cairn.replay.replay": "Outcome Replay",
-    "cairn.replay.request_log": "LoggedPolicy LoggedRequest LoggedTrace Op read_request_log",
+    "cairn.replay.request_log": "LoggedRequest LoggedTrace Op read_request_log",
     "cairn.replay.traces": "Ids Trace TraceRequest key_tokens read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
     "cairn.bench.command": "add_bench_flags run_bench",

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from logged import cached, logged, replayed
 
-from cairn.cli import engine_config
+from cairn.cli import engine_config, main
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, RequestLogConfig
 from cairn.engine.core import Core
 from cairn.errors import ConfigError
+from cairn.replay.layouts import sizes_for
 from cairn.replay.traces import read_trace
 from cairn.settings import add_flags, load_settings
 from cairn.types import Boundary
@@ -173,6 +174,39 @@ def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tm
     trace = read_trace(told)
     assert list(logged(trace).values()) == [1, 1, 1]
     assert replayed(trace).outcome.hits == [report.cached_tokens for report in reports]
+
+
+def test_flops_of_the_log_are_those_of_the_models_folder(tiny_model, tmp_path):
+    core = build_core(config(tiny_model, tmp_path / "log", kv_cache_memory_bytes=4 << 20))
+    serve(core, 4, seed=5, requests=40)
+    core.close()
+    results = []
+    for index, named in enumerate(([], ["--layout", str(tiny_model)])):
+        told = tmp_path / f"{index}.json"
+        words = ["replay", str(tmp_path / "log"), "--policy", "auto,align", "--budget", "4MiB", "--json", str(told)]
+        assert main([*words, *named]) == 0
+        results.append(json.loads(told.read_text()))
+    for own, named in zip(*results, strict=True):
+        assert own["flops_saved"] > 0 and own["prefill_flops"] > 0
+        changing = {"layout", "microseconds_per_request"}
+        assert {name: own[name] for name in own.keys() - changing} == {
+            name: named[name] for name in named.keys() - changing
+        }
+
+
+def test_flops_are_of_the_whole_model_on_several_ranks(tiny_model, tmp_path):
+    headers = []
+    for size in (1, 2):
+        core = build_core(config(tiny_model, tmp_path / f"log{size}", tensor_parallel_size=size))
+        core.close()
+        headers.append(json.loads((tmp_path / f"log{size}").read_text().splitlines()[0]))
+    assert headers[0]["layout"]["page_bytes"] == 2 * headers[1]["layout"]["page_bytes"]
+    assert headers[0]["forward_sizes"] == headers[1]["forward_sizes"]
+    sizes = sizes_for(str(tiny_model))
+    assert headers[0]["forward_sizes"] == {
+        "active_weights": sizes.active_weights,
+        "score_numbers": sizes.score_numbers,
+    }
 
 
 def test_the_flags_of_the_command_ask_for_it(tmp_path, monkeypatch):

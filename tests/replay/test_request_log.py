@@ -10,10 +10,12 @@ from logged import Logged, first_line, layout, logged, replayed
 from cairn.cli import main
 from cairn.errors import ConfigError
 from cairn.replay.bounds import unlimited_hits
+from cairn.replay.layouts import sizes_for
 from cairn.replay.request_log import LoggedTrace
 from cairn.replay.traces import read_trace
 
 HEADER = first_line(layout(), 100)
+SIZES = {"active_weights": 1000, "score_numbers": 8}
 
 
 def line(n, num_in, num_out=0, shares=(), h=None, ops=(), **fields) -> dict:
@@ -147,6 +149,13 @@ def test_a_line_that_is_wrong_is_named(fields, said, tmp_path):
         ({"layout": HEADER["layout"] | {"page_bytes": 0}}, "`layout`"),
         ({"policy": "auto"}, r"\$\.policy"),
         ({"budget_bytes": -1}, r"\$\.budget_bytes"),
+        ({"forward_sizes": 5}, "`forward_sizes`: Expected `object`.*--layout"),
+        ({"forward_sizes": {"active_weights": 7}}, "`forward_sizes`: .*`score_numbers`"),
+        ({"forward_sizes": SIZES | {"active_weights": 0}}, r"`forward_sizes`: .*\$\.active_weights"),
+        ({"forward_sizes": SIZES | {"active_weights": 1 << 51}}, r"`forward_sizes`: .*\$\.active_weights"),
+        ({"forward_sizes": SIZES | {"score_numbers": -1}}, r"`forward_sizes`: .*\$\.score_numbers"),
+        ({"forward_sizes": SIZES | {"score_numbers": True}}, r"`forward_sizes`: .*\$\.score_numbers"),
+        ({"forward_sizes": SIZES | {"score_numbers": "8"}}, r"`forward_sizes`: .*\$\.score_numbers"),
     ],
 )
 def test_a_header_that_is_wrong_is_named(fields, said, tmp_path):
@@ -167,6 +176,29 @@ def test_the_command_goes_by_the_servers_rules(tmp_path):
     (result,) = json.loads(told.read_text())
     assert result["budget_bytes"] == HEADER["budget_bytes"] and result["hit_tokens"] == 100
     assert [each["cached_tokens"] for each in result["per_request"]] == [0, 100]
+
+
+@pytest.mark.parametrize("told", [{}, {"forward_sizes": None}, {"forward_sizes": SIZES}])
+def test_flops_are_counted_where_the_log_says_with_what(told, tmp_path, capsys):
+    ops = served(1, 100) + served(2, 120, step=2)
+    lines = [line(1, 100), line(2, 120, shares=(1, 100), ops=ops)]
+    path, out = written(tmp_path / "log", lines, HEADER | told), tmp_path / "told.json"
+    assert main(["replay", str(path), "--json", str(out), "--no-bounds"]) == 0
+    (result,) = json.loads(out.read_text())
+    if told.get("forward_sizes") is None:
+        assert result["hit_tokens"] == 100 and not {"flops_saved", "prefill_flops", "active_weights"} & result.keys()
+        return
+    # a token at p: 2 for each weight, 4 for each number of its queries and each of p + 1 keys
+    costs = [2 * 1000 + 4 * 8 * (p + 1) for p in range(120)]
+    saved, computed = sum(costs[:100]), sum(costs[:100]) + sum(costs[100:])
+    assert (result["flops_saved"], result["prefill_flops"], result["active_weights"]) == (saved, computed, 1000)
+    assert f"{saved:.2e} ({saved / (saved + computed):.0%})" in capsys.readouterr().out
+
+
+def test_a_layout_that_is_named_goes_before_the_logs_sizes(tmp_path):
+    path, out = written(tmp_path / "log", [line(1, 100)], HEADER | {"forward_sizes": SIZES}), tmp_path / "told.json"
+    assert main(["replay", str(path), "--layout", "nemotron-3-nano", "--json", str(out), "--sweep", "100%"]) == 0
+    assert json.loads(out.read_text())[0]["active_weights"] == sizes_for("nemotron-3-nano").active_weights
 
 
 # -- with other sizes than the server's ------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def build_core(
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    journal = open_journal(config, info, layout, clock)
+    journal = open_journal(config, info, layout, opened.forward_sizes(), clock)
     if journal is None:
         cache = PrefixCache(layout, num_pages, policy, events, clock)
     else:

@@ -1,12 +1,13 @@
 """The request log: for each request what became of it, and all that a replay needs to go through the same once more.
 
-    {"name", "unit", "source": "cairn", "version", "layout", "budget_bytes", "policy", "max_num_batched_tokens", ...}
+    {"name", "unit", "source": "cairn", "version", "layout", "forward_sizes", "budget_bytes", "policy", ...}
     {"n", "id", "t", "in", "out", "finish", "timings", "cached_tokens", ..., "shares", "h", "b", "ops"}
     ...
 
-The first line says what was served and by which rules; then comes one line a request when it ends (`LogLines`). The
-scheduler's thread only takes down calls and hands an `Entry` over; hashing, writing and all else is done by the thread
-of `LogFile`. `ops` lists what has happened at the cache's door, to any request, since the line before:
+The first line says what was served and by which rules: bytes are those of one rank, `forward_sizes` are the whole
+model's. Then comes one line a request when it ends (`LogLines`). The scheduler's thread only takes down calls and hands
+an `Entry` over; hashing, writing and all else is done by the thread of `LogFile`. `ops` lists what has happened at the
+cache's door, to any request, since the line before:
 
     ["l", n, tokens, resumed, passed_by]   lookup of the first tokens    ["a", n, resumed]    admitted after it
     ["x", n, tokens, done]       extend                                  ["h", n]             hold_breakpoints

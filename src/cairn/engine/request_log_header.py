@@ -12,6 +12,7 @@ from cairn.engine.contract import EngineConfig, EngineInfo
 from cairn.engine.request_log import RequestJournal
 from cairn.engine.request_log_file import LogFile
 from cairn.engine.request_log_lines import LogLines
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.types import Clock
 
 __all__ = ["open_journal"]
@@ -22,12 +23,15 @@ SHARED_TOKENS = 1 << 22
 """How many tokens are remembered to say exactly what is shared: 32 MiB."""
 
 
-def open_journal(config: EngineConfig, info: EngineInfo, layout: CacheLayout, clock: Clock) -> RequestJournal | None:
-    """None if no log was asked for. Raises ConfigError when it cannot be written."""
+def open_journal(
+    config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes, clock: Clock
+) -> RequestJournal | None:
+    """None if no log was asked for. `layout`: of one rank; `sizes`: of the whole model. Raises ConfigError when the log
+    cannot be written."""
     asked = config.request_log
     if asked is None:
         return None
-    first = header(config, info, layout)
+    first = header(config, info, layout, sizes)
     file = LogFile(Path(asked.path), asked.max_bytes, partial(_new_lines, first, layout.block_size))
     return RequestJournal(file, clock, layout.block_size)
 
@@ -38,8 +42,9 @@ def _new_lines(first: Mapping[str, object], unit: int) -> LogLines:
     return LogLines(begun, unit, os.urandom(KEY_BYTES), SHARED_TOKENS)
 
 
-def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout) -> dict[str, object]:
-    """What a replay has to know of the server: sizes in bytes and tokens. `salted`: hashes are keyed."""
+def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes) -> dict[str, object]:
+    """What a replay has to know of the server: sizes in bytes and tokens, and in elements of matrices. `salted`: hashes
+    are keyed."""
     return {
         "name": os.path.basename(os.path.normpath(info.model)),
         "unit": layout.block_size,
@@ -47,6 +52,7 @@ def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout) -> dict[
         "version": VERSION,
         "salted": True,
         "layout": asdict(layout),
+        "forward_sizes": asdict(sizes),
         "budget_bytes": info.num_pages * layout.page_bytes,
         "policy": {
             "placement": info.mamba_cache_mode if info.enable_prefix_caching else "none",

@@ -140,12 +140,12 @@ def _asked(arguments: argparse.Namespace) -> _Run:
 
 
 def _layout(arguments: argparse.Namespace, log: LoggedTrace | None) -> tuple[CacheLayout, ForwardSizes | None]:
-    """Of the flags, else of the log, which says nothing of the sizes of matrices."""
+    """Of the flags, else of the log. No sizes: a log that has none."""
     if log is not None and arguments.layout is None:
         for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):
             if value is not None:
                 raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
-        return log.layout, None
+        return log.layout, log.forward_sizes
     name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
     if block_size is None:
         block_size = log.layout.block_size if log is not None else BLOCK_SIZE

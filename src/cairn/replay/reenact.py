@@ -17,10 +17,11 @@ from cairn.cache.lease import Lease
 from cairn.cache.placement import Wanted, placement_for
 from cairn.replay.deferred import Deferred
 from cairn.replay.going import Going
+from cairn.replay.log_header import LoggedPolicy
 from cairn.replay.log_requests import LogRequests
 from cairn.replay.log_steps import LogSteps
 from cairn.replay.outcome import Outcome
-from cairn.replay.request_log import LoggedPolicy, LoggedRequest, LoggedTrace, Op
+from cairn.replay.request_log import LoggedRequest, LoggedTrace, Op
 from cairn.replay.timed_cache import TimedCache
 
 __all__ = ["Reenactment"]

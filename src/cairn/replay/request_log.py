@@ -15,21 +15,18 @@ import numpy as np
 from msgspec import Meta
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.layout import CacheLayout
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
-from cairn.replay.traces import MAX_TOKENS, MAX_UNIT, Trace, TraceRequest
+from cairn.models.forward_sizes import ForwardSizes
+from cairn.replay.log_header import Count, LoggedPolicy, Positive, converted, read_header
+from cairn.replay.traces import Trace, TraceRequest
 from cairn.types import Boundary, BoundaryKind, Keys
 
-__all__ = ["LoggedPolicy", "LoggedRequest", "LoggedTrace", "Op", "read_request_log"]
+__all__ = ["LoggedRequest", "LoggedTrace", "Op", "read_request_log"]
 
-VERSION = 1
-MAX_BYTES = 1 << 50
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Positive = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Who = Annotated[int, Meta(gt=-(1 << 53), lt=1 << 53)]
-Size = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e15)]
 Flag = Annotated[int, Meta(ge=0, le=1)]
 RowKind = Annotated[int, Meta(ge=0, le=3)]
@@ -67,40 +64,6 @@ FORMS: Mapping[str, Any] = MappingProxyType(
 KINDS: Mapping[str, BoundaryKind] = MappingProxyType(
     {"s": "system_end", "m": "message_end", "i": "image_end", "b": "breakpoint"}
 )
-
-
-class LoggedPolicy(msgspec.Struct, frozen=True):
-    """The server's rules, by the names that its flags have."""
-
-    placement: str
-    eviction: str
-    exact: bool
-
-
-class _Group(msgspec.Struct, frozen=True):
-    name: str
-    tokens_per_page: Positive
-    reach: Positive | None = None
-
-
-class _Layout(msgspec.Struct, frozen=True):
-    block_size: Positive
-    page_bytes: Size
-    page_units: Positive
-    groups: tuple[_Group, ...]
-    header_bytes: Size
-    state_bytes: Size
-    state_units: Count
-
-
-class _Header(msgspec.Struct, frozen=True):
-    unit: Annotated[int, Meta(ge=1, le=MAX_UNIT)]
-    version: int
-    layout: _Layout
-    budget_bytes: Size
-    policy: LoggedPolicy
-    max_num_batched_tokens: Positive
-    name: str = "request log"
 
 
 class _Line(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out"}):
@@ -151,12 +114,14 @@ class LoggedTrace(Trace):
     """A trace with all that the log says besides. `requests` are those that the server has come to; `logged` are the
     same, in the same order (that of arrival), and `ops` what was called, in the order of the calls.
 
-    `layout`, `budget_bytes`, `policy`, `max_num_batched_tokens`: those of the server.
+    `layout`, `budget_bytes`, `policy`, `max_num_batched_tokens`: those of the server. `forward_sizes`: of its whole
+    model, None where the log does not say.
     """
 
     logged: tuple[LoggedRequest, ...]
     ops: tuple[Op, ...]
     layout: CacheLayout
+    forward_sizes: ForwardSizes | None
     budget_bytes: int
     policy: LoggedPolicy
     max_num_batched_tokens: int
@@ -164,13 +129,10 @@ class LoggedTrace(Trace):
 
 def read_request_log(where: str, first: Mapping[str, Any], lines: Iterable[Located]) -> LoggedTrace:
     """From the first line, at `where`, and the others. Raises ConfigError naming the line and the field."""
-    header = _convert(first, _Header, where)
-    if header.version != VERSION:
-        raise ConfigError(f"{where}: `version` {header.version} is not {VERSION}: read it with the cairn that wrote it")
-    layout = _layout(header.layout, where)
+    header = read_header(first, where)
     sequences, requests, ops = _Sequences(header.unit), [], []
     for place, line in lines:
-        told = _convert(line, _Line, place)
+        told = converted(line, _Line, place)
         requests.append(_request(told, sequences, place))
         ops += [_op(op, place) for op in told.ops]
     came = sorted((request for request in requests if request.cached_tokens is not None), key=lambda each: each.number)
@@ -184,7 +146,8 @@ def read_request_log(where: str, first: Mapping[str, Any], lines: Iterable[Locat
         requests=tuple(_as_in_traces(request) for request in came),
         logged=tuple(came),
         ops=tuple(ops),
-        layout=layout,
+        layout=header.layout,
+        forward_sizes=header.forward_sizes,
         budget_bytes=header.budget_bytes,
         policy=header.policy,
         max_num_batched_tokens=header.max_num_batched_tokens,
@@ -276,21 +239,5 @@ def _op(op: list[Any], where: str) -> Op:
     form = FORMS.get(op[0]) if op and isinstance(op[0], str) else None
     if form is None:
         raise ConfigError(f"{where}: `ops` has {str(op)[:60]}, which is none of {', '.join(FORMS)}")
-    converted: Op = _convert(op, form, f"{where}: `ops`")
-    return converted
-
-
-def _layout(told: _Layout, where: str) -> CacheLayout:
-    groups = tuple(AttentionGroup(group.name, group.tokens_per_page, group.reach) for group in told.groups)
-    sizes = {name: getattr(told, name) for name in told.__struct_fields__ if name != "groups"}
-    try:
-        return CacheLayout(groups=groups, **sizes)
-    except ValueError as error:
-        raise ConfigError(f"{where}: `layout`: {error}") from error
-
-
-def _convert(value: object, form: Any, where: str) -> Any:
-    try:
-        return msgspec.convert(value, form)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    read: Op = converted(op, form, f"{where}: `ops`")
+    return read
