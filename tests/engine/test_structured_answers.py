@@ -21,26 +21,39 @@ PROMPT = np.random.default_rng(3).integers(20, 4000, 90)
 
 
 class Turned:
-    """A core turned by hand. `texts`, `tokens`, `ends`: of each answer, by request and index."""
+    """A core turned by hand. `texts`, `tokens`, `ends`: of each answer, by request and index. `refused`: why, by the
+    first request of what came together."""
 
     def __init__(self, folder, **config):
         self.core = build_core(EngineConfig(**({"model": str(folder), "kv_cache_memory_bytes": 8 << 20} | config)))
         self._news = threading.Semaphore(0)
         self.core.start(self._news.release)
-        self.texts, self.tokens, self.ends = {}, {}, {}
+        self.texts, self.tokens, self.ends, self.refused = {}, {}, {}, {}
         self._open = {}
 
-    def ask(self, name, structure=None, *, prompt=PROMPT, **fields):
-        fields = {"max_tokens": 400, "seed": 1, "request_id": name, "structure": structure} | fields
-        request = GenerateRequest(prompt=np.array(prompt, "<i8").tobytes(), **fields)
-        self._open[name] = request.n
-        self.core.submit(request)
+    def ask(self, name, structure=None, **fields):
+        self.ask_together({name: {"structure": structure} | fields})
+
+    def ask_together(self, asked):
+        """Requests in one submission: a name -> its fields."""
+        requests = []
+        for name, fields in asked.items():
+            prompt = np.array(fields.get("prompt", PROMPT), "<i8").tobytes()
+            fields = {"max_tokens": 400, "seed": 1, "request_id": name} | fields | {"prompt": prompt}
+            requests.append(GenerateRequest(**fields))
+        self.core.submit(*requests)
+        self._open |= {request.request_id: request.n for request in requests}
+        self._together = {requests[0].request_id: list(asked)}
 
     def turn(self):
+        refused = dict(self.core.take_formed())
+        self.refused |= refused
+        for first in refused:
+            self._open |= dict.fromkeys(self._together[first], 0)
         outputs = self.core.poll()
         if self.core.has_work:
             outputs += self.core.step()
-        elif not outputs:
+        elif not outputs and not refused:
             assert self._news.acquire(timeout=20), "nothing to do, and nobody wakes the core"
         for output in outputs:
             key = (output.request_id, output.index)
@@ -276,11 +289,57 @@ def test_a_grammar_is_refused_before_anything_is_taken(turned):
     engine.ask("bad", form("grammar", "start: <nope>"))
     assert not engine.core.has_work
     engine.run()
-    end = engine.end("bad")
-    assert (end.finish_reason, end.status) == ("error", 400) and "unknown special token" in end.error
+    assert "unknown special token" in engine.refused["bad"].message and not engine.ends
+    assert engine.refused["bad"].param == "structured_outputs"
     with pytest.raises(InvalidRequest, match="unknown special token") as refused:
         engine.ask("again", form("grammar", "start: <nope>"))
     assert refused.value.param == "structured_outputs"
+
+
+TOO_LONG = {"prompt": [20] * 30, "max_tokens": 100_000}
+
+
+def test_what_came_together_waits_for_its_grammars_together(turned):
+    """Whichever of them is there first, and whichever needs none."""
+    engine = turned()
+    engine.ask("known", form("regex", "a{5}b"))
+    engine.run()
+    fields = {"free": {"max_tokens": 3, "ignore_eos": True}, "new": {"structure": form("regex", "c{5}d")}}
+    engine.ask_together({"old": {"structure": form("regex", "a{5}b")}, **fields})
+    assert not engine.core.has_work
+    with pytest.raises(InvalidRequest, match="in use"):
+        engine.ask("free")
+    engine.run()
+    assert (engine.text("old"), engine.text("new"), len(engine.tokens["free", 0])) == ("aaaaab", "cccccd", 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        (TOO_LONG | {"structure": form("regex", "a{5}b")}, "max_tokens"),
+        (TOO_LONG, "max_tokens"),
+        ({"structure": form("grammar", "start: <nope>")}, "structured_outputs"),
+    ],
+)
+def test_what_came_together_is_refused_together(turned, wrong, param):
+    engine = turned()
+    engine.ask_together({"good": {"structure": form("regex", "a{5}b")}, "bad": wrong})
+    engine.run()
+    assert engine.refused.keys() == {"good"} and engine.refused["good"].param == param
+    assert not engine.ends and engine.core.stats().steps == 0
+    for name in ("good", "bad"):  # neither name is taken
+        engine.ask(name, form("regex", "a{5}b"))
+    engine.run()
+    assert engine.text("good") == engine.text("bad") == "aaaaab"
+
+
+def test_an_abort_among_what_came_together_holds_nobody_up(turned):
+    engine = turned()
+    engine.ask_together({"a": {"structure": form("regex", "a{5}b")}, "c": {"structure": form("regex", "c{5}d")}})
+    engine.core.abort("a")
+    engine._open["a"] = 0
+    engine.run()
+    assert engine.text("c") == "cccccd" and ("a", 0) not in engine.ends
 
 
 def test_an_aborted_request_leaves_nothing(turned):

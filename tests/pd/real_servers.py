@@ -61,6 +61,7 @@ class RealServer:
         return self.count
 
     def turn(self) -> list[GenerateOutput]:
+        assert not self.core.take_formed(), "a request was refused for its form"
         outputs = self.core.poll()
         if self.core.has_work:
             outputs += self.core.step()

@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from cairn.engine.client import EngineDeadlines
-from cairn.engine.contract import EngineConfig, GenerateOutput
+from cairn.engine.contract import EngineConfig
 from cairn.engine.fake import build_fake_core
 from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.engine.local import LocalEngine
+from cairn.errors import QueueFull
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
 
@@ -449,12 +450,14 @@ def test_a_request_that_finds_no_room_later_is_told_when_to_come_back(serve):
     server = serve(model="fake:pause_after=1")
 
     def full():
-        server.core.abort(server.requests[-1].request_id)
-        said = {"finish_reason": "error", "error": "full", "status": 429}
-        return [GenerateOutput(request_id=server.requests[-1].request_id, **said)]
+        refused = [(request.request_id, QueueFull("full")) for request in server.requests]
+        server.requests.clear()
+        return refused
 
-    server.core.step = full
+    server.core.submit = lambda *requests: server.requests.extend(requests)
+    server.core.take_formed = full
     for stream in (False, True):
         refused = server.post("/v1/completions", {"prompt": "x", "stream": stream})
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert server.metric("vllm:request_success_total") == 0  # it has not begun

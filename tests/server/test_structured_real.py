@@ -5,6 +5,7 @@ import json
 import re
 import threading
 
+import httpx
 import jsonschema
 import openai
 import pydantic
@@ -137,3 +138,22 @@ def test_a_form_that_cannot_be_is_the_clients_mistake(client):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.completions.create(model="tiny", prompt="x", extra_body=body)
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].text is not None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_that_are_refused_behind_their_grammar_have_not_begun(client, stream):
+    """The second one does not fit the pool, which the core finds out when the grammar is there."""
+
+    def counted():
+        lines = httpx.get(str(client.base_url.join("/metrics"))).text.splitlines()
+        told = ("vllm:request_success_total", "vllm:prompt_tokens_total", "cairn:steps_total")
+        return [line for line in lines if line.startswith(told)]
+
+    before = counted()
+    prompts, form = [[20, 21], [22] * 20_000], {"structured_outputs": {"regex": f"[a-f]{{4,{5 + stream}}}"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt=prompts, max_tokens=9, stream=stream, extra_body=form)
+    assert refused.value.param == "prompt" and "--kv-cache-memory-bytes" in refused.value.message
+    assert counted() == before
+    choices = client.completions.create(model="tiny", prompt=prompts[:1] * 2, max_tokens=9, extra_body=form).choices
+    assert [choice.finish_reason for choice in choices] == ["stop", "stop"]

@@ -3,14 +3,13 @@
 plan = scheduler.plan()      result = runner.run(plan)      scheduler.apply(result)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from cairn.cache.audit import audit
 from cairn.cache.look import look
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
     CacheView,
@@ -21,6 +20,7 @@ from cairn.engine.contract import (
     TextTokenizer,
 )
 from cairn.engine.core_report import engine_stats, with_images
+from cairn.engine.forming import Forming, Forms
 from cairn.engine.grammars import Grammars
 from cairn.engine.kv_transfer import KvTransfer, Terms, terms_of
 from cairn.engine.open_answers import OpenAnswers
@@ -105,6 +105,7 @@ class Core:
         self._image_counts = image_counts
         self._request_log = request_log
         self._grammars = grammars
+        self._forming = None if grammars is None else Forming(grammars)
 
     @property
     def info(self) -> EngineInfo:
@@ -121,54 +122,57 @@ class Core:
         taken."""
         for request in requests:
             check_request(request)
+        if len({request.request_id for request in requests}) < len(requests):
+            raise InvalidRequest("requests that come together need ids of their own", "request_id")
         if len(requests) > 1:
             self._scheduler.check_room([request.n for request in requests])
-        taken: list[str] = []
-        try:
-            for request in requests:
-                self._submit(request)
-                taken.append(request.request_id)
-        except RequestError:
-            for request_id in taken:
-                self.abort(request_id)
-            raise
+        forms = self._forms(requests)
+        if forms is not None:
+            self._take(requests, forms)
 
-    def _submit(self, request: GenerateRequest) -> None:
-        terms = terms_of(transfer_params(request), self._transfer)
-        if request.structure is None or terms.hand_over:
-            self._take(request, terms, None)
-            return
-        if self._grammars is None:
-            raise InvalidRequest(f"{request.structure.field}: this engine holds no answer to a form", "structure")
-        constraint = self._grammars.take(request)
-        if constraint is not None:
-            self._take(request, terms, constraint)
+    def _forms(self, requests: Sequence[GenerateRequest]) -> Forms | None:
+        """What holds their answers to forms; None: `take_formed` will go on with them."""
+        structured = [one for one in requests if one.structure is not None and not self._terms(one).hand_over]
+        if self._forming is not None:
+            return self._forming.take(requests, structured)
+        if structured:
+            raise InvalidRequest("structured_outputs: this engine holds no answer to a form", "structured_outputs")
+        return {}
 
-    def _take(self, request: GenerateRequest, terms: Terms, constraint: GrammarConstraint | None) -> None:
-        made = self._specs.make(request, terms, constraint, self._scheduler.max_tokens_for)
-        first, *others = [spec for spec, _ in made]
-        self._scheduler.submit(first, others)
-        self._answers.begin(request, terms, made)
+    def _terms(self, request: GenerateRequest) -> Terms:
+        return terms_of(transfer_params(request), self._transfer)
 
-    def _take_compiled(self) -> list[GenerateOutput]:
-        """Go on with the requests that have waited for their grammar; those that cannot are answered."""
-        outputs = []
-        for request, result in () if self._grammars is None else self._grammars.poll():
+    def _take(self, requests: Sequence[GenerateRequest], forms: Forms) -> None:
+        """All of them or none: nothing is begun before everything has been looked at."""
+        scheduler, taken = self._scheduler, []
+        for request in requests:
+            terms = self._terms(request)
+            made = self._specs.make(request, terms, forms.get(request.request_id), scheduler.max_tokens_for)
+            first, *others = [spec for spec, _ in made]
+            scheduler.check(first, others)
+            taken.append((request, terms, made))
+        scheduler.check_room([request.n for request in requests])
+        for request, terms, made in taken:
+            first, *others = [spec for spec, _ in made]
+            scheduler.submit(first, others)
+            self._answers.begin(request, terms, made)
+
+    def take_formed(self) -> list[tuple[str, RequestError]]:
+        """See `EngineCore.take_formed`."""
+        refused = []
+        for requests, forms in () if self._forming is None else self._forming.poll():
             try:
-                if isinstance(result, RequestError):
-                    raise result
-                self._take(request, terms_of(transfer_params(request), self._transfer), result)
+                if isinstance(forms, RequestError):
+                    raise forms
+                self._take(requests, forms)
             except RequestError as error:
-                refused = GenerateOutput(
-                    request_id=request.request_id, finish_reason="error", error=error.message, status=error.status
-                )
-                outputs.append(refused)
-        return outputs
+                refused.append((requests[0].request_id, error))
+        return refused
 
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing more is put out for it."""
-        if self._grammars is not None:
-            self._grammars.forget(request_id)
+        if self._forming is not None:
+            self._forming.forget(request_id)
         self._answers.abort(request_id)
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -184,13 +188,11 @@ class Core:
         return outputs
 
     def poll(self) -> list[GenerateOutput]:
-        """Look what other servers have sent, and which grammars are there; the outputs of the requests that this has
-        ended."""
-        refused = self._take_compiled()
+        """Look what other servers have sent; the outputs of the requests that this has ended."""
         if self._transfer is None:
-            return refused
+            return []
         self._transfer.check()
-        return [*refused, *self._answers.outputs(self._scheduler.poll())]
+        return self._answers.outputs(self._scheduler.poll())
 
     def start(self, wake: Callable[[], None]) -> None:
         """From now on other servers are answered. `wake` has the core's thread come back to `poll`."""

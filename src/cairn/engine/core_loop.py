@@ -104,6 +104,8 @@ def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
                 audited, changed = False, clock.now()
             taken += 1
             message = link.receive(0.0) if taken < _MESSAGES_PER_TURN else None
+        for request_id, error in core.take_formed():
+            _refuse(link, request_id, error)
         if outputs := core.poll():
             link.send(Outputs(outputs))
         if views:
@@ -138,6 +140,9 @@ def _submit(core: EngineCore, link: CoreLink, requests: Sequence[GenerateRequest
     try:
         core.submit(*requests)
     except RequestError as error:
-        first = requests[0].request_id
-        logger.debug("request %s and %d with it refused: %s", first, len(requests) - 1, error)
-        link.send(Refusal.of(first, error))
+        _refuse(link, requests[0].request_id, error)
+
+
+def _refuse(link: CoreLink, first: str, error: RequestError) -> None:
+    logger.debug("request %s and what came with it refused: %s", first, error)
+    link.send(Refusal.of(first, error))

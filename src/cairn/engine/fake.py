@@ -133,6 +133,9 @@ class FakeCore:
     def start(self, wake: Callable[[], None]) -> None:
         """Nothing happens outside of this core: it never has to be woken."""
 
+    def take_formed(self) -> list[tuple[str, RequestError]]:
+        return []
+
     def poll(self) -> list[GenerateOutput]:
         return []
 

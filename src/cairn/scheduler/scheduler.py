@@ -67,6 +67,16 @@ class Scheduler:
     def submit(self, spec: Spec, branches: Sequence[Spec] = ()) -> None:
         """Queue a request. `branches`: further answers to the same prompt, which are requests of their own but for
         that. Raises InvalidRequest if it can never run, QueueFull if too many wait."""
+        self.check(spec, branches)
+        self.check_room([1 + len(branches)])
+        leader, *others = [self._arrived(own) for own in (spec, *branches)]
+        if others:
+            self.books.branches.park(leader, others)
+        self.books.waiting.put(leader)
+        self._stalled = False
+
+    def check(self, spec: Spec, branches: Sequence[Spec] = ()) -> None:
+        """Whether a request may be queued if there is room. Raises InvalidRequest if it can never run."""
         books = self.books
         for own in (spec, *branches):
             if own.request_id in books.requests:
@@ -85,12 +95,6 @@ class Scheduler:
                 "--kv-cache-memory-bytes",
                 "prompt",
             )
-        self.check_room([1 + len(branches)])
-        leader, *others = [self._arrived(own) for own in (spec, *branches)]
-        if others:
-            books.branches.park(leader, others)
-        books.waiting.put(leader)
-        self._stalled = False
 
     def check_room(self, num_answers: Sequence[int]) -> None:
         """Whether so many answers to each of some prompts may come into the queue together. Raises InvalidRequest if

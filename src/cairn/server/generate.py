@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cairn.engine.contract import GenerateOutput, GenerateRequest
-from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
+from cairn.errors import CairnError, InvalidRequest, RequestError
 from cairn.http.failures import failed
 from cairn.http.leaving import unless_gone
 from cairn.server.answers import Answer, cairn_part, usage_part
@@ -135,9 +135,8 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[News, None]:
 
 def _failure(output: GenerateOutput) -> RequestError:
     text = output.error or "the engine could not answer"
-    for kind in (InvalidRequest, QueueFull):
-        if output.status == kind.status:
-            return kind(text)
+    if output.status == InvalidRequest.status:
+        return InvalidRequest(text)
     return failed(text, output.status, "engine_error")
 
 

@@ -8,6 +8,7 @@ from cairn.engine.contract.info import EngineInfo, EngineStats
 from cairn.engine.contract.output import GenerateOutput
 from cairn.engine.contract.request import GenerateRequest
 from cairn.engine.contract.text import TextTokenizer
+from cairn.errors import RequestError
 
 __all__ = ["EngineClient", "EngineCore"]
 
@@ -25,7 +26,7 @@ class EngineCore(Protocol):
 
     def submit(self, *requests: GenerateRequest) -> None:
         """Take requests, all of them or none. Raises RequestError (InvalidRequest, Overloaded); then nothing was
-        taken."""
+        taken. Requests whose answers have a form may be refused later: see `take_formed`."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -34,6 +35,11 @@ class EngineCore(Protocol):
 
     def start(self, wake: Callable[[], None]) -> None:
         """Called once before anything else, by the thread that owns the core. `wake` has it come back to `poll`."""
+        ...
+
+    def take_formed(self) -> list[tuple[str, RequestError]]:
+        """Called often: go on with the requests that have waited for their grammars. Those that are refused after all,
+        the first one's id of what came together, and why; then nothing of it was taken."""
         ...
 
     def poll(self) -> list[GenerateOutput]:
