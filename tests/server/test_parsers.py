@@ -1,5 +1,6 @@
 """The parsers of answers: what they find, and that it does not matter how a text is cut into pieces."""
 
+import itertools
 import json
 
 import pytest
@@ -78,10 +79,10 @@ def told(events):
     return content, reasoning, [tuple(call) for call in calls]
 
 
-def parsed(kind, pieces):
+def parsed(kind, pieces, **how):
     parser = MAKE[kind]()
     events = [event for piece in pieces for event in parser.push(piece)]
-    return told([*events, *parser.finish()])
+    return told([*events, *parser.finish(**how)])
 
 
 EXAMPLES = [
@@ -233,6 +234,45 @@ def test_an_answer_says_the_same_however_it_is_cut(kind, text, expected):
         assert parsed(kind, [text[:place], text[place : place + 3], text[place + 3 :]]) == expected
 
 
+NOW = ("now", "{}", True)
+CUT_OFF = [
+    # the beginning of a mark may be anything
+    *(("xml", f"So {'<tool_call>'[:end]}", (f"So {'<tool_call>'[:end]}", "", [])) for end in range(1, 11)),
+    *(("json", f"So {'<tool_call>'[:end]}", (f"So {'<tool_call>'[:end]}", "", [])) for end in range(1, 11)),
+    *(("think", "<think>"[:end], ("<think>"[:end], "", [])) for end in range(1, 7)),
+    ("xml", "<function", ("<function", "", [])),
+    ("opened", "hm</thin", ("", "hm</thin", [])),
+    # behind the mark a call was to come
+    *(("xml", "So\n<tool_call>\n<function=now"[:end], ("So", "", [])) for end in range(14, 28)),
+    *(("json", 'So\n<tool_call>\n{"name": "now", "arg'[:end], ("So", "", [])) for end in range(14, 36)),
+    ("json", '<tool_call>{"arguments": {"a": 1}, "na', ("", "", [])),
+    ("xml", "So <function=wea", ("So ", "", [])),
+    ("opened+xml", "hm</think>So\n<tool_call>", ("So", "hm", [])),
+    ("xml", xml("now").removesuffix("</tool_call>") + "<func", ("", "", [NOW])),
+    ("xml", xml("now") + "\n<tool_call>\n<function=no", ("", "", [NOW])),
+    ("xml", "<tool_call><function=weather><para", ("", "", [("weather", "{", False)])),
+    ("xml", "<tool_call><function=weather><parameter=da", ("", "", [("weather", "{", False)])),
+    # what is no call is none
+    ("xml", "see <tool_call> here", ("see <tool_call> here", "", [])),
+    ("xml", "see <function=fet", ("see <function=fet", "", [])),
+    ("json", "see <tool_call> here", ("see <tool_call> here", "", [])),
+    ("json", "see <tool_call>{} </tool_call>", ("see <tool_call>{} </tool_call>", "", [])),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), CUT_OFF)
+def test_a_call_that_is_cut_off_before_its_name_is_nothing(kind, text, expected):
+    assert parsed(kind, [text], cut_off=True) == parsed(kind, list(text), cut_off=True) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["So\n<tool_call>", "So\n<tool_call>\n<function=no", "So <function=wea", 'So <tool_call>{"name": "now", "a']
+)
+def test_an_answer_that_ends_by_itself_says_what_it_means(text):
+    for kind in ("xml", "json"):
+        assert parsed(kind, [text]) == (text, "", [])
+
+
 FRAGMENTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<function=", "<function=weather>", "</function>", "<parameter=city>"),
@@ -250,6 +290,9 @@ def test_no_text_raises_or_is_lost(kind, parts, data):
     whole = parsed(kind, [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     assert parsed(kind, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    assert parsed(kind, [text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)])], cut_off=True) == parsed(
+        kind, [text], cut_off=True
+    )
     content, reasoning, calls = whole
     said = content + reasoning + "".join(name + arguments for name, arguments, _ in calls)
     assert sorted(word for word in parts if word.startswith("W")) == sorted(

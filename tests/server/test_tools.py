@@ -164,6 +164,22 @@ def test_a_call_that_is_cut_off_is_incomplete(xml):
         json.loads(choice.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.parametrize("behind", [0, len("<tool_call>"), len("<tool_call>\n<function=wea")])
+def test_a_call_that_is_cut_off_before_its_name_is_not_shown(xml, behind):
+    """By `max_tokens` and by a stop string; where the answer ends by itself its text is what it says."""
+    told = f"tools\n{json.dumps([TOOL], sort_keys=True)}user\nSo.\n"
+    for fields, finish in (
+        ({"max_tokens": len(told) + behind}, "length"),
+        ({"stop": [CALL[behind:][:15]]}, "stop"),
+    ):
+        choice = whole(xml, "So.\n" + CALL, **fields)
+        assert (choice.finish_reason, choice.message.tool_calls) == (finish, None)
+        assert choice.message.content.endswith("user\nSo." if behind else "user\nSo.\n")
+        content, _, calls, ended = streamed(xml, "So.\n" + CALL, **fields)
+        assert (content, calls, ended) == (choice.message.content, {}, finish)
+    assert "So.\n<tool_call>\n<function=wea" in whole(xml, "So.\n<tool_call>\n<function=wea").message.content
+
+
 def test_reasoning_has_a_field_of_its_own(xml):
     """The prompt has opened it: the answer begins within."""
     fields = {"tools": None, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}

@@ -36,6 +36,11 @@ class Choice:
         """Whether anything has come of it."""
         return bool(self.texts)
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether it has ended at `max_tokens`, a stop string or a stop token, not by itself."""
+        return self.finish_reason == "length" or self.stop_reason is not None
+
 
 class Answer:
     """`n` answers to each of one or more prompts, of so many tokens each.

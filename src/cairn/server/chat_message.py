@@ -30,11 +30,12 @@ class ChatMessage:
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []
 
-    def add(self, text: str, *, last: bool) -> dict[str, Any]:
-        """The delta that this text brings, empty while it is not certain what it is. `last`: nothing follows."""
+    def add(self, text: str, *, last: bool, cut_off: bool = False) -> dict[str, Any]:
+        """The delta that this text brings, empty while it is not certain what it is. `last`: nothing follows;
+        `cut_off`: because the answer was not let go on."""
         events = self._parser.push(text)
         if last:
-            events += self._parser.finish()
+            events += self._parser.finish(cut_off=cut_off)
         delta: dict[str, Any] = {}
         for event in events:
             self._note(event, delta)

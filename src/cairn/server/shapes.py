@@ -155,7 +155,7 @@ class ChatShape:
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         message = self.new_message()
-        message.add("".join(choice.texts), last=True)
+        message.add("".join(choice.texts), last=True, cut_off=choice.cut_off)
         finish = message.finish_reason(choice.finish_reason)
         body = self._choice(choice, "message", message.message(), self._logprobs(choice.logprobs), finish)
         return body | ({"token_ids": choice.token_ids} if self.shown.token_ids else {})
@@ -170,7 +170,7 @@ class ChatShape:
         if choice.index not in self.growing:
             self.growing[choice.index] = self.new_message()
         message, logprobs = self.growing[choice.index], self._logprobs(output.logprobs)
-        delta = message.add(output.text, last=output.finish_reason is not None)
+        delta = message.add(output.text, last=output.finish_reason is not None, cut_off=choice.cut_off)
         if not delta and logprobs is None and output.finish_reason is None and not self.shown.token_ids:
             return None
         finish = message.finish_reason(output.finish_reason)

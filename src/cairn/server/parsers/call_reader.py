@@ -24,6 +24,7 @@ class CallReader(ABC):
         self._calls = 0
         self._opening = ""  # what has been read of a call that is not certain yet
         self._behind_call = False
+        self._cut_off = False
 
     @property
     def held(self) -> int:
@@ -33,7 +34,8 @@ class CallReader(ABC):
         self._text += text
         return self._run(final=False)
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
+        self._cut_off = cut_off
         return self._run(final=True)
 
     def _run(self, *, final: bool) -> list[Event]:
@@ -69,6 +71,11 @@ class CallReader(ABC):
         self._opening = ""
         self._state = self._content
         return True
+
+    def _settles(self, final: bool) -> bool:
+        """Whether markup that has begun must be something now. In an answer that is cut off it stays open, and is
+        nothing: a client that shows content would show half a call."""
+        return final and not self._cut_off
 
     def _begin_call(self, name: str) -> None:
         self._opening = ""

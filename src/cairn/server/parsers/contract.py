@@ -62,8 +62,8 @@ class AnswerParser(Protocol):
     """Takes one answer apart. However its text is cut into pieces, the events say the same.
 
     No text raises, and none is lost: what is no markup, or is wrong markup, comes out as content. Only line breaks next
-    to markup are left out, and what an answer that is cut off has of the mark that closes a complete call. What is held
-    back is bounded.
+    to markup are left out, and what an answer that is cut off has of the mark that closes a complete call, or of a call
+    whose name is not there yet. What is held back is bounded.
     """
 
     @property
@@ -73,6 +73,7 @@ class AnswerParser(Protocol):
 
     def push(self, text: str) -> list[Event]: ...
 
-    def finish(self) -> list[Event]:
-        """What is left when the answer ends. Nothing may be pushed afterwards."""
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
+        """What is left when the answer ends. Nothing may be pushed afterwards. `cut_off`: it did not end by itself: a
+        call that has no name yet behind its mark is nothing then; the beginning of a mark is content still."""
         ...

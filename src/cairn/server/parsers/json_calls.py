@@ -49,7 +49,8 @@ class JsonCalls(CallReader):
             return True
         end = self._text.find(_END_CALL, self._scanned)
         self._scanned = max(0, len(self._text) - len(_END_CALL))
-        if end < 0 and not final and len(self._text) <= MAX_CALL:
+        is_open = not final or (self._cut_off and self._text.lstrip()[:1] in ("", "{"))
+        if end < 0 and is_open and len(self._text) <= MAX_CALL:
             return False
         near = 0 <= end <= MAX_CALL - len(_END_CALL)
         call = _call_of(self._text[:end]) if near else None

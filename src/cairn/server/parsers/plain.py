@@ -15,7 +15,7 @@ class PlainText:
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
         return []
 
 
@@ -33,8 +33,8 @@ class Chained:
     def push(self, text: str) -> list[Event]:
         return self._on(self._first.push(text))
 
-    def finish(self) -> list[Event]:
-        return [*self._on(self._first.finish()), *self._then.finish()]
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
+        return [*self._on(self._first.finish(cut_off=cut_off)), *self._then.finish(cut_off=cut_off)]
 
     def _on(self, events: list[Event]) -> list[Event]:
         found: list[Event] = []

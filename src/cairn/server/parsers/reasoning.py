@@ -27,7 +27,7 @@ class ThinkParser:
         self._text += text
         return list(self._events(final=False))
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
         return list(self._events(final=True))
 
     def _events(self, *, final: bool) -> list[Event]:

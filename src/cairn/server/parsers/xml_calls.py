@@ -60,15 +60,22 @@ class XmlCalls(CallReader):
             self._opening += self._take(spaces + len(_FUNCTION))
             self._state = self._function_name
             return True
-        if final or not _FUNCTION.startswith(bare) or spaces > MAX_BREAKS:
+        if self._settles(final) or not _FUNCTION.startswith(bare) or spaces > MAX_BREAKS:
             return self._no_call()
         return False
 
-    def _function_name(self, final: bool, known_only: bool = False) -> bool:
-        name = self._read_name(final)
+    def _function_name(self, final: bool) -> bool:
+        return self._begin_named(self._read_name(self._settles(final)))
+
+    def _bare_name(self, final: bool) -> bool:
+        known = any(tool.startswith(self._text) for tool in self._tools)
+        name = self._read_name(self._settles(final) if known else final)
+        return self._begin_named(name if name is None or name in self._tools else "")
+
+    def _begin_named(self, name: str | None) -> bool:
         if name is None:
             return False
-        if not name or (known_only and name not in self._tools):
+        if not name:
             return self._no_call()
         self._take(len(name) + 1)
         self._name, self._first = name, True
@@ -76,9 +83,6 @@ class XmlCalls(CallReader):
         self._write("{")
         self._state = self._inside
         return True
-
-    def _bare_name(self, final: bool) -> bool:
-        return self._function_name(final, known_only=True)
 
     def _inside(self, final: bool) -> bool:
         if not self._in_junk:
@@ -93,7 +97,7 @@ class XmlCalls(CallReader):
                 self._write("}")
                 self._end_call(self._behind_function if mark == _END_FUNCTION else self._content)
             return True
-        if not self._text or (not final and any(mark.startswith(self._text) for mark in _INSIDE)):
+        if not self._text or (not self._settles(final) and any(mark.startswith(self._text) for mark in _INSIDE)):
             return False
         self._in_junk = True
         following = self._text.find("<", 1)
@@ -101,7 +105,7 @@ class XmlCalls(CallReader):
         return True
 
     def _parameter_name(self, final: bool) -> bool:
-        name = self._read_name(final)
+        name = self._read_name(self._settles(final))
         if name is None:
             return False
         if not name:
@@ -163,7 +167,7 @@ class XmlCalls(CallReader):
         elif near and final and _END_CALL.startswith(bare):
             # cut off in the mark that is due: no content
             self._take(len(self._text))
-        elif near and not final and any(mark.startswith(bare) for mark in (_FUNCTION, _END_CALL)):
+        elif near and not self._settles(final) and any(mark.startswith(bare) for mark in (_FUNCTION, _END_CALL)):
             return False
         self._state = self._content
         return True
