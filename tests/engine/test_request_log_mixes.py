@@ -74,6 +74,8 @@ def assert_replayed(server: Logged, path) -> None:
     trace = read_trace(path)
     replay = replayed(trace)
     assert cached(trace, replay) == logged(trace) == server.hits()
+    counters, outcome = server.cache.counters, replay.outcome
+    assert (outcome.prompt_tokens, outcome.hit_tokens) == (counters.queries, counters.hits)
     assert books(replay.cache) == books(server.cache)
 
 

@@ -19,6 +19,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
 from cairn.models.forward_sizes import ForwardSizes
+from cairn.replay.log_branches import counted_elsewhere
 from cairn.replay.log_header import Count, LoggedPolicy, Positive, converted, read_header
 from cairn.replay.traces import Trace, TraceRequest
 from cairn.types import Boundary, BoundaryKind, Keys
@@ -138,7 +139,7 @@ def read_request_log(where: str, first: Mapping[str, Any], lines: Iterable[Locat
     came = sorted((request for request in requests if request.cached_tokens is not None), key=lambda each: each.number)
     if not came:
         raise ConfigError(f"{where}: a header, and no request that the server has come to")
-    branches = {op[1] for op in ops if op[0] == "b"} - {op[1] for op in ops if op[0] == "a" and not op[2]}
+    branches = counted_elsewhere(ops)
     came = [replace(request, branches=request.number in branches) for request in came]
     return LoggedTrace(
         name=header.name,
