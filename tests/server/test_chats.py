@@ -143,6 +143,10 @@ WRONG = [
     ({"chat_template_kwargs": {"reasoning_effort": "x" * 65}}, "chat_template_kwargs", "at most 64 characters"),
     ({"chat_template_kwargs": {"reasoning_effort": ["x"]}}, "chat_template_kwargs", "at most 64 characters"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", r"chat_template_kwargs.\ud800 is not supported"),
+    ({"chat_template_kwargs": {"reasoning_effort": "\ud800"}}, "chat_template_kwargs", "reasoning_effort is not valid"),
+    (tool(description="\ud800"), "tools", "tools[1] is not valid Unicode"),
+    (tool(parameters={"properties": {"\ud800": {}}}), "tools", "tools[1] is not valid Unicode"),
     (marked("ephemeral"), "messages", "messages[1].content[1].cache_control must be"),
     (marked({}), "messages", "messages[1].content[1].cache_control must be"),
     (marked({"type": "persistent"}), "messages", "messages[1].content[1].cache_control must be"),
@@ -170,6 +174,7 @@ WRONG = [
     ("fields", "param", "words"), WRONG, ids=[f"{i} {words}" for i, (_, _, words) in enumerate(WRONG)]
 )
 def test_what_is_wrong_is_named(server, fields, param, words):
-    error = refused(server.post(PATH, {"messages": [USER]} | fields))
+    body, headers = json.dumps({"messages": [USER]} | fields), {"Content-Type": "application/json"}
+    error = refused(server.post(PATH, content=body, headers=headers))
     assert error["param"] == param and words in error["message"]
     assert server.requests == []

@@ -22,8 +22,10 @@ def failed(message: str, status: int, code: str) -> RequestError:
 
 
 def error_body(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    """What a message quotes of the client may be half a surrogate pair, which JSON cannot carry: it is written out."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    shown = message.encode(errors="backslashreplace").decode()
+    return {"error": {"message": shown, "type": kind, "param": param, "code": code}}
 
 
 def error_content(error: RequestError) -> bytes:

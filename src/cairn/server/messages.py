@@ -1,5 +1,6 @@
 """Chats as clients send them: messages, tools, breakpoints and template settings, checked and brought to one form."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -129,6 +130,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     for name, kind, wanted in _TOOL_FIELDS:
         if not isinstance(function.get(name), kind | None):
             raise InvalidRequest(f"{where}.function.{name} must be {wanted}", "tools")
+    check_text(json.dumps(tool, ensure_ascii=False), where, "tools")
     # a mark of the client, not a part of the tool: the model must not read it
     function = {name: value for name, value in function.items() if name != "cache_control"}
     return {name: value for name, value in tool.items() if name != "cache_control"} | {"function": function}
@@ -143,6 +145,8 @@ def _template_kwargs(given: dict[str, Any]) -> dict[str, TemplateValue]:
         if value is not None and (type(value) is not kind or (isinstance(value, str) and len(value) > _MAX_SWITCH)):
             wanted = "true or false" if kind is bool else f"text of at most {_MAX_SWITCH} characters"
             raise InvalidRequest(f"{where} must be {wanted}", "chat_template_kwargs")
+        if isinstance(value, str):
+            check_text(value, where, "chat_template_kwargs")
     return {name: value for name, value in given.items() if value is not None}
 
 
