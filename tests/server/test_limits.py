@@ -293,14 +293,14 @@ def locked(running_server):
     server.join()
 
 
-@pytest.mark.parametrize("key", ["one", "two"])
-def test_each_key_opens(locked, key):
-    assert locked.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+@pytest.mark.parametrize("given", ["Bearer one", "Bearer two", "bearer one", "BEARER two"])
+def test_each_key_opens(locked, given):
+    assert locked.get("/v1/models", headers={"Authorization": given}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "given",
-    ["Bearer", "Bearer ", "Bearer onetwo", "Bearer one,two", "bearer one", "Basic one", "one"],
+    ["Bearer", "Bearer ", "Bearer onetwo", "Bearer one,two", "Bearer ONE", "Basic one", "one", "oneBearer"],
 )
 def test_nothing_else_opens(locked, given):
     with connect(locked) as connection:

@@ -85,6 +85,22 @@ def test_usage_comes_in_a_chunk_of_its_own(server, everywhere):
     assert all((chunk.usage is not None) == everywhere for chunk in chunks)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_everywhere_comes_with_what_opens_a_chat_too(server, n):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    messages = [{"role": "user", "content": "usage"}]
+    with (
+        server.client() as client,
+        client.chat.completions.create(
+            model="fake", messages=messages, n=n, stream=True, stream_options=options
+        ) as stream,
+    ):
+        chunks = list(stream)
+    said = [chunk.usage.completion_tokens for chunk in chunks]
+    assert said[:n] == [0] * n and said == sorted(said) and said[-1] > 0
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+
+
 def test_a_chat(server):
     with server.client() as client:
         answer = client.chat.completions.create(

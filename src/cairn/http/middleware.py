@@ -101,14 +101,16 @@ class ApiKey:
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Set[str]) -> None:
         self._app = app
         self._open_paths = open_paths
-        self._expected = [_digest(f"Bearer {key}".encode()) for key in api_keys]
+        self._expected = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
-        given = _digest(Headers(scope=scope).get("authorization", "").encode("latin-1"))
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.encode("latin-1"))
         # Each is compared, whatever the others gave: how long it takes must not tell which came close.
-        if sum(hmac.compare_digest(given, expected) for expected in self._expected):
+        opens = sum(hmac.compare_digest(given, expected) for expected in self._expected)
+        if opens and kind.lower() == "bearer":
             return await self._app(scope, receive, send)
         error = failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
         response = error_response(error)

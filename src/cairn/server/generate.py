@@ -155,8 +155,9 @@ async def _events(
     include_usage = options is not None and bool(options.include_usage)
     usage_everywhere = include_usage and options is not None and bool(options.continuous_usage_stats)
     async with aclosing(news):
+        opening_usage = {"usage": usage_part(answer)} if usage_everywhere else {}
         for chunk in shape.opening(answer):
-            yield event(chunk)
+            yield event(chunk | opening_usage)
         try:
             latest: News | None = first
             while latest is not None:
