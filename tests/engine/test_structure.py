@@ -527,6 +527,44 @@ def test_a_process_that_hangs_or_dies_is_replaced():
     asyncio.run(run())
 
 
+BUSY_CHILD = """
+import os, sys
+for number, line in enumerate(sys.stdin.buffer):
+    if number:
+        with open(sys.argv[1], "a") as asked:
+            asked.write("x")
+        if not os.path.exists(sys.argv[2]):
+            if b"die" in line:
+                sys.exit(1)
+            while True: pass
+    sys.stdout.write("null\\n")
+    sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("fate", ["die", "hang"])
+def test_what_time_or_memory_was_short_for_is_asked_again_later(tmp_path, fate):
+    """The machine may have been busy with something else: a grammar is not refused for good for that."""
+    asked, better, clock = tmp_path / "asked", tmp_path / "better", ManualClock()
+    command = (sys.executable, "-c", BUSY_CHILD, str(asked), str(better))
+
+    async def run():
+        async with checking(seconds=2, command=command, clock=clock) as check:
+            for seconds in (0, 59):
+                clock.advance(seconds)
+                with pytest.raises(InvalidRequest, match="simplify it"):
+                    await check.check(structure("regex", fate))
+            assert asked.read_text() == "x"
+            better.touch()
+            clock.advance(1)
+            await check.check(structure("regex", fate))
+            clock.advance(10_000)
+            await check.check(structure("regex", fate))
+            assert asked.read_text() == "xx"
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_does_not_spoil_the_next_answer():
     async def run():
         async with checking(seconds=20, command=(sys.executable, "-c", CHILD)) as check:

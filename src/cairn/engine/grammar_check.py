@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest, Overloaded
+from cairn.types import Clock, SystemClock
 
 __all__ = ["GrammarCheck"]
 
@@ -18,40 +21,55 @@ _SECONDS = 5.0
 _START_SECONDS = 30.0
 _WAIT_SECONDS = 20.0
 _KEPT = 256
+_DOUBTFUL_SECONDS = 60.0
 _LINE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Why a grammar is refused, None for one that compiles; `until`: for how long that is believed, in seconds of the
+    clock."""
+
+    reason: str | None
+    until: float = math.inf
 
 
 class GrammarCheck:
     """Asks one child process at a time, started when it is first needed. Lives in one event loop.
 
     `seconds`: how long a grammar may take. One that takes longer is refused, and the child replaced. Answers are
-    remembered, refusals too, so that nobody pays twice for the same grammar.
+    remembered, refusals too, so that nobody pays twice for the same grammar; but time and memory may have been short
+    for another reason, so a refusal for want of them holds for a minute.
     """
 
-    def __init__(self, seconds: float = _SECONDS, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(
+        self, seconds: float = _SECONDS, command: Sequence[str] = _COMMAND, clock: Clock | None = None
+    ) -> None:
         self._seconds = seconds
         self._command = command
-        self._known: OrderedDict[Structure, str | None] = OrderedDict()
+        self._clock = clock or SystemClock()
+        self._known: OrderedDict[Structure, _Answer] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
     async def check(self, structure: Structure) -> None:
         """Raises InvalidRequest naming the field, or Overloaded when others have kept the child busy for too long."""
-        if structure not in self._known:
+        answer = self._remembered(structure)
+        if answer is None:
             try:
                 async with asyncio.timeout(_WAIT_SECONDS):
                     await self._turn.acquire()
             except TimeoutError:
                 raise Overloaded("too many grammars wait to be compiled: try again later") from None
             try:
-                if structure not in self._known:
-                    self._remember(structure, await self._ask(structure))
+                answer = self._remembered(structure)
+                if answer is None:
+                    answer = await self._ask(structure)
+                    self._remember(structure, answer)
             finally:
                 self._turn.release()
-        self._known.move_to_end(structure)
-        reason = self._known[structure]
-        if reason is not None:
-            raise InvalidRequest(reason, structure.field.partition(".")[0])
+        if answer.reason is not None:
+            raise InvalidRequest(answer.reason, structure.field.partition(".")[0])
 
     async def aclose(self) -> None:
         """End the child. It may be asked again: then there is a new one."""
@@ -63,12 +81,20 @@ class GrammarCheck:
             if process.stdin is not None:
                 process.stdin.close()
 
-    def _remember(self, structure: Structure, reason: str | None) -> None:
-        self._known[structure] = reason
+    def _remembered(self, structure: Structure) -> _Answer | None:
+        answer = self._known.get(structure)
+        if answer is None or answer.until <= self._clock.now():
+            return None
+        self._known.move_to_end(structure)
+        return answer
+
+    def _remember(self, structure: Structure, answer: _Answer) -> None:
+        self._known[structure] = answer
+        self._known.move_to_end(structure)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 
-    async def _ask(self, structure: Structure) -> str | None:
+    async def _ask(self, structure: Structure) -> _Answer:
         process = await self._child()
         assert process.stdin is not None and process.stdout is not None
         done = False
@@ -79,15 +105,18 @@ class GrammarCheck:
                 line = await process.stdout.readline()
                 done = bool(line)
         except TimeoutError:
-            return f"{structure.field} takes more than {self._seconds:g} s to compile: simplify it"
+            return self._doubtful(f"{structure.field} takes more than {self._seconds:g} s to compile: simplify it")
         except (ConnectionError, ValueError):
             line = b""
         finally:
             if not done:
                 await self.aclose()
         if not line:
-            return f"{structure.field} takes too much memory to compile: simplify it"
-        return msgspec.json.decode(line, type=str | None)
+            return self._doubtful(f"{structure.field} takes too much memory to compile: simplify it")
+        return _Answer(msgspec.json.decode(line, type=str | None))
+
+    def _doubtful(self, reason: str) -> _Answer:
+        return _Answer(reason, self._clock.now() + _DOUBTFUL_SECONDS)
 
     async def _child(self) -> asyncio.subprocess.Process:
         """The child, which has said that it is there: to start it is not to count against a grammar."""
