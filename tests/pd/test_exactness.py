@@ -1,8 +1,10 @@
 """Remote == local, with a real model: every logit of P -> D is that of one server, bit for bit, under `--exact`."""
 
+import json
+
 import numpy as np
 import pytest
-from real_servers import RealServer, finish, hand_over, settle
+from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
 from cairn.transfer.links.memory import MemoryFabric
 
@@ -46,4 +48,27 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
     assert after.computed_prompt_tokens == before.computed_prompt_tokens
     assert last.cache.cached_tokens + last.cache.received_tokens == length
     assert params["remote_num_tokens"] == length
+    settle(p, d)
+
+
+@pytest.mark.parametrize("longer", [0, 50])
+@pytest.mark.parametrize("length", [67, 100, 128, 130])
+def test_a_second_turn_begins_where_an_exact_one_may(servers, length, longer):
+    """D has a state at the end of its prompt alone, and P has none any more: off the grid it serves that prompt."""
+    p, d, one = servers
+    prompt = [length, longer, 3, *TEXT][:length]
+    tokens, last, _ = hand_over(p, d, prompt, 1)
+    hint = json.loads(last.kv_transfer_params)
+    settle(p, d)
+    assert hint["cairn_decode_hint"]["num_tokens"] == length and p.core.reset_cache() == 0
+    turn = [*prompt, *tokens, *TEXT[1000:]][: length + longer]
+    number = p.submit(turn, 2, REMOTE_DECODE | hint)
+    found, last = finish(p, number, d)
+    expected, logits = alone(one, turn, 2)
+    assert found == expected
+    for own, wanted in zip(p.logits[number], logits, strict=True):
+        assert np.array_equal(own, wanted)
+    assert last.cache.received_tokens == (0 if longer and length % 64 else length)
+    assert last.cache.received_tokens + last.cache.computed_tokens == len(turn)
+    finish(d, d.submit(turn, 1, json.loads(last.kv_transfer_params)), p)
     settle(p, d)

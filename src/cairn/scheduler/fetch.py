@@ -50,6 +50,8 @@ def start_pulls(books: Books) -> bool:
 def _start(books: Books, request: Request, source: Source) -> bool:
     """False if there is no room now. Otherwise the request is being fetched, or has nothing to fetch any more."""
     cache, length = books.cache, request.num_prompt_tokens
+    if books.config.exact:
+        source = source.exact(length)
     if request.spec.prompt_logprobs is not None:
         # all of it has to be computed here
         request.source = None

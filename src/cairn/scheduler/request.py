@@ -1,7 +1,7 @@
 """One request inside the scheduler: its life as a table of transitions, and what it has got so far."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -85,6 +85,13 @@ class Source:
         if self.end is not None and self.end <= num_prompt_tokens:
             return self.end
         return num_prompt_tokens // GRID * GRID
+
+    def exact(self, num_prompt_tokens: int) -> "Source":
+        """What a server with `--exact` may ask for: off the 64-token grid a state is of use at its prompt's end alone,
+        so no other end is asked for."""
+        if self.end is None or self.end % GRID == 0 or self.end == num_prompt_tokens:
+            return self
+        return replace(self, end=None)
 
 
 class Constraint(Protocol):
