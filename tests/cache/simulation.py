@@ -96,8 +96,8 @@ class Simulation:
         return request
 
     def fetch(self, name: str, prompt: Prefix, namespace: Namespace, position: int, state_at: int) -> Request | None:
-        """Another server gives the first `position` tokens and the state at `state_at`, or fails when that is more
-        than what is asked for. None when nothing came of it."""
+        """Another server gives the first `position` tokens and the state at `state_at` (of a model that has one, or at
+        the prompt's end), or fails when that is more than what is asked for. None when nothing came of it."""
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
         facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
@@ -119,18 +119,18 @@ class Simulation:
         elif known < len(prompt):
             for token in range(known // size * size, position):
                 self._write(request, token)
-        for page in file.tolist():
+        came = [state_at] if self.cache.layout.state_bytes or state_at == len(prompt) else []
+        for page in file.tolist() if came else ():
             self._to_file(page, self._tag(request, state_at - 1))
         self.cache.received(lease, position, len(prompt), state_at)
-        self._note(request, position, [state_at])
+        self._note(request, position, came)
         self.received += lease.received
         assert lease.hit + sum(lease.lost.values()) == len(prompt)
         assert lease.reason is Reason.DISABLED or lease.reason in lease.lost or lease.reason is Reason.NONE
         request.computed = lease.hit
         request.facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
-        assert lease.restore is not None and {self.files[page] for page in lease.restore.tolist()} == {
-            self._tag(request, state_at - 1)
-        }
+        restored = set() if lease.restore is None else {self.files[page] for page in lease.restore.tolist()}
+        assert restored == {self._tag(request, at - 1) for at in came}
         self.cache.admitted(lease)
         self._hold(request)
         return request

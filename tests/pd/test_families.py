@@ -1,8 +1,10 @@
 """Remote == local for every family: each logit of P -> D is that of one server, bit for bit, under `--exact`."""
 
+import json
+
 import numpy as np
 import pytest
-from real_servers import RealServer, finish, hand_over, settle
+from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
 from cairn.transfer.links.memory import MemoryFabric
 
@@ -39,3 +41,27 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
     assert last.cache.cached_tokens + last.cache.received_tokens == length
     assert params["remote_num_tokens"] == length
     settle(p, d)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_the_second_turn_comes_back_for_the_answer(made_model, family):
+    """Also that of a model without states, of which keys and values are all there is: it computes the last token."""
+    fabric, folder = MemoryFabric(), made_model(family)
+    p, d = (RealServer(folder, fabric, name, exact=False) for name in ("p", "d"))
+    one = RealServer(folder, None, "alone", exact=False, enable_prefix_caching=False)
+    tokens, last, _ = hand_over(p, d, TEXT[:100], 150)
+    hint = json.loads(last.kv_transfer_params)
+    turn = [*TEXT[:100], *tokens, *TEXT[300:350]]
+    for length, cached, received in ((300, 100, 149), (250, 0, 249), (249, 0, 249 - (family == "qwen3"))):
+        settle(p, d)
+        assert cached or p.core.reset_cache() == 0
+        asked, number = p.submit(turn[:length], 1, REMOTE_DECODE | hint), one.submit(turn[:length], 1)
+        found, last = finish(p, asked, d)
+        assert found == finish(one, number)[0]
+        assert np.allclose(p.logits[asked][0], one.logits[number][0], atol=1e-4)
+        assert (last.cache.cached_tokens, last.cache.received_tokens) == (cached, received)
+        assert last.cache.computed_tokens == length - cached - received
+    finish(d, d.submit(turn[:249], 1, json.loads(last.kv_transfer_params)), p)
+    settle(p, d)
+    for server in (p, d, one):
+        server.close()

@@ -209,6 +209,15 @@ class Lease:
         self.files[position] = file
         self.refused.pop(position, None)
 
+    def receive(self, num_tokens: int, hit: int, restore: Pages | None) -> None:
+        """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the file
+        `restore` has the state there, None where none is needed."""
+        self.restore, self.checkpoint = restore, None
+        self.received, self.hit = hit - self.hit, hit
+        self.matched, self.seen = max(self.matched, num_tokens), max(self.seen, num_tokens)
+        if self.hit == self.num_tokens or self.missed:
+            self.explain(self.missed)
+
     def append(self, token: int) -> None:
         """One more key token, sampled or replayed."""
         if self.num_tokens == len(self._keys):

@@ -232,19 +232,18 @@ class PrefixCache:
 
     def received(self, lease: Lease, num_tokens: int, wanted: int, position: int) -> None:
         """The first `num_tokens` tokens lie in the lease's pages, and the state at `position` in the file that was
-        wanted for `wanted`: another server has computed them and confirmed it. They serve everybody from now on, and
-        the lease goes on from there."""
+        wanted for `wanted`, the prompt's end: another server has computed them and confirmed it. They serve everybody
+        from now on, and the lease goes on from there. Where no state is needed before the end, none need have come."""
         assert lease.hit < position <= num_tokens <= lease.num_tokens, f"{lease.purpose}: nothing new was received"
-        file = lease.files.pop(wanted)
-        lease.give(position, file)
-        self.pool.acquire(file.pages)
-        lease.transient.append(file.pages)
-        self.commit(lease, num_tokens, [position])
-        lease.restore, lease.checkpoint = file.pages, None
-        lease.received, lease.hit = position - lease.hit, position
-        lease.matched, lease.seen = max(lease.matched, num_tokens), max(lease.seen, num_tokens)
-        if lease.hit == lease.num_tokens or lease.missed:
-            lease.explain(lease.missed)
+        file, kept = lease.files.pop(wanted), [position] if self.layout.state_bytes or position == wanted else []
+        if kept:
+            lease.give(position, file)
+            self.pool.acquire(file.pages)
+            lease.transient.append(file.pages)
+        else:
+            self.pool.release(file.pages)
+        self.commit(lease, num_tokens, kept)
+        lease.receive(num_tokens, position, file.pages if kept else None)
 
     def idle_files(self) -> int:
         """How many checkpoint files fit into the free pages beyond a quarter of the pool."""

@@ -27,7 +27,8 @@ def remember(books: Books, request: Request) -> None:
 
 
 def answer(books: Books, asked: ContentAsked) -> None:
-    """Offer the deepest state that is left of what is asked for, and the pages up to it."""
+    """Offer the deepest state that is left of what is asked for, and the pages up to it; of a model without states the
+    pages."""
     transfers = books.transfers
     assert transfers.side is not None
     found = transfers.sequences.deepest(asked.marks, asked.end) if transfers.sequences is not None else None
@@ -44,15 +45,16 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     lease = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose)
     position = len(keys) if lease.matched == len(keys) else lease.matched // GRID * GRID
     state = lease.restore if lease.hit <= position else None
+    # without a state keys and values are worth nothing to anybody, unless the model has none
+    of_use = position > asked.start and (state is not None or cache.layout.state_bytes == 0)
     need = cache.layout.pages_for(position) + cache.layout.pages_per_checkpoint
-    # a state below what is there already is worth nothing to anybody
-    if position <= asked.start or state is None or not side.has_room(promised_pages(books) + need):
+    if not of_use or not side.has_room(promised_pages(books) + need):
         side.answer(asked.ask, None)
     else:
         pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(position)])
-        held = HeldCheckpoint(lease.hit, state)
-        reference = side.answer(asked.ask, Offer(purpose, name, keys[:position], pages, (held,)))
+        held = () if state is None else (HeldCheckpoint(lease.hit, state),)
+        reference = side.answer(asked.ask, Offer(purpose, name, keys[:position], pages, held))
         if reference is not None:
-            hold = cache.hold(f"asked for by {purpose}", np.concatenate([pages, state]))
-            books.transfers.offers[reference] = hold
+            files = [checkpoint.pages for checkpoint in held]
+            books.transfers.offers[reference] = cache.hold(f"asked for by {purpose}", np.concatenate([pages, *files]))
     cache.release(lease)

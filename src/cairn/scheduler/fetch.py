@@ -143,13 +143,16 @@ def pull_ended(books: Books, ended: PullEnded) -> Request | None:
     if ended.failure is not None:
         _quarantine(books, ended.pull, request)
         return _failed(books, fetch, ended.failure)
-    position = ended.checkpoint_position or 0
+    length, position = request.num_prompt_tokens, ended.checkpoint_position or 0
+    if books.cache.layout.state_bytes == 0:
+        # keys and values alone are enough anywhere but at the prompt's end
+        position = max(position, min(ended.position, length - 1))
     if position <= lease.hit:
         books.back_to_queue(request)
         return None
-    asked = request.num_prompt_tokens - lease.hit
+    asked = length - lease.hit
     copies = fetch.copies if ended.position <= lease.matched else []
-    books.cache.received(lease, ended.position, request.num_prompt_tokens, position)
+    books.cache.received(lease, ended.position, length, position)
     books.counters.external_queries += asked
     books.counters.external_hits += lease.received
     request.pulled, request.pull_seconds = ended, books.clock.now() - fetch.began
