@@ -9,6 +9,7 @@ from cairn.cache.reasons import Reason
 from cairn.errors import InvalidRequest
 from cairn.step import Image
 from cairn.transfer.links.memory import Fault
+from cairn.types import RequestId
 
 TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 400)
@@ -111,6 +112,27 @@ def test_p_queues_above_its_share():
     world.run()
     assert d.answers[name] == alone(prompts[0])
     assert names[3] in p.ended
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(others):
+    """At once, not when the lease runs out: what P holds for other servers is bounded, and prompts wait for it."""
+    world, p, d = pair(max_num_seqs=1)
+    running = d.submit(TEXT[:100], max_tokens=200)
+    for _ in range(3):
+        d.turn()
+    queued = [d.submit(TEXT[1000 : 1010 + i], params=prefill(p, TEXT[1000 : 1010 + i])) for i in range(others)]
+    name = d.submit(TEXT[500:900], params=prefill(p, TEXT[500:900]))
+    d.scheduler.abort(RequestId(name))
+    for _ in range(6):
+        d.turn()
+        p.turn()
+    assert p.producer.leases.num_held <= others and p.port.num_leased < p.layout.pages_for(400)
+    world.run()
+    assert p.scheduler.books.counters.expired_offers == 0 and p.port.num_leased == 0
+    assert all(other in d.ended for other in (running, *queued))
+    for server in (p, d):
+        server.assert_clean()
 
 
 def test_a_prompt_larger_than_the_share_goes_alone():

@@ -194,6 +194,16 @@ def test_a_hand_over_that_never_arrived_is_used_for_the_next_server(setting):
     assert proxy.metric("retries_total", pool="decode") == 1
 
 
+def test_a_hand_over_that_a_full_server_has_turned_away_is_used_for_the_next_one(setting, answers):
+    p, pool = setting.prefill(), [setting.decode(), setting.decode()]
+    proxy = setting.proxy([p], pool)
+    full, other = first_choice(proxy, pool)
+    full.script.append(answers.status(429, headers={"Retry-After": "1"}))
+    assert proxy.ask().status_code == 200
+    assert len(p.seen) == 2 and full.seen[-1].json["kv_transfer_params"] == other.seen[0].json["kv_transfer_params"]
+    assert proxy.metric("upstream_failures_total", pool="decode", server=full.url, kind="status") == 1
+
+
 def test_what_was_prefilled_but_used_is_prefilled_again_or_done_without(setting, answers):
     p, pool = setting.prefill(), [setting.decode(), setting.decode()]
     proxy = setting.proxy([p], pool)

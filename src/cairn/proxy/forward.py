@@ -3,7 +3,7 @@
 prefill   429, 5xx, time-out, broken connection: the next prefill server; none left: the decode server does it alone
           other 4xx: the client gets it as it is
 decode    429, 5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
-          good for one use, so it is prefilled again, unless the request cannot have arrived
+          good for one use, so it is prefilled again, unless the server was not reached, or is full (429)
           after the first byte: no second try, ever; a stream ends with an error event
 """
 
@@ -156,7 +156,9 @@ class Forwarding:
                 async with service.client.open(url, content, job.headers, silence) as (reply, chunks):
                     if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
                         await self._keep_failure(reply, chunks)
-                        raise CallFailed(f"it answers with {reply.status}", kind="status")
+                        # A server that is full has turned the request away, and fetched nothing.
+                        begun = reply.status != _FULL
+                        raise CallFailed(f"it answers with {reply.status}", kind="status", sent=begun)
                     await self._pass_through(reply, chunks)
                     return reply.status
         except CallFailed as error:

@@ -26,7 +26,7 @@ _ANSWER_HEADERS = frozenset(
 
 
 class CallFailed(Exception):
-    """A server gave no usable answer. `sent`: it may have seen the request. `kind`: the word for metrics."""
+    """A server gave no usable answer. `sent`: it may have begun with the request. `kind`: the word for metrics."""
 
     def __init__(self, message: str, *, kind: str, sent: bool = True) -> None:
         super().__init__(message)

@@ -4,7 +4,7 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
 from cairn.scheduler.books import Books
 from cairn.scheduler.content import remember
-from cairn.scheduler.fetch import abandon
+from cairn.scheduler.fetch import abandon, let_source_go
 from cairn.scheduler.hand_over import offer
 from cairn.scheduler.request import Finish, Phase, Request
 
@@ -39,6 +39,8 @@ def _forget(books: Books, request: Request) -> None:
         case Phase.WAITING:
             if not books.branches.is_parked(request):
                 books.waiting.remove(request)
+            if request.source is not None:
+                let_source_go(books, request, request.source)
         case Phase.FETCHING:
             abandon(books, request)
         case Phase.READY:

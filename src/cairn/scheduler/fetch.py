@@ -20,7 +20,7 @@ from cairn.scheduler.transfers import Fetch, content_name
 from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want
 from cairn.types import Pages
 
-__all__ = ["abandon", "give_way", "pages_free", "pull_ended", "start_pulls"]
+__all__ = ["abandon", "give_way", "let_source_go", "pages_free", "pull_ended", "start_pulls"]
 
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def start_pulls(books: Books) -> bool:
                 break
             # alone, and cached pages cannot give way to it: compute in smaller shares what cannot be had whole
             request.source = None
-            _release(books, request, source)
+            let_source_go(books, request, source)
         changed = True
     return changed
 
@@ -55,13 +55,13 @@ def _start(books: Books, request: Request, source: Source) -> bool:
     if request.spec.prompt_logprobs is not None:
         # all of it has to be computed here
         request.source = None
-        _release(books, request, source)
+        let_source_go(books, request, source)
         return True
     lease = cache.lookup(request.spec.namespace, request.keys(), request.id)
     if lease.hit == length or (source.nonce is None and source.reach(length) <= lease.matched):
         cache.release(lease)
         request.source = None
-        _release(books, request, source)
+        let_source_go(books, request, source)
         return True
     if not cache.could_extend(lease, length, num_files=1):
         cache.release(lease)
@@ -107,7 +107,7 @@ def _first_token(lease: Lease) -> int:
     return lease.matched // tokens_per_page * tokens_per_page
 
 
-def _release(books: Books, request: Request, source: Source) -> None:
+def let_source_go(books: Books, request: Request, source: Source) -> None:
     """Nothing is wanted: the other server need not keep it."""
     if source.nonce is None:
         return
