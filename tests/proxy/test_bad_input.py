@@ -43,6 +43,16 @@ def test_bodies(setting, content, said):
     assert proxy.metric("requests_total", outcome="refused") == 1
 
 
+@pytest.mark.parametrize("prompt", [b"1e400", b"-1e999", b"9" * 5000, b"[" + b"9" * 5000 + b"]", b'["a", 1e400]'])
+def test_a_prompt_that_cannot_be_read_is_for_a_server_to_refuse(setting, answers, prompt):
+    refusal = {"error": {"message": "the prompt is no prompt", "param": "prompt"}}
+    p, d = setting.prefill(answers.status(400, refusal)), setting.decode()
+    proxy = setting.proxy([p], [d])
+    response = post(proxy, b'{"prompt": ' + prompt + b"}")
+    assert (response.status_code, response.json()) == (400, refusal)
+    assert b'"prompt":' + prompt in p.seen[0].content and not d.seen
+
+
 def test_a_body_that_is_too_large(setting):
     p = setting.prefill()
     proxy = setting.proxy([p], [setting.decode()], max_body_bytes=1000)

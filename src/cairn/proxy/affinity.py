@@ -55,8 +55,12 @@ def prompt_bytes(body: Body) -> tuple[bytes, int]:
 
 
 def is_batch(body: Body) -> bool:
-    """Whether these are several prompts in one request, which cannot be handed over."""
-    prompt = _decoded(body.get("prompt"))
+    """Whether these are several prompts in one request, which cannot be handed over. What cannot be read is no batch: a
+    server will say what is wrong with it."""
+    try:
+        prompt = _decoded(body.get("prompt"))
+    except ValueError:
+        return False
     return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list)
 
 
@@ -84,6 +88,7 @@ def _beginning(body: Body) -> bytes:
 
 
 def _decoded(value: msgspec.Raw | None) -> Any:
+    """Raises ValueError, also for numbers that are too large and what is nested too deeply."""
     try:
         return None if value is None else msgspec.json.decode(value)
     except RecursionError:
