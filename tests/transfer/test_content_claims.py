@@ -393,6 +393,18 @@ def test_the_same_claim_by_another_connection_or_with_other_words_is_refused_whi
     assert side.asks.num_open == 1 and len(side.asks.take_asked()) == 1
 
 
+def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
+    """The end is looked for first; when less of its sequence is left, the marks have to tell how much."""
+    side = Side()
+    end = content_digest(LAYOUT, PLAIN, PROMPT[:400])
+    side.asks.claim(b"s", ContentClaim(ME, "", marks_of(keys(512, 1)), 128, False, end))
+    assert not side.asks.grant(AskId(1), HELD, N16)
+    ((_, reply),) = side.asks.take_replies()
+    assert reply.reason is Reason.NOT_HELD and side.leases.num_held == side.asks.num_open == 0
+    assert side.asks.claim(b"s", ContentClaim(b"o" * 16, "", ASK.marks, 128, False, end)) is None
+    assert side.asks.grant(AskId(2), HELD, N16)
+
+
 @pytest.mark.parametrize(
     "offer",
     [

@@ -101,8 +101,9 @@ class Asks:
             self._replies.append((found.session, refusal(found.claim, Reason.NOT_HELD)))
 
     def grant(self, ask: AskId, offer: Offer, nonce: bytes) -> bool:
-        """Lease what is held to whoever asked. False, and nothing is leased, when the ask has ended, or when the offer
-        brings nothing beyond what the other side has. Raises AssertionError for an offer that was not asked for."""
+        """Lease what is held to whoever asked. False, and nothing is leased, when the ask has ended or contradicts
+        itself, or when the offer brings nothing beyond what the other side has. Raises AssertionError for an offer that
+        was not asked for."""
         self.expire()
         found = self._open.get(ask)
         if found is None:
@@ -113,6 +114,10 @@ class Asks:
             return False
         digest = content_digest(self._layout, offer.name, offer.keys)
         if digest not in (_mark(found.claim.marks, position), found.claim.end):
+            if found.claim.end is not None:
+                # Found by an end that its marks do not lead to: the claim contradicts itself, and is the peer's doing.
+                self.refuse(ask)
+                return False
             raise AssertionError(f"{offer.request_id}: {position} tokens are at no mark of what was asked for")
         granted = self._leases.grant(found.claim, offer, nonce)
         self._close(ask, nonce)
