@@ -178,6 +178,13 @@ def test_a_prompt_that_arrives():
     assert (last.cache.cached_tokens, last.cache.received_tokens, last.transfer) == (5, 0, None)
 
 
+@pytest.mark.parametrize(("told", "believed"), [(5, 5), (6, None), (1 << 26, None)])
+def test_no_more_was_cached_there_than_the_prompt_has(told, believed):
+    params = json.dumps(handed_over() | {"remote_prefill_cached_tokens": told}).encode()
+    _, last = answer(core(kv_transfer=TAKES_PART), request("hello", kv_transfer_params=params))
+    assert last.cache.prefill_cached_tokens == believed
+
+
 @pytest.mark.parametrize("on_failure", ["recompute", "fail"])
 def test_a_prompt_that_does_not_arrive(on_failure):
     fake = core(FakeFaults(lose_transfers=True), kv_transfer=KvTransferConfig(on_failure=on_failure))

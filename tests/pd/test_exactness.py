@@ -72,3 +72,14 @@ def test_a_second_turn_begins_where_an_exact_one_may(servers, length, longer):
     assert last.cache.received_tokens + last.cache.computed_tokens == len(turn)
     finish(d, d.submit(turn, 1, json.loads(last.kv_transfer_params)), p)
     settle(p, d)
+
+
+@pytest.mark.parametrize(("told", "believed"), [(0, 0), (100, 100), (101, None), (1 << 26, None), (None, None)])
+def test_no_more_was_cached_there_than_the_prompt_has(servers, told, believed):
+    p, d, _ = servers
+    prompt = [9, *TEXT][:100]
+    _, prefilled = finish(p, p.submit(prompt, 1, REMOTE_DECODE))
+    params = json.loads(prefilled.kv_transfer_params) | {"remote_prefill_cached_tokens": told}
+    _, last = finish(d, d.submit(prompt, 1, params), p)
+    assert last.cache.prefill_cached_tokens == believed and last.cache.computed_tokens == 0
+    settle(p, d)

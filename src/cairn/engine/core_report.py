@@ -69,10 +69,12 @@ def with_images(stats: EngineStats, counts: "ImageCounts") -> EngineStats:
 
 
 def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheReport | None:
-    """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`."""
+    """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`. It came by a client: more
+    than the prompt has is nothing that a server would say."""
     first = request.first
     if first is None:
         return None
+    believed = prefill_cached_tokens is not None and prefill_cached_tokens <= request.num_prompt_tokens
     return CacheReport(
         prompt_tokens=request.num_prompt_tokens,
         matched_tokens=first.matched,
@@ -82,7 +84,7 @@ def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheRe
         received_tokens=first.received,
         held_breakpoints=len(first.held),
         lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
-        prefill_cached_tokens=None if request.remote_failed else prefill_cached_tokens,
+        prefill_cached_tokens=prefill_cached_tokens if believed and not request.remote_failed else None,
     )
 
 

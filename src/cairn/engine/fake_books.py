@@ -53,6 +53,7 @@ class FakeBooks:
         """The first answer to a prompt has ended: what was found of the prompt."""
         cached, missing = answer.cached_tokens, answer.missing_tokens
         remote = answer.role if isinstance(answer.role, RemotePrefill) else None
+        told = remote.cached_tokens if remote and not missing else None
         reason = (Reason.REMOTE_FAILED if remote else Reason.NEVER_SEEN) if missing else Reason.NONE
         if not self._info.enable_prefix_caching:
             reason = Reason.DISABLED
@@ -64,7 +65,7 @@ class FakeBooks:
             computed_tokens=missing,
             reason=reason.value,
             received_tokens=answer.received_tokens,
-            prefill_cached_tokens=remote.cached_tokens if remote and not missing else None,
+            prefill_cached_tokens=told if told is not None and told <= len(answer.keys) else None,
             lost_tokens={reason.value: missing} if missing else {},
         )
         self.visits.note(answer.request.cache_salt, report)
