@@ -7,7 +7,7 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
-from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
+from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
 from models.decoder_families import falcon, granite, lfm2, qwen3
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
@@ -99,6 +99,24 @@ def test_what_a_config_comes_to(name, tmp_path):
     found = (layout.page_bytes, layout.checkpoint_bytes, half.checkpoint_bytes)
     assert (sizes.active_weights, sizes.score_numbers, *found) == NUMBERS[name]
     assert half.page_bytes == layout.page_bytes
+
+
+def without(raw, fields):
+    return {
+        field: without(value, fields) if isinstance(value, dict) else value
+        for field, value in raw.items()
+        if field not in fields
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_decides_no_size_may_be_left_out(name, tmp_path):
+    raw = without(CONFIGS[name], UNNEEDED)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    layout, sizes = layout_for(str(tmp_path), state_dtype="bfloat16"), sizes_for(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    assert layout == layout_for(str(tmp_path), state_dtype="bfloat16")
+    assert sizes == sizes_for(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

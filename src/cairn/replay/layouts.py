@@ -20,6 +20,9 @@ LAYOUT_NAMES = tuple(PUBLISHED)
 
 STATE_DTYPES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
+UNNEEDED = MappingProxyType({"vocab_size": 1 << 24, "max_position_embeddings": 1 << 20})
+"""Fields that decide no size here: a config.json written for a replay may leave them out."""
+
 
 def sizes_for(name: str) -> ForwardSizes:
     """Of a published model or of a config.json, named by itself or by its folder.
@@ -54,12 +57,19 @@ class _Model:
 
 
 def _named(name: str) -> _Model:
-    raw = PUBLISHED.get(name) or _read(name)
+    raw = PUBLISHED.get(name) or _with_unneeded(_read(name))
     try:
         family = family_of(raw)
         return _Model(family, family.parse(raw), DTYPE_BYTES[served_dtype(raw)])
     except ModelError as error:
         raise ConfigError(f"--layout {name}: {error}") from error
+
+
+def _with_unneeded(raw: Mapping[str, object]) -> Mapping[str, object]:
+    text = raw.get("text_config")
+    if isinstance(text, Mapping):
+        return {**raw, "text_config": {**UNNEEDED, **text}}
+    return {**UNNEEDED, **raw}
 
 
 def _read(name: str) -> Mapping[str, object]:
