@@ -120,6 +120,38 @@ def test_a_bet_on_what_is_committed_already_is_remembered_without_another_commit
     sim.check()
 
 
+def test_the_hits_of_what_is_refused_fall_to_what_is_kept_above_it_in_the_same_commit():
+    sim = full(chance=1.0)
+    lease, book = sim.requests[0].lease, sim.cache.residents.reuse
+    assert sim.cache.want(lease, Wanted(32, Kind.JUNCTION)) is not None
+    lease.refused[64] = Kind.PROMPT_END
+    sim.cache.commit(lease, 64, [32])
+    below, above = lease.node, lease.node.parent
+    assert below.checkpoint is None and above.checkpoint is not None
+    # each alone has 0.5
+    assert book.chance(above.reuse) == 1.0
+    sim.check()
+
+
+def test_the_hits_of_what_is_gone_fall_to_what_is_made_above_it_later():
+    sim = full(chance=0.0)
+    assert not ask(sim, Kind.PROMPT_END)
+    first = sim.requests[0]
+    sim.cache.commit(first.lease, 64)
+    sim.end(first)
+    book = sim.cache.residents.reuse
+    book.first_chance = lambda kind, ways, lineage, before: 1.0
+    lease = sim.cache.lookup(first.namespace, first.lease.keys, "again")
+    sim.cache.admitted(lease)
+    assert lease.known is not None and lease.known.position == 64 and lease.checkpoint is None
+    assert sim.cache.want(lease, Wanted(32, Kind.JUNCTION)) is not None
+    sim.cache.commit(lease, 64, [32])
+    above = lease.node.parent
+    assert above.end == 32 and above.checkpoint is not None
+    assert book.chance(above.reuse) == 1.0
+    sim.check()
+
+
 @pytest.mark.parametrize(
     ("kind", "share", "taken"),
     [

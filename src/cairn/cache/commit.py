@@ -32,16 +32,20 @@ class TreeWriter:
                 runs.lock(node)
                 if old is not None:
                     runs.unlock(old)
-        at, refused = lease.node, [position for position in lease.refused if position <= num_tokens]
-        for position in sorted({*kept, *refused}, reverse=True):
+        positions = {*kept, *(position for position in lease.refused if position <= num_tokens)}
+        at, unkept = lease.node, []
+        for position in sorted(positions, reverse=True):
             at = self._node_at(lease, position, at)
             if position in lease.files:
                 self._attach(lease, position, at)
             else:
-                origin = _origin(lease, position)
-                self.residents.ranking.remember(at, lease.refused[position], origin, lease.lineage)
-        for position in refused:
-            del lease.refused[position]
+                unkept.append(at)
+        # their hits fall to what is above them, so that has to be there first
+        for node in unkept:
+            kind = lease.refused.pop(node.end)
+            self.residents.ranking.remember(node, kind, _origin(lease, node.end), lease.lineage)
+        if positions and lease.known is not None:
+            self.residents.ranking.covered(lease.known)
 
     def _insert(self, lease: Lease, upto: int) -> Node:
         runs = self.residents.runs

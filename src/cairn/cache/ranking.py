@@ -76,6 +76,11 @@ class Ranking:
         if node.reuse is None:
             self._fell_to_above(self.reuse.made(node, kind, origin, lineage))
 
+    def covered(self, known: Reuse) -> None:
+        """There may be another checkpoint by now above `known`: if that is only remembered, its hits fall to it."""
+        if self.reuse.is_ghost(known):
+            self._fell_to_above(known)
+
     def _fell_to_above(self, reuse: Reuse) -> None:
         above = _next_above(reuse.node)
         self.reuse.dropped(reuse, above.node.reuse if above is not None else None)

@@ -94,6 +94,10 @@ class ReuseBook:
     def num_ghosts(self) -> int:
         return len(self._ghosts)
 
+    def is_ghost(self, reuse: Reuse) -> bool:
+        """Whether its checkpoint has gone, and it is remembered."""
+        return reuse in self._ghosts
+
     def records(self) -> list[Reuse]:
         """All of them, for the audit."""
         return [reuse for reuse in self._records if reuse is not None]
@@ -177,7 +181,7 @@ class ReuseBook:
 
     def _heir(self, reuse: Reuse) -> Reuse | None:
         """Its heir, as long as that is a ghost."""
-        if reuse.heir is not None and reuse.heir not in self._ghosts:
+        if reuse.heir is not None and not self.is_ghost(reuse.heir):
             reuse.heir = None
         return reuse.heir
 
