@@ -1,5 +1,7 @@
 """Several answers to one prompt: computed once, shared page by page, and each the answer that it would be alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from driver import Driver, alone
@@ -184,6 +186,19 @@ def test_an_id_of_a_branch_that_is_in_use_takes_nothing():
         driver.submit(PROMPT, name="a", n=2)
     assert set(driver.scheduler.books.requests) == {"a.1"}
     driver.run()
+
+
+@pytest.mark.parametrize(("name", "max_tokens", "field"), [("a.1", 4, "request_id"), ("b", 1 << 20, "max_tokens")])
+def test_what_comes_together_is_taken_together_or_not_at_all(name, max_tokens, field):
+    asked = Driver()
+    asked.submit(PROMPT, name="a", n=2)
+    group = [asked.requests[own].spec for own in ("a", "a.1")]
+    driver, other = Driver(), replace(group[0], request_id=RequestId("b"))
+    with pytest.raises(InvalidRequest) as caught:
+        driver.scheduler.submit_together([group, [replace(other, request_id=RequestId(name), max_tokens=max_tokens)]])
+    assert caught.value.param == field and not driver.scheduler.books.requests
+    driver.scheduler.submit_together([group, [other]])
+    assert set(driver.scheduler.books.requests) == {"a", "a.1", "b"}
 
 
 def test_branches_wait_outside_of_the_queue_until_their_prompt_is_computed():

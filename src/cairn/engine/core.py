@@ -144,17 +144,12 @@ class Core:
 
     def _take(self, requests: Sequence[GenerateRequest], forms: Forms) -> None:
         """All of them or none: nothing is begun before everything has been looked at."""
-        scheduler, taken = self._scheduler, []
+        taken = []
         for request in requests:
-            terms = self._terms(request)
-            made = self._specs.make(request, terms, forms.get(request.request_id), scheduler.max_tokens_for)
-            first, *others = [spec for spec, _ in made]
-            scheduler.check(first, others)
-            taken.append((request, terms, made))
-        scheduler.check_room([request.n for request in requests])
+            terms, form = self._terms(request), forms.get(request.request_id)
+            taken.append((request, terms, self._specs.make(request, terms, form, self._scheduler.max_tokens_for)))
+        self._scheduler.submit_together([[spec for spec, _ in made] for _, _, made in taken])
         for request, terms, made in taken:
-            first, *others = [spec for spec, _ in made]
-            scheduler.submit(first, others)
             self._answers.begin(request, terms, made)
 
     def take_formed(self) -> list[tuple[str, RequestError]]:

@@ -67,27 +67,35 @@ class Scheduler:
     def submit(self, spec: Spec, branches: Sequence[Spec] = ()) -> None:
         """Queue a request. `branches`: further answers to the same prompt, which are requests of their own but for
         that. Raises InvalidRequest if it can never run, QueueFull if too many wait."""
-        self.check(spec, branches)
-        self.check_room([1 + len(branches)])
-        leader, *others = [self._arrived(own) for own in (spec, *branches)]
-        if others:
-            self.books.branches.park(leader, others)
-        self.books.waiting.put(leader)
+        self.submit_together([(spec, *branches)])
+
+    def submit_together(self, groups: Sequence[Sequence[Spec]]) -> None:
+        """Queue requests, all of them or none: nothing is queued before everything has been looked at. A group is a
+        request and its branches; raises as `submit` does."""
+        ids: set[RequestId] = set()
+        for group in groups:
+            for own in group:
+                if own.request_id in self.books.requests or own.request_id in ids:
+                    raise InvalidRequest(f"request id {own.request_id!r} is in use", "request_id")
+                ids.add(own.request_id)
+            self._check(group[0])
+        self.check_room([len(group) for group in groups])
+        for group in groups:
+            leader, *others = [self._arrived(own) for own in group]
+            if others:
+                self.books.branches.park(leader, others)
+            self.books.waiting.put(leader)
         self._stalled = False
 
-    def check(self, spec: Spec, branches: Sequence[Spec] = ()) -> None:
-        """Whether a request may be queued if there is room. Raises InvalidRequest if it can never run."""
-        books = self.books
-        for own in (spec, *branches):
-            if own.request_id in books.requests:
-                raise InvalidRequest(f"request id {own.request_id!r} is in use", "request_id")
+    def _check(self, spec: Spec) -> None:
+        """Raises InvalidRequest if it can never run."""
         length = len(spec.prompt)
         if length < 1:
             raise InvalidRequest("the prompt is empty: it needs at least one token", "prompt")
         limit = self.max_tokens_for(length)
         if limit < 1 or spec.max_tokens > limit:
             raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
-        if (spec.source is not None or spec.hand_over) and books.transfers.side is None:
+        if (spec.source is not None or spec.hand_over) and self.books.transfers.side is None:
             raise InvalidRequest("this server takes no part in transfers: start it with --kv-transfer-config", "source")
         if spec.hand_over and not self._can_hand_over(length + spec.max_tokens):
             raise InvalidRequest(
