@@ -1,47 +1,59 @@
-"""Both side channels keep the same promises; the ZMQ one besides is a door to the outside."""
+"""Both side channels keep the same promises; `test_side_channel` has what strangers can do to the one of sockets."""
 
-import pickle
 import threading
 import time
+import weakref
 
 import pytest
-import zmq
 
 from cairn.engine.memory_channel import MemoryNetwork
-from cairn.engine.side_channel import SideChannel
+from cairn.engine.side_channel import ChannelLimits, SideChannel
 from cairn.errors import ConfigError
+from cairn.transfer.credentials import derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES
+from cairn.types import ManualClock, SystemClock
 
 HOST = "127.0.0.1"
 DEADLINE = 20.0
+CREDENTIALS = derive_credentials(b"a secret of twenty b")
 
 
-@pytest.fixture(params=["memory", "zmq"])
+def side_channel(host=HOST, port=0, limits=None, clock=None):
+    return SideChannel(host, port, CREDENTIALS, clock or SystemClock(), limits)
+
+
+@pytest.fixture(params=["memory", "tls"])
 def channels(request):
     """Three servers: (address, channel) each."""
     network = MemoryNetwork()
-    made = [network.channel(HOST, port) if request.param == "memory" else SideChannel(HOST, 0) for port in (1, 2, 3)]
+    made = [network.channel(HOST, port) if request.param == "memory" else side_channel() for port in (1, 2, 3)]
     yield [((HOST, channel.port), channel) for channel in made]
     for channel in made:
         channel.close()
 
 
-def await_frames(channel, count=1):
-    found, until = [], time.monotonic() + DEADLINE
+def await_frames(channel, count=1, others=()):
+    """What comes to `channel`, while the others get on with their handshakes; what comes to them is kept for later."""
+    found, until = EARLY.pop(channel, []), time.monotonic() + DEADLINE
     while len(found) < count:
         assert time.monotonic() < until, f"{len(found)} of {count} frames came"
-        found += channel.receive(0.05)
+        found += channel.receive(0.002)
+        for other in others:
+            EARLY.setdefault(other, []).extend(other.receive(0.0))
     assert len(found) == count
     return found
+
+
+EARLY = weakref.WeakKeyDictionary()
 
 
 def test_a_frame_and_its_reply(channels):
     (address, p), (_, d), _ = channels
     d.send(address, b"hello")
-    (heard,) = await_frames(p)
-    assert heard.frame == b"hello" and heard.sender is not None and heard.address is None
+    (heard,) = await_frames(p, others=[d])
+    assert heard.frame == b"hello" and heard.sender is not None and heard.address is None and heard.lost is None
     p.reply(heard.sender, b"welcome")
-    (answer,) = await_frames(d)
+    (answer,) = await_frames(d, others=[p])
     assert (answer.frame, answer.sender, answer.address) == (b"welcome", None, address)
 
 
@@ -49,7 +61,7 @@ def test_consumers_are_told_apart(channels):
     (address, p), (_, one), (_, two) = channels
     one.send(address, b"1")
     two.send(address, b"2")
-    senders = {incoming.frame: incoming.sender for incoming in await_frames(p, 2)}
+    senders = {incoming.frame: incoming.sender for incoming in await_frames(p, 2, [one, two])}
     assert senders[b"1"] != senders[b"2"]
     p.reply(senders[b"2"], b"two")
     assert await_frames(two)[0].frame == b"two"
@@ -60,32 +72,52 @@ def test_producers_are_told_apart(channels):
     (one, p1), (two, p2), (_, d) = channels
     d.send(one, b"a")
     d.send(two, b"b")
-    p1.reply(await_frames(p1)[0].sender, b"from one")
-    p2.reply(await_frames(p2)[0].sender, b"from two")
-    assert {incoming.address: incoming.frame for incoming in await_frames(d, 2)} == {one: b"from one", two: b"from two"}
+    p1.reply(await_frames(p1, others=[d])[0].sender, b"from one")
+    p2.reply(await_frames(p2, others=[p1, d])[0].sender, b"from two")
+    assert {incoming.address: incoming.frame for incoming in await_frames(d, 2, [p1, p2])} == {
+        one: b"from one",
+        two: b"from two",
+    }
 
 
-def test_frames_keep_their_order(channels):
+def test_frames_keep_their_order_and_their_length(channels):
     (address, p), (_, d), _ = channels
-    for number in range(100):
-        d.send(address, b"%d" % number)
-    assert [int(incoming.frame) for incoming in await_frames(p, 100)] == list(range(100))
+    sizes = [1, 3, 0, 4096, 1 << 20, 5, 16384, 16383, 16385, 2]
+    for number, size in enumerate(sizes * 6):
+        d.send(address, b"%03d" % number + bytes(size))
+    frames = [incoming.frame for incoming in await_frames(p, 60, [d])]
+    assert [(int(frame[:3]), len(frame) - 3) for frame in frames] == [*enumerate(sizes * 6)]
+
+
+def test_the_largest_frame_goes_both_ways(channels):
+    (address, p), (_, d), _ = channels
+    d.send(address, bytes(MAX_FRAME_BYTES))
+    (heard,) = await_frames(p, others=[d])
+    assert len(heard.frame) == MAX_FRAME_BYTES
+    p.reply(heard.sender, b"x" * MAX_FRAME_BYTES)
+    assert await_frames(d, others=[p])[0].frame == b"x" * MAX_FRAME_BYTES
 
 
 def test_sending_to_nobody_does_no_harm(channels):
     (address, p), (_, d), _ = channels
-    d.send((HOST, 9), b"lost")
     p.reply(b"nobody", b"lost")
+    d.send((HOST, 9), b"lost")
     d.send(address, b"there")
-    assert await_frames(p)[0].frame == b"there"
+    found = []
+    while not any(incoming.frame == b"there" for incoming in found):
+        found += p.receive(0.002)
+        assert all(incoming.address == (HOST, 9) and incoming.lost for incoming in d.receive(0.0))
 
 
 def test_nothing_comes_of_nothing(channels):
     assert channels[0][1].receive(0.0) == []
 
 
+# -- the channel of sockets ------------------------------------------------------------------------------------------
+
+
 def test_wake_ends_a_wait():
-    channel = SideChannel(HOST, 0)
+    channel = side_channel()
     thread = threading.Thread(target=lambda: [time.sleep(0.05), channel.wake()])
     thread.start()
     began = time.monotonic()
@@ -95,55 +127,129 @@ def test_wake_ends_a_wait():
     for _ in range(100_000):
         channel.wake()
     channel.close()
+    channel.wake()
 
 
-@pytest.mark.parametrize("port", [0])
-def test_a_port_in_use_names_the_variables(port):
-    taken = SideChannel(HOST, port)
+def test_a_port_in_use_names_the_variables():
+    taken = side_channel()
     with pytest.raises(ConfigError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
-        SideChannel(HOST, taken.port)
+        side_channel(port=taken.port)
     taken.close()
 
 
-def test_names_and_ipv6_are_bound_to():
-    for host in ("localhost", "::1"):
-        channel = SideChannel(host, 0)
-        other = SideChannel(HOST, 0)
-        other.send((host, channel.port), b"hello")
-        assert await_frames(channel)[0].frame == b"hello"
-        channel.close()
-        other.close()
-
-
-def test_what_is_no_single_frame_is_counted():
-    channel = SideChannel(HOST, 0)
-    with zmq.Context() as context:
-        stranger = context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(f"tcp://{HOST}:{channel.port}")
-        stranger.send_multipart([b"a", b"b", b"c"])
-        stranger.send(pickle.dumps({"a": 1}))
-        (heard,) = await_frames(channel)
-        assert heard.frame == pickle.dumps({"a": 1})
-        assert channel.dropped == 1
-        # larger than any record: ZMQ itself hangs up
-        stranger.send(bytes(MAX_FRAME_BYTES + 1))
-        stranger.close()
-    with zmq.Context() as context:
-        polite = context.socket(zmq.DEALER)
-        polite.connect(f"tcp://{HOST}:{channel.port}")
-        polite.send(b"still there?")
-        assert await_frames(channel)[0].frame == b"still there?"
-        polite.close(linger=0)
+@pytest.mark.parametrize("host", ["localhost", "::1", "LOCALHOST"])
+def test_names_and_ipv6_are_bound_and_connected_to(host):
+    channel, other = side_channel(host), side_channel()
+    other.send((host, channel.port), b"hello")
+    assert await_frames(channel, others=[other])[0].frame == b"hello"
     channel.close()
+    other.close()
 
 
-def test_more_producers_than_sockets(monkeypatch):
-    monkeypatch.setattr("cairn.engine.side_channel._MAX_PRODUCERS", 2)
-    d = SideChannel(HOST, 0)
-    producers = [SideChannel(HOST, 0) for _ in range(3)]
+def test_names_are_looked_up_beside_the_thread(monkeypatch):
+    """Frames wait for the name; one that is not known ends what waits for it."""
+    asked = threading.Event()
+
+    def look_up(host, *args, **kwargs):
+        asked.wait(DEADLINE)
+        if host == "unknown.example":
+            raise OSError("Name or service not known")
+        return [(None, None, None, None, (HOST, 0))]
+
+    p, d = side_channel(), side_channel()
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    for number in range(3):
+        d.send(("prefill.example", p.port), b"%d" % number)
+    d.send(("unknown.example", p.port), b"lost")
+    assert d.receive(0.0) == [] and d.num_connections == 0
+    asked.set()
+    lost = []
+    while not lost:
+        lost = d.receive(0.01)
+    assert [(each.address, "Name or service" in each.lost) for each in lost] == [(("unknown.example", p.port), True)]
+    assert [incoming.frame for incoming in await_frames(p, 3, [d])] == [b"0", b"1", b"2"]
+    p.close()
+    d.close()
+
+
+def test_more_producers_than_connections():
+    d = side_channel(limits=ChannelLimits(max_producers=2))
+    producers = [side_channel() for _ in range(3)]
     for number, producer in enumerate(producers):
         d.send((HOST, producer.port), b"%d" % number)
-        assert await_frames(producer)[0].frame == b"%d" % number
+        found = []
+        while not found:
+            d.receive(0.0)
+            found = [incoming for incoming in producer.receive(0.002) if incoming.lost is None]
+        assert found[0].frame == b"%d" % number
+    assert d.num_connections == 2
     for channel in (d, *producers):
         channel.close()
+
+
+def test_more_consumers_than_connections():
+    p = side_channel(limits=ChannelLimits(max_consumers=2))
+    consumers = [side_channel() for _ in range(3)]
+    heard = []
+    for number, consumer in enumerate(consumers):
+        consumer.send((HOST, p.port), b"%d" % number)
+        heard += await_frames(p, 1 if number < 2 else 2, [consumer])
+    assert [incoming.frame for incoming in heard if incoming.lost is None] == [b"0", b"1", b"2"]
+    assert [incoming.sender for incoming in heard if incoming.lost] == [heard[0].sender] and p.num_connections == 2
+    for channel in (p, *consumers):
+        channel.close()
+
+
+def test_both_ends_hear_of_a_connection_that_has_ended():
+    p, d = side_channel(), side_channel()
+    d.send((HOST, p.port), b"hello")
+    sender = await_frames(p, others=[d])[0].sender
+    d.close()
+    (lost,) = await_frames(p)
+    assert lost.sender == sender and lost.frame == b"" and "closed" in lost.lost and p.num_connections == 0
+    d = side_channel()
+    d.send((HOST, p.port), b"hello")
+    await_frames(p, others=[d])
+    address = (HOST, p.port)
+    p.close()
+    (lost,) = await_frames(d)
+    assert lost.address == address and "closed" in lost.lost and d.num_connections == 0
+    d.send(address, b"is anybody there?")
+    (lost,) = await_frames(d)
+    assert lost.address == address and "refused" in lost.lost and d.num_connections == 0
+    d.close()
+
+
+def test_a_connection_on_which_nothing_comes_is_closed_after_a_while():
+    clock = ManualClock()
+    p, d = side_channel(clock=clock), side_channel(clock=clock)
+    d.send((HOST, p.port), b"hello")
+    sender = await_frames(p, others=[d])[0].sender
+    for _ in range(3):
+        clock.advance(59.0)
+        d.send((HOST, p.port), b"heartbeat")
+        assert await_frames(p, others=[d])[0].frame == b"heartbeat"
+        p.reply(sender, b"alive")
+        assert await_frames(d, others=[p])[0].frame == b"alive"
+    d.send((HOST, p.port), b"what is sent does not count")
+    await_frames(p)
+    clock.advance(61.0)
+    (lost,) = d.receive(0.0)
+    assert lost.address == (HOST, p.port) and "too long" in lost.lost and d.num_connections == 0
+    assert await_frames(p)[0].lost and p.num_connections == 0
+    p.close()
+    d.close()
+
+
+def test_a_peer_that_does_not_read_is_not_waited_for():
+    """What it does not take is dropped, beyond two frames of the largest kind."""
+    p, d = side_channel(), side_channel()
+    d.send((HOST, p.port), b"hello")
+    sender = await_frames(p, others=[d])[0].sender
+    for _ in range(20):
+        p.reply(sender, bytes(MAX_FRAME_BYTES))
+    assert 10 <= p.dropped <= 18
+    kept = 20 - p.dropped
+    assert [len(incoming.frame) for incoming in await_frames(d, kept, [p])] == [MAX_FRAME_BYTES] * kept
+    p.close()
+    d.close()

@@ -6,7 +6,7 @@ policy says so); nobody holds a page in the end; and no byte arrives in a page t
 
 import random
 
-from pd_world import HOST, REMOTE_DECODE, Server, World, alone
+from pd_world import REMOTE_DECODE, Server, World, alone
 
 from cairn.cache.lease import Namespace
 from cairn.transfer.links.memory import Fault
@@ -72,7 +72,7 @@ class Round:
 
     def somewhere(self) -> None:
         """A random moment of the transfer."""
-        for _ in range(self.rng.randrange(14)):
+        for _ in range(self.rng.randrange(10)):
             self.turn()
 
     def finish(self, seconds: float = 120.0) -> None:
@@ -251,34 +251,13 @@ def side_channel_unreliable(r: Round) -> None:
     r.decode(r.d, r.prompt, params)
 
 
-def secret_differs(r: Round) -> None:
-    _kill(r, r.d)
-    r.d = r.world.server(2, secret=b"another secret, as long", on_failure=r.on_failure)
+def connection_cut(r: Round) -> None:
+    """At a random moment, and both hear of it."""
     params = r.prefill()
     r.decode(r.d, r.prompt, params)
-
-
-def proof_replayed(r: Round) -> None:
-    """What a stranger has recorded of a handshake and a claim is said again, to P and from elsewhere."""
-    heard = []
-    original = r.world.network.to_address
-
-    def listen(address, incoming):
-        heard.append((address, incoming.frame))
-        original(address, incoming)
-
-    r.world.network.to_address = listen
-    params = r.prefill()
-    r.decode(r.d, r.prompt, params)
-    r.world.run()
-    r.world.network.to_address = original
-    again = r.prefill(r.tokens(50))
-    stranger = r.world.network.channel(HOST, 99)
-    for address, frame in heard * 2:
-        stranger.send(address, frame)
+    for _ in range(r.rng.randint(1, 9)):
         r.turn()
-    assert not any(b"welcome" in incoming.frame for _, incoming in stranger._inbox)
-    assert again is not None
+    r.world.network.cut(r.d.channel, r.p.channel)
 
 
 def d_in_a_small_pool(r: Round) -> None:
@@ -314,8 +293,7 @@ EFFECTS = {
     reference_forged: FAILED,
     p_under_eviction_pressure: RECEIVED,
     side_channel_unreliable: RECEIVED,
-    secret_differs: FAILED,
-    proof_replayed: RECEIVED,
+    connection_cut: FAILED,
     d_in_a_small_pool: RECEIVED,
 }
 """What a round of this fault may leave behind; a tenth of the rounds must, or the fault never struck."""

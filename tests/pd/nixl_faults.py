@@ -4,13 +4,17 @@ One fault a function; `play` runs one round of it, see `nixl_world.Round.finish`
 same list is played on the memory link in `faults`.
 """
 
-import zmq
+import contextlib
+import random
+import socket
+
 from nixl_process import REMOTE_DECODE
-from nixl_relay import HOST, kind_of
+from nixl_relay import HOST
 from nixl_world import Round, World
 
-from cairn.transfer.frames import outer_frames, requests
-from cairn.transfer.wire import Challenge, Claim, Hello, Prove, Sealed
+from cairn.engine.side_channel import SideChannel
+from cairn.transfer.credentials import derive_credentials
+from cairn.types import SystemClock
 
 SMALL_POOL = 4 << 20
 _EXTENSION_SECONDS = 20.0
@@ -18,7 +22,7 @@ _EXTENSION_SECONDS = 20.0
 
 def p_killed_before_the_claim(r: Round) -> None:
     params = r.prefill()
-    kind = r.take(None, "claim", r.rng.choice(["hello", "prove"]))
+    kind = r.take(None, "claim", r.rng.choice(["hello", "welcome"]))
     if kind is None:
         r.p.kill()
         r.decode(r.d, params=params)
@@ -208,76 +212,57 @@ def secret_differs(r: Round) -> None:
     r.decode(r.d, params=params)
 
 
-class Stranger:
-    """Speaks to P's side channel, and knows no secret."""
+class Strangers:
+    """Connections to a side channel that know no secret: bare ones, some that speak other protocols, and some that
+    shake hands with another secret. Closed by `close`."""
+
+    WORDS = (
+        *(b"", b"\x16", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03"),
+        b"\x16\x03\x01\x40\x00" + bytes(999),
+    )
 
     def __init__(self, port: int) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"tcp://{HOST}:{port}")
+        self._port = port
+        self._sockets: list[socket.socket] = []
+        self._handshakes = SideChannel(HOST, 0, derive_credentials(b"what the others hold"), SystemClock())
 
-    def ask(self, frame: bytes, seconds: float = 0.05) -> list[bytes]:
-        """What comes within so many seconds."""
-        self._socket.send(frame)
-        found = []
-        while self._socket.poll(seconds * 1000):
-            found.append(self._socket.recv())
-        return found
+    def come(self, count: int, rng: random.Random) -> None:
+        for _ in range(count):
+            made = socket.create_connection((HOST, self._port), 5)
+            made.setblocking(False)
+            self._sockets.append(made)
+            with contextlib.suppress(OSError):
+                made.send(rng.choice(self.WORDS))
+            self._handshakes.send((HOST, self._port), b"let me in")
+            assert not any(incoming.frame for incoming in self._handshakes.receive(0.0))
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        for each in self._sockets:
+            each.close()
+        self._handshakes.close()
 
 
-def proof_replayed(r: Round) -> None:
-    """What a stranger has recorded of handshake, claim and confirm is said again, by another connection."""
-    r.relay.listens = True
-    first = r.decode(r.d, params=r.prefill())
-    r.world.wait(lambda: first.is_over, "the first has ended")
-    heard = r.relay.heard
-    assert heard
-    r.prompt = r.tokens(60)
+def strangers_at_the_door(r: Round) -> None:
     params = r.prefill()
-    stranger = Stranger(r.p.side_port)
-    for frame in heard * 2:
-        _assert_told_nothing(stranger.ask(frame, 0.01))
-    stranger.close()
-    r.decode(r.d, params=params)
-
-
-def handshake_without_a_proof(r: Round) -> None:
-    """A stranger that knows the protocol, a layout and a reference, but no secret."""
-    r.relay.listens = True
-    r.relay.hold = frozenset({"claim"})
-    params = r.prefill()
+    strangers = Strangers(r.p.side_port)
+    strangers.come(r.rng.randint(10, 60), r.rng)
+    r.relay.hold = frozenset({r.rng.choice(["hello", "claim", "confirm"])})
     asked = r.decode(r.d, params=params)
-    r.until("claim")
-    frames, bodies = outer_frames(), requests()
-    records = [frames.decode(frame) for frame in r.relay.heard]
-    hello = next((record for record in records if isinstance(record, Hello)), None)
-    sealed = [record for record in records if isinstance(record, Sealed)][-1]
-    claim = bodies.decode(sealed.body)
-    assert isinstance(claim, Claim)
-    stranger = Stranger(r.p.side_port)
-    session = r.rng.randbytes(16)
-    if hello is not None:
-        mine = Hello(hello.version, "stranger", r.rng.randbytes(16), hello.layout, hello.geometry)
-        (challenge,) = [frames.decode(reply) for reply in stranger.ask(frames.encode(mine))]
-        assert isinstance(challenge, Challenge)
-        session = challenge.nonce
-        for proof in (r.rng.randbytes(32), challenge.proof, bytes(32)):
-            _assert_told_nothing(stranger.ask(frames.encode(Prove(session, proof))))
-    for record in (claim, Claim(**{name: getattr(claim, name) for name in claim.__struct_fields__})):
-        for name in (session, sealed.session):
-            mark = r.rng.choice([sealed.mark, r.rng.randbytes(32)])
-            _assert_told_nothing(stranger.ask(frames.encode(Sealed(name, mark, bodies.encode(record)))))
-    stranger.close()
-    assert not asked.is_over
+    r.world.wait(lambda: r.relay.num_held or asked.is_over, "D says something")
+    strangers.come(r.rng.randint(10, 60), r.rng)
+    r.relay.hold = frozenset()
+    r.relay.release()
+    r.world.wait(lambda: asked.is_over, "the hand-over has ended")
+    strangers.close()
 
 
-def _assert_told_nothing(replies: list[bytes]) -> None:
-    kinds = {kind_of(reply) for reply in replies}
-    assert kinds <= {"challenge", "denied"}, f"a stranger was told {kinds}"
+def connection_cut(r: Round) -> None:
+    params = r.prefill()
+    kind = r.take("hello", "claim", "granted", "confirm", "confirmed")
+    r.relay.hold = frozenset({kind})
+    r.decode(r.d, params=params)
+    r.until(kind)
+    r.relay.cut()
 
 
 def d_in_a_small_pool(r: Round) -> None:
@@ -312,8 +297,8 @@ EFFECTS = {
     p_under_eviction_pressure: RECEIVED,
     side_channel_unreliable: RECEIVED,
     secret_differs: FAILED,
-    proof_replayed: RECEIVED,
-    handshake_without_a_proof: RECEIVED,
+    strangers_at_the_door: RECEIVED,
+    connection_cut: FAILED,
     d_in_a_small_pool: RECEIVED,
 }
 """Which counter a round of this fault moves: one round at least must, or the fault never struck."""

@@ -1,6 +1,7 @@
-"""A postman between the side channels of two servers: it sees every frame, and may hold, lose, delay or repeat it.
+"""A postman between the side channels of two servers, whose secret it holds: it sees every frame, and may hold, lose,
+delay or repeat it.
 
-D -> ROUTER [Relay] DEALER (one for each connection of D) -> P
+D -> SideChannel [Relay] SideChannel (one for each connection of D) -> P
 """
 
 import heapq
@@ -9,38 +10,33 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import zmq
-
-from cairn.transfer.frames import outer_frames, replies, requests
-from cairn.transfer.wire import MAX_FRAME_BYTES, Sealed
+from cairn.engine.side_channel import SideChannel
+from cairn.transfer.credentials import TlsCredentials
+from cairn.transfer.frames import replies, requests
+from cairn.types import SystemClock
 
 HOST = "127.0.0.1"
 _LINKS = 64
 
 
 def kind_of(frame: bytes) -> str:
-    """The record's name in lower case; of a sealed one that of what is in it."""
-    record = outer_frames().decode(frame)
-    if isinstance(record, Sealed):
-        record = requests().decode(record.body) or replies().decode(record.body)
-    return type(record).__name__.lower()
+    """The record's name in lower case."""
+    return type(requests().decode(frame) or replies().decode(frame)).__name__.lower()
 
 
 class Relay:
     """`seen`: how many frames of each kind were taken. `heard`: what D has said, if `listens`. `hold`: kinds that are
     kept back until `release`. `fate`: the seconds after which copies of a frame are delivered; None: one at once."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, credentials: TlsCredentials) -> None:
         self.target = target
-        self._context = zmq.Context()
-        self._front = self._context.socket(zmq.ROUTER)
-        self._front.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._front.setsockopt(zmq.LINGER, 0)
-        self.port = self._front.bind_to_random_port(f"tcp://{HOST}")
-        self._backs: dict[bytes, zmq.Socket] = {}
-        self._later: list[tuple[float, int, zmq.Socket, list[bytes]]] = []
+        self._credentials = credentials
+        self._front = SideChannel(HOST, 0, credentials, SystemClock())
+        self.port = self._front.port
+        self._backs: dict[bytes, SideChannel] = {}
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._held: list[tuple[zmq.Socket, list[bytes]]] = []
+        self._held: list[Callable[[], None]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -68,62 +64,59 @@ class Relay:
     def release(self) -> None:
         """Deliver what was held."""
         held, self._held = self._held, []
-        for through, parts in held:
-            self._deliver(through, parts)
+        for deliver in held:
+            deliver()
 
-    def sockets(self) -> list:
+    def cut(self) -> None:
+        """End all connections, and lose what is under way."""
+        self._held.clear()
+        for link in list(self._front._consumers.values()):
+            self._front._lose(link, "cut")
+        for back in self._backs.values():
+            back.close()
+        self._backs.clear()
+
+    def sockets(self) -> list[SideChannel]:
         return [self._front, *self._backs.values()]
 
     def turn(self) -> None:
-        for parts in self._received(self._front):
-            if len(parts) == 2:
-                sender, frame = parts
-                if self.listens:
-                    self.heard.append(frame)
-                self._pass(self._back(sender), [frame], frame)
+        for incoming in self._front.receive(0.0):
+            sender, frame = incoming.sender, incoming.frame
+            if incoming.lost is not None:
+                # D's end is gone, so is P's
+                if (back := self._backs.pop(sender, None)) is not None:
+                    back.close()
+                continue
+            if self.listens:
+                self.heard.append(frame)
+            self._pass(frame, lambda sender=sender, frame=frame: self._to_producer(sender, frame))
         for sender, back in list(self._backs.items()):
-            for parts in self._received(back):
-                self._pass(self._front, [sender, parts[0]], parts[0])
+            for incoming in back.receive(0.0):
+                # a P that is gone is silent to D: what finds out is tested elsewhere
+                if incoming.lost is None:
+                    frame = incoming.frame
+                    self._pass(frame, lambda sender=sender, frame=frame: self._front.reply(sender, frame))
         while self._later and self._later[0][0] <= time.monotonic():
-            _, _, through, parts = heapq.heappop(self._later)
-            self._deliver(through, parts)
+            heapq.heappop(self._later)[2]()
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        for channel in self.sockets():
+            channel.close()
 
-    def _pass(self, through, parts: list[bytes], frame: bytes) -> None:
-        kind = kind_of(frame)
-        self.seen[kind] += 1
-        if kind in self.hold:
-            self._held.append((through, parts))
-        elif self.fate is None:
-            self._deliver(through, parts)
-        else:
-            for seconds in self.fate():
-                at = time.monotonic() + seconds
-                heapq.heappush(self._later, (at, next(self._numbers), through, parts))
-
-    def _deliver(self, through, parts: list[bytes]) -> None:
-        if not through.closed:
-            try:
-                through.send_multipart(parts, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                self.seen["lost"] += 1
-
-    def _back(self, sender: bytes):
+    def _to_producer(self, sender: bytes, frame: bytes) -> None:
         back = self._backs.get(sender)
         if back is None:
             assert len(self._backs) < _LINKS
-            back = self._backs[sender] = self._context.socket(zmq.DEALER)
-            back.setsockopt(zmq.LINGER, 0)
-            back.connect(f"tcp://{HOST}:{self.target}")
-        return back
+            back = self._backs[sender] = SideChannel(HOST, 0, self._credentials, SystemClock())
+        back.send((HOST, self.target), frame)
 
-    @staticmethod
-    def _received(through) -> list[list[bytes]]:
-        found = []
-        while True:
-            try:
-                found.append(through.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return found
+    def _pass(self, frame: bytes, deliver: Callable[[], None]) -> None:
+        kind = kind_of(frame)
+        self.seen[kind] += 1
+        if kind in self.hold:
+            self._held.append(deliver)
+        elif self.fate is None:
+            deliver()
+        else:
+            for seconds in self.fate():
+                heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), deliver))

@@ -10,6 +10,7 @@ from nixl_process import ANSWER_SECONDS, REMOTE_DECODE, START_SECONDS, Asked, Co
 from nixl_relay import HOST, Relay
 
 from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
+from cairn.transfer.credentials import derive_credentials
 
 SECRET = "a secret that both have, of bytes enough"
 _RELAYS = 4
@@ -26,6 +27,7 @@ class World:
         self.nursery = Nursery()
         self.secret = self.nursery.folder / "secret"
         self.secret.write_text(SECRET)
+        self.credentials = derive_credentials(SECRET.encode())
         self.secret.chmod(0o600)
         self.other_secret = self.nursery.folder / "other"
         self.other_secret.write_text(SECRET[::-1])
@@ -66,7 +68,7 @@ class World:
         return [server for server in self.servers.values() if server.alive]
 
     def new_relay(self, target: int) -> Relay:
-        self.relays.append(Relay(target))
+        self.relays.append(Relay(target, self.credentials))
         return self.relays[-1]
 
     def relay(self, rng: random.Random, p: CoreProcess) -> Relay:
@@ -204,7 +206,7 @@ class Round:
 
     def somewhere(self) -> None:
         """A random moment of the transfer, by a frame that is held there or by time."""
-        kind = self.rng.choice(["hello", "prove", "claim", "granted", "confirm", "confirmed", None, None])
+        kind = self.rng.choice(["hello", "welcome", "claim", "granted", "confirm", "confirmed", None, None])
         if kind is None:
             self.pause(0.08)
             return

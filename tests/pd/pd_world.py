@@ -20,6 +20,7 @@ from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.consumer import Consumer
+from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import Peer
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.lease import LeaseLimits
@@ -30,13 +31,11 @@ from cairn.transfer.planner import paired_pages
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 from cairn.transfer.recent import RecentContent
-from cairn.transfer.sessions import Identity
 from cairn.transfer.staging import Staging, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 
 LAYOUT_HASH = b"L" * 32
-SECRET = b"a secret of twenty b"
 HOST = "127.0.0.1"
 
 
@@ -88,7 +87,6 @@ class Server:
         lease_share=0.5,
         lease_seconds=30.0,
         on_failure="recompute",
-        secret=SECRET,
         layout_hash=LAYOUT_HASH,
         max_num_seqs=4,
         budget=256,
@@ -103,7 +101,7 @@ class Server:
         self.runner = PooledRunner(self.layout, self.pool)
         self.link = world.fabric.link(engine_id)
         self.link.register(Region.of(self.pool))
-        identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash, secret)
+        identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)
         self.channel = world.network.channel(HOST, port)
         random_bytes = world.rng.randbytes
         self.producer = Producer(identity, _limits(num_pages, lease_seconds), world.clock, random_bytes)

@@ -10,6 +10,7 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
+from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Offer, Peer, Want
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.lease import LeaseLimits
@@ -20,13 +21,12 @@ from cairn.transfer.planner import paired_pages
 from cairn.transfer.producer import Producer
 from cairn.transfer.rank_channel import memory_channel
 from cairn.transfer.ranks import RankedWorker, RankServant
-from cairn.transfer.sessions import Identity
 from cairn.transfer.staging import Staging, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from transfer import test_geometry as naive
 
-LAYOUT, SECRET = b"L" * 32, b"a secret of twenty b"
+LAYOUT = b"L" * 32
 PLAIN = ContentName()
 CANARY = 0xEE
 HEADER, UNIT_BYTES = 7, 333
@@ -126,7 +126,7 @@ class Engine:
         assert (self.worker.describe() is None) == (tp_size > 1)
         for servant in self.servants:
             servant.turn()
-        identity = Identity(Peer(name, self.geometry, self.worker.describe()), LAYOUT, SECRET)
+        identity = Identity(Peer(name, self.geometry, self.worker.describe()), LAYOUT)
         self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), world.clock, world.rng.randbytes)
         policy = PeerPolicy()
         self.consumer = Consumer(identity, policy, self.worker, world.clock, world.rng.randbytes, self._send)

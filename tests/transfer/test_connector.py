@@ -94,7 +94,7 @@ def test_many_pulls_share_one_connection():
         world.consumer.pull(world.want(ref, keys(16, seed), [seed]))
     events = world.run()
     assert [event.failure for event in events if isinstance(event, PullEnded)] == [None] * 8
-    assert np.array_equal(world.memory[:8], world.p.memory[:8]) and world.sent == 2 + 2 * 8
+    assert np.array_equal(world.memory[:8], world.p.memory[:8]) and world.sent == 1 + 2 * 8
 
 
 def order(world, remote, local, *, geometry=GEOMETRY, ranks=None, pull=1):
@@ -201,7 +201,7 @@ def test_connections_to_peers_are_bounded_and_silent_ones_forgotten():
     for port in range(1, 301):
         world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=port))
     refused = [event.failure for event in world.run(2) if isinstance(event, PullEnded)]
-    assert len(refused) == 44 and {"256 connections" in failure for failure in refused} == {True}
+    assert len(refused) == 44 and {"256 sessions" in failure for failure in refused} == {True}
     world.clock.advance(5.0)
     assert len(world.run(2)) == 2 * 256 and world.consumer.num_open == 0
     pull = world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=999))

@@ -101,7 +101,7 @@ def test_a_whole_transfer_from_handshake_to_confirmation():
             world.p.link.progress()
         assert events[0].failure is None and events[0].checkpoint_position == 160
         assert np.array_equal(world.memory[[6, 7, 8, 9, 30, 31]], world.p.memory[[16, 17, 18, 19, 40, 41]])
-        assert not world.memory[:6].any() and world.sent == 4 + 2 * round_
+        assert not world.memory[:6].any() and world.sent == 3 + 2 * round_
     assert [link.close() for link in world.fabric.made] == [0, 0]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
+from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer, Peer, PeerGeometry, Want
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Region
@@ -19,7 +20,6 @@ from cairn.transfer.params import RemotePrefill, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.producer import Producer
-from cairn.transfer.sessions import Identity
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 
@@ -28,7 +28,6 @@ PAGE_BYTES = 64
 NUM_PAGES = 64
 STATE_PAGES = 2
 LAYOUT = b"L" * 32
-SECRET = b"a secret of twenty b"
 HOST, PORT = "127.0.0.1", 5600
 PLAIN = ContentName()
 GEOMETRY = PeerGeometry(BLOCK, PAGE_BYTES, 1, 8, 100, 1)
@@ -41,12 +40,12 @@ def keys(num_tokens: int, seed: int = 0) -> np.ndarray:
 class ProducerSide:
     """One incarnation of the prefill server, and its pool."""
 
-    def __init__(self, fabric, clock, rng, name, *, layout=LAYOUT, secret=SECRET, max_pages=NUM_PAGES):
+    def __init__(self, fabric, clock, rng, name, *, layout=LAYOUT, max_pages=NUM_PAGES):
         self.name = name
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = fabric.link(name)
         self.link.register(Region.of(self.memory))
-        identity = Identity(Peer(name, GEOMETRY, (self.link.describe(),)), layout, secret)
+        identity = Identity(Peer(name, GEOMETRY, (self.link.describe(),)), layout)
         self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), clock, rng.randbytes)
 
     def fill(self, pages, rng) -> None:
@@ -58,7 +57,7 @@ class ProducerSide:
 class World:
     """`connector` is the decode side; its frames lie in `to_producer` and `to_consumer` until `deliver`."""
 
-    def __init__(self, seed=0, *, policy=None, secret=SECRET, layout=LAYOUT, max_pages=NUM_PAGES, links=None, **fabric):
+    def __init__(self, seed=0, *, policy=None, layout=LAYOUT, max_pages=NUM_PAGES, links=None, **fabric):
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.fabric = links or MemoryFabric(**fabric)
@@ -72,7 +71,7 @@ class World:
         self.link = self.fabric.link("decode")
         self.link.register(Region.of(self.memory))
         self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), chunk_bytes=3 * PAGE_BYTES)
-        identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout, secret)
+        identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout)
         self.consumer = Consumer(identity, self.policy, self.worker, self.clock, self.rng.randbytes, self._send)
         self.restart()
         self.connector = Connector(self.p.producer, self.consumer)

@@ -1,5 +1,6 @@
 """The way to other servers, from configuration to a thread that may be started. Imports no torch and no NIXL."""
 
+import logging
 import os
 import threading
 import uuid
@@ -18,18 +19,18 @@ from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
 from cairn.errors import ConfigError, EngineDead
 from cairn.transfer.consumer import Consumer
+from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import Peer
+from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import paired_pages
 from cairn.transfer.producer import Producer
-from cairn.transfer.proof import check_secret
 from cairn.transfer.rank_channel import RankChannel
 from cairn.transfer.ranks import RankedWorker
 from cairn.transfer.recent import RecentContent
-from cairn.transfer.sessions import Identity
 from cairn.transfer.staging import Staging
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
@@ -39,6 +40,8 @@ __all__ = ["MakeLink", "RankMemory", "build_transfer", "nixl_link", "rank_worker
 _MAX_SECRET = 4096
 _DESCRIBE_SECONDS = 60.0
 _LOOK_SECONDS = 0.001
+
+logger = logging.getLogger(__name__)
 
 MakeLink = Callable[[str], Link]
 """Host of the side channel -> a link that has registered nothing yet. Raises ConfigError."""
@@ -96,8 +99,8 @@ def build_transfer(
     worker = RankedWorker(link, rank_worker(link, memory), ranks)
     described = _described(worker, clock)
     engine_id = str(uuid.uuid4())
-    identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash, secret)
-    channel = SideChannel(config.host, config.port)
+    identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
+    channel = SideChannel(config.host, config.port, derive_credentials(secret), clock)
     limits = LeaseLimits(max_pages=memory.num_pages, duration=config.lease_seconds)
     producer = Producer(identity, limits, clock, os.urandom)
     consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
@@ -128,8 +131,12 @@ def _policy(config: KvTransferConfig) -> PeerPolicy:
 
 
 def _secret(path: str | None) -> bytes:
-    """Without a file the proofs still tell sessions apart; loopback is what keeps strangers out then."""
+    """Without a file it is empty; loopback is what keeps strangers out then."""
     if path is None:
+        logger.warning(
+            "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "
+            "remote_port is believed, and every local process may read this server's cache"
+        )
         return b""
     try:
         secret = Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")

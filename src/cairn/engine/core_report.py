@@ -58,6 +58,7 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         expired_leases=counters.expired_offers,
         in_flight_shared_requests=counters.shared.requests,
         in_flight_shared_tokens=counters.shared.tokens,
+        skipped_transfers=0 if transfer is None else transfer.loop.num_skipped,
         side_channel_dropped=0 if transfer is None else transfer.loop.dropped,
     )
 

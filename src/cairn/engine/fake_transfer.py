@@ -8,7 +8,7 @@ from cairn.engine.wire import transfer_params
 from cairn.errors import InvalidRequest
 from cairn.transfer.params import RemoteDecode, RemotePrefill, parse_kv_transfer_params, remote_request_id
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.proof import NONCE_BYTES
+from cairn.transfer.wire import NONCE_BYTES
 
 __all__ = ["FakeTransfers", "RemoteRole"]
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from cairn.engine.side_channel import Incoming
-from cairn.transfer.consumer import Address
+from cairn.transfer.unresponsive_peers import Address
 
 __all__ = ["MemoryChannel", "MemoryNetwork", "faithful"]
 
@@ -40,6 +40,11 @@ class MemoryNetwork:
     def to_name(self, name: bytes, incoming: Incoming) -> None:
         if (channel := self._by_name.get(name)) is not None:
             channel.arrive(self.fate(), incoming)
+
+    def cut(self, consumer: "MemoryChannel", producer: "MemoryChannel") -> None:
+        """End the connection between two channels: both hear of it, after what is under way."""
+        consumer.arrive((0,), Incoming(address=producer.address, lost="cut"))
+        producer.arrive((0,), Incoming(sender=consumer.name, lost="cut"))
 
     def forget(self, channel: "MemoryChannel") -> None:
         """Its process is gone: what is sent to it vanishes."""

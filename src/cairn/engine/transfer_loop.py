@@ -61,6 +61,11 @@ class TransferLoop:
         return self._channel.dropped + self._producer.sessions.dropped + self._consumer.dropped + self._ranks.dropped
 
     @property
+    def num_skipped(self) -> int:
+        """Pulls that were not tried, because their peer had not answered lately."""
+        return self._consumer.num_skipped
+
+    @property
     def num_open(self) -> int:
         """Pulls that have not settled."""
         return self._consumer.num_open
@@ -119,12 +124,17 @@ class TransferLoop:
             self.notify()
 
     def _take(self, incoming: Incoming) -> None:
-        if incoming.sender is not None:
-            reply = self._producer.receive(incoming.sender, incoming.frame)
-            if reply is not None:
-                self._channel.reply(incoming.sender, reply)
-        elif incoming.address is not None:
-            self._consumer.receive(incoming.address, incoming.frame)
+        match incoming:
+            case Incoming(sender=bytes(sender), lost=None):
+                reply = self._producer.receive(sender, incoming.frame)
+                if reply is not None:
+                    self._channel.reply(sender, reply)
+            case Incoming(sender=bytes(sender)):
+                self._producer.forget(sender)
+            case Incoming(address=(_, _) as address, lost=None):
+                self._consumer.receive(address, incoming.frame)
+            case Incoming(address=(_, _) as address, lost=str(reason)):
+                self._consumer.lose(address, reason)
 
     def _carry_out(self, command: Command) -> None:
         match command:

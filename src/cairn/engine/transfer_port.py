@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
 from cairn.transfer.params import remote_request_id
-from cairn.transfer.proof import NONCE_BYTES
+from cairn.transfer.wire import NONCE_BYTES
 
 __all__ = ["Abort", "Answer", "Command", "MakeOffer", "StartPull", "TransferPort", "Withdraw"]
 

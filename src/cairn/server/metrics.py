@@ -61,7 +61,12 @@ _TRANSFER_COUNTERS = (
     ("vllm:external_prefix_cache_hits", "external_prefix_cache_hits", "Prompt tokens received from other servers."),
     ("vllm:nixl_num_failed_transfers", "failed_transfers", "Transfers that did not bring what they were to bring."),
     ("vllm:nixl_num_kv_expired_reqs", "expired_leases", "Prefilled prompts that nobody fetched in time."),
-    ("cairn:side_channel_dropped", "side_channel_dropped", "Frames on the side channel that were no valid record."),
+    ("cairn:skipped_transfers", "skipped_transfers", "Transfers not tried, as the peer had not answered lately."),
+    (
+        "cairn:side_channel_dropped",
+        "side_channel_dropped",
+        "Frames on the side channel that were no valid record, and connections without a proof of the secret.",
+    ),
 )
 # Only where there is a vision model.
 _IMAGE_COUNTERS = (

@@ -14,7 +14,7 @@ from cairn.step import GRID
 from cairn.transfer.contract import AskId, ContentAsked, Offer
 from cairn.transfer.digest import DIGEST_BYTES, content_digest
 from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.wire import ContentClaim, ContentGranted, FromProducer, Reason, Refused, Release, Released, refusal
+from cairn.transfer.wire import ContentClaim, ContentGranted, Reason, Refused, Release, Released, Reply, refusal
 from cairn.types import Clock
 
 __all__ = ["AskLimits", "Asks"]
@@ -32,7 +32,7 @@ class AskLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    session: bytes
+    sender: bytes
     claim: ContentClaim
     until: float
 
@@ -49,7 +49,7 @@ class Asks:
         self._by_claim: dict[bytes, AskId] = {}
         self._answered: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._asked: list[ContentAsked] = []
-        self._replies: list[tuple[bytes, FromProducer]] = []
+        self._replies: list[tuple[bytes, Reply]] = []
         self._next = 0
 
     @property
@@ -62,7 +62,7 @@ class Asks:
         """When the next ask is refused for want of an answer, or None while there is none."""
         return min((ask.until for ask in self._open.values()), default=None)
 
-    def claim(self, session: bytes, claim: ContentClaim) -> ContentGranted | Refused | None:
+    def claim(self, sender: bytes, claim: ContentClaim) -> ContentGranted | Refused | None:
         """The answer, or None while there is none: then it comes by `take_replies`."""
         self.expire()
         if claim.claim in self._answered:
@@ -71,14 +71,14 @@ class Asks:
         known = self._by_claim.get(claim.claim)
         if known is not None:
             ask = self._open[known]
-            return None if ask.claim == claim and ask.session == session else refusal(claim, Reason.USED)
+            return None if ask.claim == claim and ask.sender == sender else refusal(claim, Reason.USED)
         if len(claim.marks) % DIGEST_BYTES:
             return refusal(claim, Reason.OUT_OF_RANGE)
         if len(self._open) >= self._limits.max_open:
             return refusal(claim, Reason.NOT_HELD)
         self._next += 1
         ask_id = AskId(self._next)
-        self._open[ask_id] = _Ask(session, claim, self._clock.now() + self._limits.seconds)
+        self._open[ask_id] = _Ask(sender, claim, self._clock.now() + self._limits.seconds)
         self._by_claim[claim.claim] = ask_id
         self._asked.append(ContentAsked(ask_id, claim.adapter, claim.marks, claim.start, claim.checkpoint, claim.end))
         return None
@@ -98,7 +98,7 @@ class Asks:
         """Nothing is held of what was asked. Unknown and ended asks are left as they are."""
         if (found := self._open.get(ask)) is not None:
             self._close(ask, None)
-            self._replies.append((found.session, refusal(found.claim, Reason.NOT_HELD)))
+            self._replies.append((found.sender, refusal(found.claim, Reason.NOT_HELD)))
 
     def grant(self, ask: AskId, offer: Offer, nonce: bytes) -> bool:
         """Lease what is held to whoever asked. False, and nothing is leased, when the ask has ended or contradicts
@@ -121,7 +121,7 @@ class Asks:
             raise AssertionError(f"{offer.request_id}: {position} tokens are at no mark of what was asked for")
         granted = self._leases.grant(found.claim, offer, nonce)
         self._close(ask, nonce)
-        self._replies.append((found.session, granted))
+        self._replies.append((found.sender, granted))
         return True
 
     def expire(self) -> None:
@@ -136,8 +136,8 @@ class Asks:
         asked, self._asked = [event for event in self._asked if event.ask in self._open], []
         return asked
 
-    def take_replies(self) -> list[tuple[bytes, FromProducer]]:
-        """Answers since the last call, each with its session."""
+    def take_replies(self) -> list[tuple[bytes, Reply]]:
+        """Answers since the last call, each with the connection it goes to."""
         self.expire()
         replies, self._replies = self._replies, []
         return replies

@@ -1,22 +1,23 @@
-"""The consumer as one piece: all transfers of one engine, and its connections to producers."""
+"""The consumer as one piece: all transfers of one engine, and its sessions with producers."""
 
+import logging
 from collections.abc import Callable
-from typing import TypeAlias
 
+from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want, WorkerSide
-from cairn.transfer.dial import Dial, DialState
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.proof import NONCE_BYTES
+from cairn.transfer.producer_session import ProducerSession, SessionState
 from cairn.transfer.pull import Pull, PullTools
 from cairn.transfer.pull_states import PullLimits, PullState
-from cairn.transfer.sessions import Identity
+from cairn.transfer.unresponsive_peers import Address, UnresponsivePeers
+from cairn.transfer.wire import NONCE_BYTES, Denied
 from cairn.types import Clock
 
-__all__ = ["Address", "Consumer"]
+__all__ = ["Consumer"]
 
-Address: TypeAlias = tuple[str, int]
+_MAX_SESSIONS = 256
 
-_MAX_DIALS = 256
+logger = logging.getLogger(__name__)
 
 
 class Consumer:
@@ -38,9 +39,11 @@ class Consumer:
         self._clock = clock
         self._random = random
         self._send = send
+        limits = limits or PullLimits()
         block_size = identity.me.geometry.block_size
-        self._tools = PullTools(self._dial_to, worker, clock, identity.layout, block_size, limits or PullLimits())
-        self._dials: dict[Address, Dial] = {}
+        self._tools = PullTools(self._session_with, worker, clock, identity.layout, block_size, limits)
+        self._sessions: dict[Address, ProducerSession] = {}
+        self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
         self._claims: dict[bytes, Pull] = {}
         self._told: set[PullId] = set()
@@ -58,9 +61,14 @@ class Consumer:
         return sum(pull.state is PullState.ABANDONED for pull in self._pulls.values())
 
     @property
+    def num_skipped(self) -> int:
+        """Transfers that were not tried, because their peer had not answered lately."""
+        return self._unresponsive.num_skipped
+
+    @property
     def dropped(self) -> int:
         """Frames that were ignored."""
-        return self._dropped + sum(dial.dropped for dial in self._dials.values())
+        return self._dropped + sum(session.dropped for session in self._sessions.values())
 
     def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
         """Start a transfer; nothing is sent before the next `tick`. `pull_id`: a number that none had before, else the
@@ -79,22 +87,42 @@ class Consumer:
 
     def receive(self, address: Address, frame: bytes) -> None:
         """A frame that came from a producer's address. Never raises on what a peer sent."""
-        dial = self._dials.get(address)
-        if dial is None:
+        session = self._sessions.get(address)
+        if session is None:
             self._dropped += 1
             return
-        reply = dial.receive(frame)
-        pull = self._claims.get(reply.claim) if reply is not None else None
-        if reply is not None and pull is not None and pull.dial is dial:
+        self._unresponsive.remove(address)
+        reply = session.receive(frame)
+        if reply is None:
+            return
+        pull = self._claims.get(reply.answers if isinstance(reply, Denied) else reply.claim)
+        if pull is None or pull.session is not session:
+            return
+        if isinstance(reply, Denied):
+            session.close(f"refused by the peer: {reply.text}")
+        else:
             pull.receive(reply)
+
+    def lose(self, address: Address, reason: str) -> None:
+        """The connection to this address has ended, or could not be made."""
+        session = self._sessions.get(address)
+        if session is not None:
+            session.lose(reason)
+            self._note_silence(address, session)
 
     def tick(self) -> list[PullEnded | PagesFree]:
         """Drive everything once. Returns what has ended since the last call, in order."""
-        for dial in self._dials.values():
-            dial.tick()
+        for address, session in self._sessions.items():
+            if session.tick():
+                self._note_silence(address, session)
         events: list[PullEnded | PagesFree] = []
         for pull in list(self._pulls.values()):
-            pull.advance()
+            try:
+                pull.advance()
+            except Exception as error:
+                # One peer's doing must not end the thread that serves all of them.
+                logger.exception("transfer %d of %s", pull.id, pull.want.request_id)
+                pull.abort(f"{type(error).__name__}: {error}")
             events += self._ended(pull)
         return events
 
@@ -102,9 +130,10 @@ class Consumer:
         events: list[PullEnded | PagesFree] = []
         if pull.is_over and pull.id not in self._told:
             self._told.add(pull.id)
-            if pull.silent and pull.dial is not None:
+            if pull.is_silent and pull.session is not None:
                 # The next transfer begins with a new handshake: the peer may have forgotten this session.
-                pull.dial.close("the peer did not answer")
+                pull.session.close("the peer did not answer")
+                self._unresponsive.add((pull.want.host, pull.want.port))
             events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
         if pull.is_settled:
             del self._pulls[pull.id], self._claims[pull.claim]
@@ -112,32 +141,47 @@ class Consumer:
             events.append(PagesFree(pull.id))
         return events
 
-    def _dial_to(self, host: str, port: int, engine_id: str) -> Dial | str:
+    def _session_with(self, host: str, port: int, engine_id: str) -> ProducerSession | str:
         refusal = self._policy.refusal(host)
         if refusal is not None:
             return f"remote_host {refusal}"
         address = (host, port)
-        dial = self._dials.get(address)
-        if dial is not None and dial.peer is not None and dial.peer.engine_id != engine_id and self._is_idle(dial):
+        session = self._sessions.get(address)
+        if (
+            session is not None
+            and session.peer is not None
+            and session.peer.engine_id != engine_id
+            and self._is_idle(session)
+        ):
             # Whoever listens there now has made the offer: the peer of this session has restarted, or never was.
-            dial.close("another engine is expected at this address")
-        if dial is None or dial.state is DialState.CLOSED:
-            self._forget_dials()
-            if len(self._dials) >= _MAX_DIALS:
-                return f"there are {_MAX_DIALS} connections to other engines already"
-            dial = Dial(self._identity, self._clock, self._random, lambda frame: self._send(address, frame))
-            self._dials[address] = dial
-        return dial
+            session.close("another engine is expected at this address")
+        if session is None or session.state is not SessionState.OPEN:
+            silent = self._unresponsive.refuse(address)
+            if silent is not None:
+                return silent
+        if session is None or session.state is SessionState.CLOSED:
+            self._forget_sessions()
+            if len(self._sessions) >= _MAX_SESSIONS:
+                return f"there are {_MAX_SESSIONS} sessions with other engines already"
+            session = ProducerSession(
+                self._identity, self._clock, self._random, lambda frame: self._send(address, frame)
+            )
+            self._sessions[address] = session
+        return session
 
-    def _is_idle(self, dial: Dial) -> bool:
+    def _note_silence(self, address: Address, session: ProducerSession) -> None:
+        if session.is_silent:
+            self._unresponsive.add(address)
+
+    def _is_idle(self, session: ProducerSession) -> bool:
         """Whether no transfer waits for what comes by this connection."""
-        return not any(pull.dial is dial and not pull.is_over for pull in self._pulls.values())
+        return not any(pull.session is session and not pull.is_over for pull in self._pulls.values())
 
-    def _forget_dials(self) -> None:
-        """Closed connections go; of the idle ones only when there are many."""
-        used = {id(pull.dial) for pull in self._pulls.values()}
-        for address, dial in list(self._dials.items()):
-            idle = id(dial) not in used
-            if dial.state is DialState.CLOSED or (idle and len(self._dials) >= _MAX_DIALS):
-                self._dropped += dial.dropped
-                del self._dials[address]
+    def _forget_sessions(self) -> None:
+        """Closed sessions go; of the idle ones only when there are many."""
+        used = {id(pull.session) for pull in self._pulls.values()}
+        for address, session in list(self._sessions.items()):
+            idle = id(session) not in used
+            if session.state is SessionState.CLOSED or (idle and len(self._sessions) >= _MAX_SESSIONS):
+                self._dropped += session.dropped
+                del self._sessions[address]

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
-from cairn.transfer.wire import MAX_FRAME_BYTES, Frame, FromProducer, ToProducer
+from cairn.transfer.wire import MAX_FRAME_BYTES, FromProducer, ToProducer
 from cairn.types import Pages
 
-__all__ = ["Frames", "outer_frames", "pack_pages", "replies", "requests", "unpack_pages"]
+__all__ = ["Frames", "pack_pages", "replies", "requests", "unpack_pages"]
 
 Message = TypeVar("Message")
 
@@ -42,10 +42,6 @@ class Frames(Generic[Message]):
             pass
         self.dropped += 1
         return None
-
-
-def outer_frames() -> Frames[Frame]:
-    return Frames(msgspec.msgpack.Decoder(Frame))
 
 
 def requests() -> Frames[ToProducer]:

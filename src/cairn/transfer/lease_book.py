@@ -11,8 +11,8 @@ from cairn.transfer.contract import HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
 from cairn.transfer.frames import pack_pages
 from cairn.transfer.lease import EndedLease, Lease, LeaseLimits, LeaseState
-from cairn.transfer.proof import NONCE_BYTES
 from cairn.transfer.wire import (
+    NONCE_BYTES,
     Alive,
     Claim,
     Confirm,

@@ -16,7 +16,7 @@ from typing import Final
 
 from cairn.errors import InvalidRequest
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.proof import NONCE_BYTES
+from cairn.transfer.wire import NONCE_BYTES
 
 __all__ = ["HINT", "DecodeHint", "RemoteDecode", "RemotePrefill", "parse_kv_transfer_params", "remote_request_id"]
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from cairn.transfer.asks import AskLimits, Asks
+from cairn.transfer.consumer_sessions import ConsumerSessions, Identity
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.sessions import Identity, Sessions
-from cairn.transfer.wire import Claim, Confirm, ContentClaim, FromProducer, Heartbeat, Release, ToProducer
+from cairn.transfer.wire import Claim, Confirm, ContentClaim, Heartbeat, Release, Reply, Request
 from cairn.types import Clock
 
 __all__ = ["Producer"]
@@ -26,18 +26,21 @@ class Producer:
     ) -> None:
         self.leases = LeaseBook(identity.layout, identity.me.geometry.block_size, limits, clock, random)
         self.asks = Asks(self.leases, identity.layout, clock, ask_limits or AskLimits())
-        self.sessions = Sessions(identity, clock, random)
+        self.sessions = ConsumerSessions(identity)
 
     def receive(self, sender: bytes, frame: bytes) -> bytes | None:
         """The answer to a frame that came by connection `sender`, or None. Never raises on what a peer sent."""
         return self.sessions.receive(sender, frame, self._serve)
 
+    def forget(self, sender: bytes) -> None:
+        """The connection has ended: what is leased to whoever was there runs out by itself."""
+        self.sessions.forget(sender)
+
     def take_frames(self) -> list[tuple[bytes, bytes]]:
         """Answers that took their time, as (sender, frame), each once."""
-        replies = (self.sessions.reply(session, reply) for session, reply in self.asks.take_replies())
-        return [reply for reply in replies if reply is not None]
+        return [(sender, self.sessions.encode(reply)) for sender, reply in self.asks.take_replies()]
 
-    def _serve(self, session: bytes, request: ToProducer) -> FromProducer | None:
+    def _serve(self, sender: bytes, request: Request) -> Reply | None:
         match request:
             case Claim():
                 return self.leases.claim(request)
@@ -50,4 +53,4 @@ class Producer:
             case Release():
                 return self.leases.release(request)
             case ContentClaim():
-                return self.asks.claim(session, request)
+                return self.asks.claim(sender, request)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
-from cairn.transfer.dial import Dial, DialState
 from cairn.transfer.links.contract import LinkError, ReadState
+from cairn.transfer.producer_session import ProducerSession, SessionState
 from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
 from cairn.transfer.terms import terms_of
 from cairn.transfer.wire import (
@@ -20,12 +20,12 @@ from cairn.transfer.wire import (
     Confirmed,
     ContentClaim,
     ContentGranted,
-    FromProducer,
     Granted,
     Heartbeat,
     Refused,
     Release,
-    ToProducer,
+    Reply,
+    Request,
 )
 from cairn.types import Clock
 
@@ -42,10 +42,10 @@ _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PullTools:
-    """What a transfer works with. `dial_to` gives the connection to (host, port), where an engine of this id is
+    """What a transfer works with. `session_with` gives the session with (host, port), where an engine of this id is
     expected, or why there is none. `layout` and `block_size` are the own ones."""
 
-    dial_to: Callable[[str, int, str], Dial | str]
+    session_with: Callable[[str, int, str], ProducerSession | str]
     worker: WorkerSide
     clock: Clock
     layout: bytes
@@ -62,10 +62,10 @@ class Pull:
         self.claim = claim
         self.state = PullState.RESOLVING
         self.failure: str | None = None
-        self.silent = False
+        self.is_silent = False
         self.checkpoint_position: int | None = None
         self.volume: Volume | None = None
-        self.dial: Dial | None = None
+        self.session: ProducerSession | None = None
         self._tools = tools
         self._terms = terms_of(want, tools.layout, tools.block_size)
         self.position = self._terms.position
@@ -99,12 +99,12 @@ class Pull:
             case PullState.ABANDONED:
                 self._drain()
 
-    def abort(self) -> None:
-        """Nobody wants the outcome any more."""
+    def abort(self, reason: str = "aborted") -> None:
+        """Nobody wants the outcome any more, or it cannot be had."""
         if not self.is_over:
-            self._give_up("aborted")
+            self._give_up(reason)
 
-    def receive(self, reply: FromProducer) -> None:
+    def receive(self, reply: Reply) -> None:
         """A record of the producer that names this claim. What does not fit the state is late and ignored."""
         match self.state, reply:
             case PullState.CLAIMING, Granted() | ContentGranted():
@@ -116,21 +116,21 @@ class Pull:
                 self._give_up(f"refused by the peer: {reason.value}", release=False)
 
     def _resolve(self) -> None:
-        dial = self._tools.dial_to(self.want.host, self.want.port, self.want.engine_id)
-        if isinstance(dial, str):
-            self._give_up(dial)
+        session = self._tools.session_with(self.want.host, self.want.port, self.want.engine_id)
+        if isinstance(session, str):
+            self._give_up(session)
             return
-        self.dial = dial
-        dial.open()
+        self.session = session
+        session.open()
         self._until = self._tools.clock.now() + self._limits.answer
         self._to(PullState.HANDSHAKING)
         self._handshake()
 
     def _handshake(self) -> None:
-        if self.dial is None or self.dial.state is not DialState.OPEN:
+        if self.session is None or self.session.state is not SessionState.OPEN:
             self._check_peer()
             return
-        peer, want = self.dial.peer, self.want
+        peer, want = self.session.peer, self.want
         if peer is None or peer.engine_id != want.engine_id:
             self._give_up("the peer is another engine than the one that made the offer: it has restarted")
         elif isinstance(want, Want) and want.release_only:
@@ -143,7 +143,7 @@ class Pull:
             self._ask(record)
 
     def _granted(self, granted: Granted | ContentGranted) -> None:
-        peer = self.dial.peer if self.dial is not None else None
+        peer = self.session.peer if self.session is not None else None
         grant = self._terms.grant(self.id, peer, granted) if peer is not None else None
         if grant is None:
             self._give_up("the peer's grant is not what was claimed")
@@ -175,7 +175,7 @@ class Pull:
             self._fail("the link failed while reading")
         elif now >= self._until:
             self._give_up(f"the read took longer than {self._limits.read:g} s")
-        elif self.dial is None or self.dial.state is not DialState.OPEN:
+        elif self.session is None or self.session.state is not SessionState.OPEN:
             self._check_peer()
         elif now >= self._repeat_at:
             self._repeat_at = now + self._limits.heartbeat
@@ -202,10 +202,12 @@ class Pull:
 
     def _check_peer(self) -> bool:
         """Whether there is still hope for an answer; gives up when there is not."""
-        if self.dial is None or self.dial.state is DialState.CLOSED:
-            self._give_up(self.dial.failure or "the connection is closed" if self.dial else "there is no connection")
+        if self.session is None or self.session.state is SessionState.CLOSED:
+            self._give_up(
+                self.session.failure or "the connection is closed" if self.session else "there is no connection"
+            )
         elif self._tools.clock.now() >= self._until:
-            self.silent = True
+            self.is_silent = True
             self._give_up(f"no answer within {self._limits.answer:g} s while {self.state.value}")
         else:
             return True
@@ -217,9 +219,9 @@ class Pull:
         self._until, self._repeat_at = now + self._limits.answer, now + self._limits.repeat
         self._send(record)
 
-    def _send(self, record: ToProducer) -> None:
-        if self.dial is not None:
-            self.dial.request(record)
+    def _send(self, record: Request) -> None:
+        if self.session is not None:
+            self.session.request(record)
 
     def _release(self) -> None:
         """A courtesy, sent once: when it is lost, the lease ends by itself."""

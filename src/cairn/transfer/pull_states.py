@@ -57,9 +57,11 @@ TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullLimits:
-    """Times in seconds: how long an answer may take, how long a read, and how often something is said again."""
+    """Times in seconds: how long an answer may take, how long a read, how often something is said again, and how long a
+    peer that did not answer is not asked again."""
 
     answer: float = 5.0
     read: float = 30.0
     repeat: float = 0.5
     heartbeat: float = 5.0
+    retry_silent: float = 10.0

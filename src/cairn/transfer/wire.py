@@ -1,9 +1,9 @@
 """The side channel: msgpack records between a consumer (D: reads pages) and a producer (P: holds them).
 
-    consumer -> producer   Hello, Prove, Sealed(Claim | ContentClaim | Heartbeat | Confirm | Release)
-    producer -> consumer   Challenge, Welcome, Denied,
-                           Sealed(Granted | ContentGranted | Refused | Alive | Confirmed | Released)
+    consumer -> producer   Hello, Claim, ContentClaim, Heartbeat, Confirm, Release
+    producer -> consumer   Welcome, Denied, Granted, ContentGranted, Refused, Alive, Confirmed, Released
 
+Both have proved to each other that they hold the same secret before the first record (`credentials`).
 A ContentClaim is answered when the producer's cache has been asked, everything else at once.
 
 Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
@@ -22,34 +22,36 @@ from cairn.transfer.contract import PeerGeometry
 __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_MARK_BYTES",
+    "NONCE_BYTES",
     "VERSION",
     "Alive",
     "Asked",
-    "Challenge",
     "Claim",
     "Confirm",
     "Confirmed",
     "ContentClaim",
     "ContentGranted",
     "Denied",
-    "Frame",
     "FromProducer",
     "Granted",
     "Heartbeat",
     "Hello",
-    "Prove",
     "Reason",
     "Refused",
     "Release",
     "Released",
-    "Sealed",
+    "Reply",
+    "Request",
     "ToProducer",
     "Welcome",
     "refusal",
 ]
 
-VERSION = 2
-"""Both sides must speak the same one. History: 1, the first; 2, content claims are granted."""
+VERSION = 3
+"""Both sides must speak the same one. History: 1, the first; 2, content claims are granted; 3, TLS below them."""
+
+NONCE_BYTES = 16
+"""Random bytes that name a handshake, a claim or a lease."""
 
 MAX_FRAME_BYTES = 4 << 20
 """No frame is larger. Room for the pages of eight million tokens."""
@@ -60,7 +62,7 @@ MAX_MARK_BYTES = 32 * (1 << 15)
 _MAX_TOKENS = 1 << 26
 _MAX_PAGE_BYTES = 4 * (1 << 19)
 
-Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -99,48 +101,21 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     geometry: PeerGeometry
 
 
-class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """Answers Hello. `answers`: the consumer's nonce; `nonce` names the session from here on."""
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Answers Hello. `answers`: its nonce; `ranks`: what each rank's link says of itself."""
 
     answers: Nonce
-    nonce: Nonce
     engine_id: Name
     layout: Hash
     geometry: PeerGeometry
-    proof: Hash
-
-
-class Prove(msgspec.Struct, frozen=True, tag="prove"):
-    """Answers Challenge."""
-
-    session: Nonce
-    proof: Hash
-
-
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answers Prove: what each rank's link says of itself, and a mark over it."""
-
-    session: Nonce
     ranks: Annotated[list[Description], msgspec.Meta(min_length=1, max_length=1024)]
-    mark: Hash
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):
-    """Answers Hello, Prove or Sealed with their nonce or session. Not proven itself, so never more than a hint."""
+    """Answers Hello with its nonce, and a record on a connection without a session with its claim."""
 
     answers: Nonce
     text: Text
-
-
-class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
-    """A record of an open session. `mark` is over `body`, see `proof`."""
-
-    session: Nonce
-    mark: Hash
-    body: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
-
-
-Frame: TypeAlias = Hello | Challenge | Prove | Welcome | Denied | Sealed
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
@@ -196,7 +171,10 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     nonce: Nonce
 
 
-ToProducer: TypeAlias = Claim | ContentClaim | Heartbeat | Confirm | Release
+Request: TypeAlias = Claim | ContentClaim | Heartbeat | Confirm | Release
+"""What is said of a lease; each names its claim."""
+
+ToProducer: TypeAlias = Hello | Request
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
@@ -253,7 +231,10 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     claim: Nonce
 
 
-FromProducer: TypeAlias = Granted | ContentGranted | Refused | Alive | Confirmed | Released
+Reply: TypeAlias = Granted | ContentGranted | Refused | Alive | Confirmed | Released
+"""What is answered to a `Request`; each names the claim."""
+
+FromProducer: TypeAlias = Welcome | Denied | Reply
 
 _TAGS: Mapping[type, Asked] = MappingProxyType(
     {
@@ -266,5 +247,5 @@ _TAGS: Mapping[type, Asked] = MappingProxyType(
 )
 
 
-def refusal(request: ToProducer, reason: Reason) -> Refused:
+def refusal(request: Request, reason: Reason) -> Refused:
     return Refused(request.claim, _TAGS[type(request)], reason)
