@@ -12,8 +12,9 @@ import resource
 import socket
 import time
 
+import attacks
 import pytest
-from nixl_faults import Strangers
+from attacks import reference_to, unused_port
 from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST
 from nixl_world import world_of
@@ -21,7 +22,6 @@ from nixl_world import world_of
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
 
 MEMORY_BYTES = 64 << 20
-FEW_DESCRIPTORS = 1024
 
 
 @pytest.fixture(scope="module")
@@ -86,30 +86,12 @@ def hand_over(world, p, d, rng, **changed) -> None:
     assert d.stats().external_prefix_cache_hits == before + 100
 
 
-@contextlib.contextmanager
-def bare_connections(port, count):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * count)), hard))
-    made = []
-    try:
-        for _ in range(count):
-            made.append(socket.create_connection((HOST, port), 20))
-        yield made
-    finally:
-        for each in made:
-            each.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_more_connections_than_descriptors(world, pair):
-    """With a limit of 1,024 open files, 1,090 bare connections, and then a request that names a new producer."""
+    """And then a request that names a new producer."""
     p, d, rng = pair
-    resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
-    with bare_connections(p.side_port, 1090):
-        world.wait(lambda: p.stats().side_channel_dropped >= 1090 - 64, "P has turned the oldest away")
-        assert len(os.listdir(f"/proc/{p.pid}/fd")) < FEW_DESCRIPTORS // 2
-        # P as a consumer, of a port where nobody listens
-        failed = p.submit([rng.randrange(20, 4000) for _ in range(100)], 3, reference_to(p, unused_port()))
+    with attacks.more_connections_than_descriptors(world, p, rng):
+        assert len(os.listdir(f"/proc/{p.pid}/fd")) < attacks.FEW_DESCRIPTORS // 2
+        failed = p.submit([rng.randrange(20, 4000) for _ in range(100)], 3, reference_to(unused_port()))
         world.wait(lambda: failed.is_over, "P goes on alone")
         assert failed.end.finish_reason == "length" and len(failed.tokens) == 3
         hand_over(world, p, d, rng)
@@ -117,81 +99,36 @@ def test_more_connections_than_descriptors(world, pair):
 
 def test_no_descriptor_at_all_is_a_failed_transfer(world, pair):
     p, d, rng = pair
-    soft, hard = resource.prlimit(p.pid, resource.RLIMIT_NOFILE)
-    taken = max(map(int, os.listdir(f"/proc/{p.pid}/fd")))
-    prompt = [rng.randrange(20, 4000) for _ in range(50)]
-    # every number below the limit is in use, or was when this was measured
-    resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{p.pid}/fd")), hard))
-    try:
-        failed = [p.submit(prompt, 3, reference_to(p, unused_port())) for _ in range(3)]
+    with attacks.no_descriptor_left(world, p, rng):
+        prompt = [rng.randrange(20, 4000) for _ in range(50)]
+        failed = [p.submit(prompt, 3, reference_to(unused_port())) for _ in range(3)]
         world.wait(lambda: all(asked.is_over for asked in failed), "P goes on alone")
-        assert [len(asked.tokens) for asked in failed] == [3, 3, 3] and taken
-    finally:
-        resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert [len(asked.tokens) for asked in failed] == [3, 3, 3]
     hand_over(world, p, d, rng)
 
 
-def unused_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def reference_to(server, port: int) -> dict:
-    """What a client may make up."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1]],
-        "remote_engine_id": f"engine-{port}",
-        "remote_request_id": f"cmpl-{port}~{'0' * 32}",
-        "remote_host": HOST,
-        "remote_port": port,
-        "tp_size": 1,
-    }
-
-
-@pytest.mark.parametrize("count", [1, 6])
-def test_bytes_that_never_end_take_no_memory(world, pair, count):
-    """Mebibytes without a proof, by one connection after the other, as fast as they are taken: 64 MiB each way in."""
+def test_bytes_that_never_end_take_no_memory(world, pair):
     p, d, rng = pair
-    before = resident_bytes(p)
-    sent, most = 0, 0
-    # TLS records that announce a handshake message of 16 MiB, and plain bytes
-    record = b"\x16\x03\x01\x40\x00" + b"\x01\xff\xff\xff" + bytes((1 << 14) - 4)
-    for payload in (record * 64, b"\x01" + bytes(1 << 20)):
-        until = time.monotonic() + 3
-        senders: list[socket.socket] = []
-        while time.monotonic() < until and sent < 64 << 20:
-            while len(senders) < count:
-                senders.append(socket.create_connection((HOST, p.side_port), 5))
-                senders[-1].setblocking(False)
-            for each in list(senders):
-                try:
-                    sent += each.send(payload)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    each.close()
-                    senders.remove(each)
+    before, most = resident_bytes(p), 0
+    with attacks.bytes_that_never_end(world, p, rng) as beside:
+        while beside.num_done < 500:
+            world.turn(0.01)
             most = max(most, resident_bytes(p) - before)
-        for each in senders:
-            each.close()
-    assert sent > 1 << 20 and most < MEMORY_BYTES, (sent, most)
-    hand_over(world, p, d, rng)
+        hand_over(world, p, d, rng)
+        most = max(most, resident_bytes(p) - before)
+    assert most < MEMORY_BYTES
 
 
 def test_a_flood_of_handshakes_evicts_nobody(world, pair):
-    """400 connections that know no secret, and five hand-overs, each of which works; so does one a while later."""
+    """Five hand-overs during it work, and so does one a while later."""
     p, d, rng = pair
-    strangers = Strangers(p.side_port)
-    strangers.come(200, rng)
-    for _ in range(5):
-        strangers.come(40, rng)
+    with attacks.flood_of_handshakes(world, p, rng) as beside:
+        for _ in range(5):
+            hand_over(world, p, d, rng)
+        p.advance(4.0)
+        d.advance(4.0)
         hand_over(world, p, d, rng)
-    p.advance(4.0)
-    d.advance(4.0)
-    hand_over(world, p, d, rng)
-    strangers.close()
+        assert beside.num_done
 
 
 def test_a_stranger_that_a_client_names_hears_a_handshake_and_no_more(world, pair):
@@ -199,7 +136,7 @@ def test_a_stranger_that_a_client_names_hears_a_handshake_and_no_more(world, pai
     with socket.create_server((HOST, 0)) as listener:
         listener.settimeout(20)
         port = listener.getsockname()[1]
-        asked = p.submit([rng.randrange(20, 4000) for _ in range(100)], 3, reference_to(p, port))
+        asked = p.submit([rng.randrange(20, 4000) for _ in range(100)], 3, reference_to(port))
         with listener.accept()[0] as heard:
             heard.settimeout(0.2)
             said = b""
@@ -213,21 +150,19 @@ def test_a_stranger_that_a_client_names_hears_a_handshake_and_no_more(world, pai
 
 
 def test_a_silent_port_is_waited_for_once(world, pair):
-    """48 requests that name a port that takes connections and says nothing; then a plain one, and 48 more."""
+    """A plain request is answered meanwhile, and 48 more that name the port wait no longer."""
     p, _, rng = pair
-    with socket.create_server((HOST, 0), backlog=256) as listener:
-        port = listener.getsockname()[1]
-        before = p.stats()
-        silent = [p.submit([rng.randrange(20, 4000) for _ in range(30)], 1, reference_to(p, port)) for _ in range(48)]
+    before = p.stats()
+    with attacks.silent_port(world, p, rng) as (silent, send):
         plain = p.submit([rng.randrange(20, 4000) for _ in range(30)], 3)
         world.wait(lambda: plain.is_over, "the plain request")
-        assert plain.end.finish_reason == "length"
+        assert plain.end.finish_reason == "length" and not any(asked.is_over for asked in silent)
         world.wait(lambda: p.advance(0.1) or all(asked.is_over for asked in silent), "all others")
-        again = [p.submit([rng.randrange(20, 4000) for _ in range(30)], 1, reference_to(p, port)) for _ in range(48)]
-        world.wait(lambda: all(asked.is_over for asked in again), "they are not waited for")
-        stats = p.stats()
-        assert stats.skipped_transfers >= before.skipped_transfers + 48
-        assert stats.failed_transfers == before.failed_transfers + 96
+        again = send()
+        world.wait(lambda: all(asked.is_over for asked in again), "they are computed here")
+    stats = p.stats()
+    assert stats.skipped_transfers >= before.skipped_transfers + 48
+    assert stats.failed_transfers == before.failed_transfers + 96
     p.advance(20.0)
 
 

@@ -1,0 +1,171 @@
+"""What strangers, dead ports and unfetched offers can do to an engine process, each as a context in which it goes on.
+
+`test_strangers` counts what an attack takes and leaves behind; the soak holds that a plain request during any of them
+starts almost as soon as without it.
+"""
+
+import contextlib
+import os
+import random
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from nixl_faults import Strangers
+from nixl_process import REMOTE_DECODE, Asked, CoreProcess
+from nixl_relay import HOST
+from nixl_world import World
+
+FEW_DESCRIPTORS = 1024
+
+
+@contextlib.contextmanager
+def more_connections_than_descriptors(world: World, p: CoreProcess, rng: random.Random) -> Iterator[None]:
+    """1,090 bare connections to a process that may have 1,024 descriptors."""
+    resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+    before, made = p.stats().side_channel_dropped, []
+    try:
+        for _ in range(1090):
+            made.append(socket.create_connection((HOST, p.side_port), 20))
+        world.wait(lambda: p.stats().side_channel_dropped >= before + 1090 - 64, "P has turned the oldest away")
+        yield
+    finally:
+        for each in made:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_descriptor_left(world: World, p: CoreProcess, rng: random.Random) -> Iterator[None]:
+    """The process has as many descriptors as it may have."""
+    soft, hard = resource.prlimit(p.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{p.pid}/fd")), hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class _Beside:
+    """Does the same again and again in a thread, until it is stopped; `count` times at most."""
+
+    def __init__(self, act: Callable[[], None], count: int) -> None:
+        self._act, self._left = act, count
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.num_done = 0
+
+    def __enter__(self) -> "_Beside":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stopping.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._left and not self._stopping.is_set():
+            self._left -= 1
+            self._act()
+            self.num_done += 1
+
+
+@contextlib.contextmanager
+def bytes_that_never_end(world: World, p: CoreProcess, rng: random.Random) -> Iterator[_Beside]:
+    """As many as are taken, by six connections at a time: TLS records of a message of 16 MiB, and what is no TLS. At
+    most 4,000 times a mebibyte is offered."""
+    record = b"\x16\x03\x01\x40\x00" + b"\x01\xff\xff\xff" + bytes((1 << 14) - 4)
+    payloads = (record * 64, b"\x01" + bytes(1 << 20))
+    senders: list[socket.socket] = []
+
+    def send() -> None:
+        while len(senders) < 6:
+            senders.append(socket.create_connection((HOST, p.side_port), 20))
+            senders[-1].setblocking(False)
+        each = senders.pop(0)
+        try:
+            each.send(rng.choice(payloads))
+            senders.append(each)
+        except BlockingIOError:
+            senders.append(each)
+        except OSError:
+            each.close()
+
+    with _Beside(send, 4000) as beside:
+        yield beside
+    for each in senders:
+        each.close()
+
+
+@contextlib.contextmanager
+def flood_of_handshakes(world: World, p: CoreProcess, rng: random.Random) -> Iterator[_Beside]:
+    """400 connections that know no secret, some of which shake hands with another one, and 4,000 more meanwhile."""
+    strangers = Strangers(p.side_port)
+    strangers.come(200, rng)
+    with _Beside(lambda: strangers.come(1, rng), 2000) as beside:
+        yield beside
+    strangers.close()
+
+
+@contextlib.contextmanager
+def silent_port(
+    world: World, p: CoreProcess, rng: random.Random
+) -> Iterator[tuple[list[Asked], Callable[[], list[Asked]]]]:
+    """48 requests that name a port which takes connections and says nothing; and what sends 48 more."""
+    with socket.create_server((HOST, 0), backlog=256) as listener:
+        reference = reference_to(listener.getsockname()[1])
+        asked: list[Asked] = []
+
+        def send() -> list[Asked]:
+            made = [p.submit([rng.randrange(20, 4000) for _ in range(30)], 1, reference) for _ in range(48)]
+            asked.extend(made)
+            return made
+
+        yield send(), send
+        world.wait(lambda: p.advance(0.1) or all(each.is_over for each in asked), "they are computed here")
+
+
+@contextlib.contextmanager
+def unfetched_offers(world: World, p: CoreProcess, rng: random.Random) -> Iterator[list[Asked]]:
+    """One prompt of 8,000 tokens, handed over a hundred times, and nobody comes for it."""
+    prompt = [rng.randrange(20, 4000) for _ in range(8000)]
+    first = p.submit(prompt, 1, REMOTE_DECODE, client="one")
+    world.wait(lambda: first.is_over, "the prompt is cached")
+    asked = [p.submit(prompt, 1, REMOTE_DECODE, client="one") for _ in range(100)]
+    yield asked
+    world.wait(lambda: all(each.is_over for each in asked), "all are handed over or refused")
+    p.advance(40.0)
+    world.wait(lambda: p.stats().leased_pages == 0, "the leases have run out")
+
+
+ATTACKS = (
+    more_connections_than_descriptors,
+    no_descriptor_left,
+    bytes_that_never_end,
+    flood_of_handshakes,
+    silent_port,
+    unfetched_offers,
+)
+
+
+def reference_to(port: int) -> dict:
+    """What a client may make up."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1]],
+        "remote_engine_id": f"engine-{port}",
+        "remote_request_id": f"cmpl-{port}~{'0' * 32}",
+        "remote_host": HOST,
+        "remote_port": port,
+        "tp_size": 1,
+    }
+
+
+def unused_port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        return listener.getsockname()[1]
