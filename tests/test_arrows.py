@@ -51,7 +51,7 @@ ARROWS = MappingProxyType(
         "server": ("cairn.engine.contract", "cairn.http"),
         "proxy": ("cairn.http",),
         "replay": ("cairn.cache", *MODEL_NUMBERS),
-        "bench": (),
+        "bench": ("cairn.http.cookies",),
         "api_key_settings": (),
         "settings": ("cairn.api_key_settings",),
         "kv_settings": (),

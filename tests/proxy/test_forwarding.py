@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 CHAT = {
     "model": "m",
@@ -96,6 +96,26 @@ def test_headers_of_the_answer_are_chosen_too(setting, answers):
     response = setting.proxy([setting.prefill()], [d]).ask()
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert "set-cookie" not in response.headers and response.json()["error"]["message"] == "told to say 429"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cookie_that_a_server_sets_for_one_client_comes_with_no_other_clients_request(setting, answers, stream):
+    """P, D and the health checks all set one; the client that asks for the models is a third."""
+    cookie = {"Set-Cookie": "session=of-client-a; Path=/"}
+
+    async def prefilled(server, seen):
+        return JSONResponse({"choices": [], "kv_transfer_params": answers.handover(1)}, headers=cookie)
+
+    async def decoded(server, seen):
+        return JSONResponse({"choices": [{"index": 0, "text": "hello"}]}, headers=cookie)
+
+    p, d = setting.prefill(prefilled), setting.decode(decoded)
+    proxy = setting.proxy([p], [d])
+    assert proxy.ask(stream=stream, user="a").status_code == 200
+    proxy.http.cookies.clear()
+    assert proxy.ask(stream=stream, user="b").status_code == proxy.get("/v1/models").status_code == 200
+    assert (len(p.seen), len(d.seen)) == (2, 3)
+    assert [seen for seen in (*p.seen, *d.seen) if "cookie" in seen.headers] == []
 
 
 def test_an_answer_that_is_not_streamed(setting):

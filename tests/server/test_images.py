@@ -507,6 +507,17 @@ def test_images_of_all_open_requests_have_one_room(world, other):
     assert asked(server, chat(*[part(uri(data))] * 2)) == 503
 
 
+def test_a_cookie_that_comes_with_an_image_is_never_sent(world):
+    """Neither behind the redirect that has set it, nor with the next client's image from the same host."""
+    cookie = {"Set-Cookie": "session=of-client-a; Path=/"}
+    world.outside.answers["picture"] = image_answer(**cookie)
+    world.outside.answers["moved"] = RedirectResponse("/picture", headers=cookie)
+    for _ in range(2):
+        assert len(taken(world, chat(part(f"http://{HOST}/moved")))) == 1
+    seen = [headers for path, headers in world.outside.seen if path in ("picture", "moved")]
+    assert len(seen) == 4 and not any("cookie" in headers for headers in seen)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_a_client_that_leaves_while_its_images_are_fetched(world, other, path):
     held = threading.Event()

@@ -1,4 +1,4 @@
-"""HTTP to the configured servers, and to nobody else: no redirects, no proxies from the environment."""
+"""HTTP to the configured servers, and to nobody else: no redirects, no cookies, no proxies from the environment."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -8,6 +8,7 @@ from types import TracebackType
 
 import httpx
 
+from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
 
 __all__ = ["CallFailed", "Headers", "Reply", "UpstreamClient", "read_whole"]
@@ -54,6 +55,7 @@ class UpstreamClient:
         self._http = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
+            cookies=no_cookies(),
             timeout=options.connect_seconds,
             limits=httpx.Limits(
                 # Each open request has at most one connection, and each server at most one for its health.
