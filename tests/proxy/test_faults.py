@@ -133,7 +133,7 @@ def test_a_prefill_server_that_is_gone(setting):
         ({"choices": []}, "not_offered"),
         ({"choices": [], "kv_transfer_params": None}, "not_offered"),
         ({"choices": [], "kv_transfer_params": {}}, "not_offered"),
-        ({"choices": [], "kv_transfer_params": "no"}, "prefill_failed"),
+        ({"choices": [], "kv_transfer_params": "no"}, "bad_reference"),
         (["no", "object"], "prefill_failed"),
     ],
 )
