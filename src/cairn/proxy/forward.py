@@ -1,11 +1,12 @@
 """One request's way: to a prefill server, with what it hands over to a decode server, and from there to the client.
 
-prefill   429, 5xx, time-out, broken connection: the next prefill server; none left: the decode server does it alone
-          what it hands over is nothing that a server would take: the decode server does it alone
+prefill   429, 5xx, time-out, broken connection, down: the next prefill server; none left: the decode server alone
+          what it hands over is nothing that a server would take: the decode server alone
           4xx about `kv_transfer_params`: once more without the second-turn hint; the next prefill server
           other 4xx: the client gets it as it is
 decode    429, 5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
           good for one use, so it is prefilled again, unless the server was not reached, or is full (429)
+          down before the first byte: the same, if there is a next decode server; if not, this one is waited for
           4xx about `kv_transfer_params`, 413: the same server once more, without what was handed over
           after the first byte: no second try, ever; a stream ends with an error event
 """
@@ -85,15 +86,15 @@ class Forwarding:
         self._decode_only = ""
         self._handover: msgspec.Raw | None = None
         self._handed_over_by: Upstream | None = None
+        self._tried: list[Upstream] = []
         self._last_answer: Reply | None = None
         self._last_failure = ""
 
     async def run(self) -> int:
         """The status of the answer, when its last byte is out. Raises RequestError."""
-        tried: list[Upstream] = []
-        decode, key = self._service.decode, self._job.key
+        decode, key, tried = self._service.decode, self._job.key, self._tried
         try:
-            while len(tried) < self._service.options.max_attempts and decode.least_busy(tried) is not None:
+            while self._has_next():
                 await self._prefill()
                 # Only now: while the prompt was computed, others have come and gone.
                 upstream = decode.choose(key, tried)
@@ -112,6 +113,11 @@ class Forwarding:
         if tried:
             raise failed(f"no decode server could answer; the last one: {self._last_failure}", 502, "bad_gateway")
         raise failed("no decode server is up: try again later", 503, "service_unavailable")
+
+    def _has_next(self) -> bool:
+        """Whether there is a decode server that may be tried, or tried next."""
+        most = self._service.options.max_attempts
+        return len(self._tried) < most and self._service.decode.least_busy(self._tried) is not None
 
     async def _prefill(self) -> None:
         """See to it that there is something to hand over, or that everybody knows that there will not be."""
@@ -151,10 +157,12 @@ class Forwarding:
         hint = service.hints.find(marks)
         started = service.clock.now()
         with upstream.hold():
-            reply = await self._post_prefill(upstream, hint)
-            if hint is not None and _is_about_params(reply):
-                service.hints.forget(hint, marks)
-                reply = await self._post_prefill(upstream, None)
+            # It may always be left: a decode server can do it alone.
+            async with upstream.unless_silent(lambda: True):
+                reply = await self._post_prefill(upstream, hint)
+                if hint is not None and _is_about_params(reply):
+                    service.hints.forget(hint, marks)
+                    reply = await self._post_prefill(upstream, None)
         if 400 <= reply.status < 500 and reply.status != _FULL and not _is_about_params(reply):
             raise _PassOn(reply)
         if reply.status != 200:
@@ -196,21 +204,22 @@ class Forwarding:
         content = decode_body(job.body, self._handover)
         url, silence = upstream.url + job.path, service.options.stall_seconds
         async with AsyncExitStack() as stack:
-            reply, chunks = await stack.enter_async_context(service.client.open(url, content, job.headers, silence))
-            if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
-                await self._keep_failure(reply, chunks)
-                # A server that is full has turned the request away, and fetched nothing.
-                begun = reply.status != _FULL
-                raise CallFailed(f"it answers with {reply.status}", kind="status", sent=begun)
             # Nothing goes out before the server has something to say: until then another one can take over.
-            first: bytes | None
-            if self._handover is not None and reply.status in _REFERENCE_REFUSALS:
-                first = await read_whole(chunks, service.options.max_body_bytes)
-                if reply.status == _TOO_LARGE or refuses_params(first):
-                    self._drop_reference(self._handed_over_by, f"refused with {reply.status} by {upstream.url}")
-                    return None
-            else:
-                first = await anext(chunks, None)
+            async with upstream.unless_silent(self._has_next):
+                reply, chunks = await stack.enter_async_context(service.client.open(url, content, job.headers, silence))
+                if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
+                    await self._keep_failure(reply, chunks)
+                    # A server that is full has turned the request away, and fetched nothing.
+                    begun = reply.status != _FULL
+                    raise CallFailed(f"it answers with {reply.status}", kind="status", sent=begun)
+                first: bytes | None
+                if self._handover is not None and reply.status in _REFERENCE_REFUSALS:
+                    first = await read_whole(chunks, service.options.max_body_bytes)
+                    if reply.status == _TOO_LARGE or refuses_params(first):
+                        self._drop_reference(self._handed_over_by, f"refused with {reply.status} by {upstream.url}")
+                        return None
+                else:
+                    first = await anext(chunks, None)
             await self._pass_through(reply, first, chunks)
             return reply.status
 
