@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -47,14 +48,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def web_server(
-    app: Any, *, lifespan: Literal["on", "off"] = "on", deadlines: ConnectionDeadlines | None = None
+    app: Any,
+    *,
+    forwarded_allow_ips: Sequence[str],
+    lifespan: Literal["on", "off"] = "on",
+    deadlines: ConnectionDeadlines | None = None,
 ) -> uvicorn.Server:
-    """A server for one ASGI application; it leaves the process's signals alone. `lifespan`: whether the application is
-    told of its start and end."""
+    """A server for one ASGI application; it leaves the process's signals alone. `forwarded_allow_ips`: addresses and
+    networks of the proxies in front; what they say of who has sent a request is believed. `lifespan`: whether the
+    application is told of its start and end."""
     config = uvicorn.Config(
         app,
         http=partial(Connection, deadlines=deadlines or ConnectionDeadlines()),  # type: ignore[arg-type]
         ws="none",
+        proxy_headers=True,
+        forwarded_allow_ips=[form for name in forwarded_allow_ips for form in _compared_forms(name)],
         lifespan=lifespan,
         log_config=None,
         access_log=False,
@@ -63,6 +71,14 @@ def web_server(
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     return _Uvicorn(config)
+
+
+def _compared_forms(name: str) -> list[str]:
+    """An IPv4 address or network also as a socket for both families writes it: uvicorn compares them as they are."""
+    network = None if name == "*" else ipaddress.ip_network(name)
+    if isinstance(network, ipaddress.IPv4Network):
+        return [name, f"::ffff:{network.network_address}/{96 + network.prefixlen}"]
+    return [name]
 
 
 async def until_started(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:

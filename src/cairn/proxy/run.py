@@ -42,7 +42,7 @@ class ProxyServer:
 
     async def _serve(self, listener: socket.socket, port: int, on_ready: Callable[[int], None] | None) -> int:
         service = ProxyService(self._options, self._clock)
-        server = web_server(create_app(service))
+        server = web_server(create_app(service), forwarded_allow_ips=self._options.forwarded_allow_ips)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until_started(server, serving)

@@ -49,7 +49,9 @@ class HttpServer:
         listener = listen(self._options.host, self._options.port)
         stage = Stage()
         deadlines = ConnectionDeadlines(head=self._options.head_seconds, stall=self._options.stall_seconds)
-        server = web_server(stage, lifespan="off", deadlines=deadlines)
+        server = web_server(
+            stage, forwarded_allow_ips=self._options.forwarded_allow_ips, lifespan="off", deadlines=deadlines
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until_started(server, serving)
