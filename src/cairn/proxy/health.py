@@ -42,7 +42,10 @@ class HealthChecks:
         """Ask until cancelled."""
         while True:
             await asyncio.sleep(self.seconds_left)
-            await self.check_if_due()
+            try:
+                await self.check_if_due()
+            except Exception:
+                logger.exception("a bug in the health checks")
 
     async def check_if_due(self) -> bool:
         """One round, when it is time for one."""
@@ -61,6 +64,9 @@ class HealthChecks:
             reply = await self._client.whole("GET", f"{upstream.url}/health", b"", [], self._timeout, _MAX_ANSWER_BYTES)
             reason = "" if reply.status == 200 else f"it answers /health with {reply.status}"
         except CallFailed as error:
+            if error.kind == "local":
+                logger.warning("%s server %s could not be asked for its health: %s", pool.name, upstream.url, error)
+                return upstream in self._slow
             reason, slow, silent = str(error), error.kind == "timeout", True
         up = not reason or (slow and upstream.up and upstream not in self._slow)
         if up != upstream.up:

@@ -54,7 +54,7 @@ class HttpServer:
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await until_started(server, serving)
+            await until_started(server, serving, listener)
             if not await self._start_engine():
                 return 0
             for line in start_lines(self._engine.info):
