@@ -14,7 +14,8 @@ class ImageOptions:
     request's together; decoded, they have to fit one message to the engine. `max_open_bytes`: of all open requests'
     together, as they come and decoded; a request whose images find no room is answered with 503. `fetch_seconds`: for
     one image, redirects included. `decode_seconds`: for one image, from the moment a thread has taken it.
-    `max_fetches`, `decoders`: how many are fetched and decoded at once.
+    `max_fetches`, `decoders`: how many are fetched and decoded at once. `max_client_fetches`: how many of them for one
+    client, whose silent servers others need not wait for.
     """
 
     limit: int = 16
@@ -27,7 +28,8 @@ class ImageOptions:
     fetch_seconds: float = 5.0
     decode_seconds: float = 10.0
     max_redirects: int = 3
-    max_fetches: int = 16
+    max_fetches: int = 32
+    max_client_fetches: int = 16
     decoders: int = 2
 
 
