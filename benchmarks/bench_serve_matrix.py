@@ -37,6 +37,8 @@ from demo.server import Child, running, serve_command
 from rich.progress import track
 from rich.table import Table
 
+from cairn.http.cookies import no_cookies
+
 PARTS = ("server", "pd", "trace")
 PD_SIZES = ("medium", "tiny")
 MODES = ("auto", "align", "all")
@@ -153,7 +155,7 @@ def measure(case: Case, number: int, model: Path, arguments: argparse.Namespace,
     where = folder / f"{case.name.replace(' ', '-')}-{number}"
     with (
         servers_of(case, model, where) as (url, servers),
-        httpx.Client(timeout=SECONDS, trust_env=False) as http,
+        httpx.Client(timeout=SECONDS, trust_env=False, cookies=no_cookies()) as http,
     ):
         # every token an event of its own, also those that are half a character
         command = [sys.executable, "-m", "cairn", "bench", "serve", "--base-url", url, "--disable-tqdm"]

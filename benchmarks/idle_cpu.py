@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from cairn.http.cookies import no_cookies
 from cairn.models.make_model import make_model
 
 TRANSFER = ["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}']
@@ -48,7 +49,7 @@ class Server:
         environ = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "0", "HF_HUB_OFFLINE": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, cookies=no_cookies())
 
     def wait_healthy(self) -> None:
         until = time.monotonic() + START_SECONDS

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from cairn.http.cookies import no_cookies
 from cairn.models.make_model import make_model
 
 BAR_MS = 25.0
@@ -103,7 +104,7 @@ def measure(model: Path, rounds: int, seed: int, logs: Path) -> list[Round]:
     rng = random.Random(seed)
     with (
         pair(model, TRANSFER_FLAGS, logs, with_proxy=False) as servers,
-        httpx.Client(timeout=SECONDS, trust_env=False) as http,
+        httpx.Client(timeout=SECONDS, trust_env=False, cookies=no_cookies()) as http,
     ):
         for _ in range(WARM_UP):
             one_round(http, servers, random_prompt(rng, TOKENS))

@@ -32,6 +32,7 @@ from benchmarks.pd_servers import (
 )
 from rich.table import Table
 
+from cairn.http.cookies import no_cookies
 from cairn.models.make_model import make_model
 
 MODES = ("align", "auto")
@@ -94,7 +95,7 @@ def reproduce(model: Path, mode: str, lengths: list[int], seed: int, logs: Path)
     flags = (*FLAGS, "--mamba-cache-mode", mode, *TRANSFER_FLAGS)
     with (
         pair(model, flags, logs / mode, with_proxy=True) as servers,
-        httpx.Client(timeout=SECONDS, trust_env=False) as http,
+        httpx.Client(timeout=SECONDS, trust_env=False, cookies=no_cookies()) as http,
     ):
         prompts = [random_prompt(rng, length) for length in lengths]
         return [send(http, servers, mode, prompt, number) for prompt in prompts for number in (1, 2)]

@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cairn.http.cookies import no_cookies
 from demo.errors import DemoError
 
 __all__ = ["Client", "Reply", "StreamedAnswer", "counter_total"]
@@ -92,7 +93,9 @@ class Client:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # trust_env off: a proxy has no business between two ends of the loopback
-        self._http = httpx.Client(base_url=url, timeout=REQUEST_SECONDS, trust_env=False, transport=transport)
+        self._http = httpx.Client(
+            base_url=url, timeout=REQUEST_SECONDS, trust_env=False, cookies=no_cookies(), transport=transport
+        )
         self._clock = clock
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cairn.http.cookies import no_cookies
 from demo.client import counter_total
 from demo.corpus import Corpus
 from demo.errors import DemoError
@@ -70,7 +71,7 @@ class Place:
         self, front: str, decode: str, prefill: str | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:
         self._front, self._decode, self.prefill = front, decode, prefill
-        self._http = httpx.Client(timeout=REQUEST_SECONDS, trust_env=False, transport=transport)
+        self._http = httpx.Client(timeout=REQUEST_SECONDS, trust_env=False, cookies=no_cookies(), transport=transport)
 
     def __enter__(self) -> Self:
         return self

@@ -51,10 +51,11 @@ ARROWS = MappingProxyType(
         "server": ("cairn.engine.contract", "cairn.http"),
         "proxy": ("cairn.http",),
         "replay": ("cairn.cache", *MODEL_NUMBERS),
-        "bench": (),
+        "bench": ("cairn.http.cookies",),
         "api_key_settings": (),
         "settings": ("cairn.api_key_settings",),
         "kv_settings": (),
+        "forwarded_settings": (),
         "image_settings": (),
         "proxy_settings": ("cairn.settings", "cairn.api_key_settings"),
         "cli": ("cairn",),
@@ -62,7 +63,7 @@ ARROWS = MappingProxyType(
     }
 )
 
-SETTINGS = ("settings", "api_key_settings", "kv_settings", "image_settings", "proxy_settings")
+SETTINGS = ("settings", "api_key_settings", "forwarded_settings", "kv_settings", "image_settings", "proxy_settings")
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")

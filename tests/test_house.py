@@ -11,6 +11,7 @@ MUTABLE_CALLS = frozenset(
     ("list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "ChainMap", "deque")
 )
 IMMUTABLE_TYPES = frozenset(("Mapping", "MappingProxyType", "tuple", "frozenset"))
+OTHER_HTTP_CLIENTS = ("aiohttp", "requests", "urllib.request", "urllib3", "httpx.Client", "httpx.AsyncClient")
 UNSAFE_MODULES = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNSAFE_CALLS = frozenset(("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"))
 SHAPELESS = re.compile(r"(\w+_)?(utils?|common|helpers?|misc|managers?)|base(_\w*)?")
@@ -163,12 +164,35 @@ def is_false(value):
     return isinstance(value, ast.Constant) and value.value is False
 
 
-RULES = (mutable_globals, shapeless_names, no_public_list, asks_for_a_layer_kind, runs_data)
+# -- HTTP clients ----------------------------------------------------------------------------------------------------
+
+
+def http_client_keeps_state(modules):
+    """No HTTP client keeps cookies, asks the environment for proxies and passwords, or follows redirects."""
+    for module in modules:
+        for found in imports(module):
+            if any(within(found.target, name) for name in OTHER_HTTP_CLIENTS):
+                yield f"{module.name}:{found.line} imports {found.target}"
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and name_of(node.func) in ("httpx.Client", "httpx.AsyncClient"):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                safe = {"cookies": "no_cookies()", "trust_env": "False", "follow_redirects": "False"}
+                if {"follow_redirects": "False"} | given | safe != {"follow_redirects": "False"} | given:
+                    yield f"{module.at(node)} makes a client without cookies=no_cookies(), trust_env=False"
+
+
+RULES = (mutable_globals, shapeless_names, no_public_list, asks_for_a_layer_kind, runs_data, http_client_keeps_state)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_package_keeps_the_rule(rule):
     assert list(rule(sources())) == []
+
+
+def test_no_http_client_beside_the_package_keeps_state_either():
+    paths = [path for folder in ("demo", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    modules = [source(f"{path.parent.name}.{path.stem}", path.read_text()) for path in paths]
+    assert list(http_client_keeps_state(modules)) == [] and len(modules) > 8
 
 
 @pytest.mark.parametrize(
@@ -206,6 +230,16 @@ def test_the_package_keeps_the_rule(rule):
         (runs_data, "cairn.models.loader", "options = {'trust_remote_code': True}"),
         (runs_data, "cairn.models.loader", "array = np.load(path, allow_pickle=True)"),
         (runs_data, "cairn.models.loader", "settings = yaml.load(text, yaml.Loader)"),
+        (http_client_keeps_state, "cairn.proxy.upstream", "httpx.AsyncClient(trust_env=False)"),
+        (http_client_keeps_state, "cairn.proxy.upstream", "httpx.Client(trust_env=False, cookies=jar)"),
+        (http_client_keeps_state, "cairn.proxy.upstream", "httpx.AsyncClient(cookies=no_cookies())"),
+        (
+            http_client_keeps_state,
+            "cairn.proxy.upstream",
+            "httpx.AsyncClient(cookies=no_cookies(), trust_env=False, follow_redirects=True)",
+        ),
+        (http_client_keeps_state, "cairn.proxy.upstream", "from httpx import AsyncClient"),
+        (http_client_keeps_state, "cairn.proxy.upstream", "def ask():\n    import urllib.request"),
     ],
 )
 def test_the_rule_finds_what_breaks_it(rule, name, text):

@@ -19,7 +19,7 @@ from cairn.settings import add_flags
 FLAGS = """
 --allowed-local-media-path --allowed-media-domains --api-key --block-size --config --cpu-threads
 --disable-hybrid-kv-cache-manager --dtype --enable-auto-tool-choice --enable-prefix-caching --enforce-eager --eviction
---exact --gpu-memory-utilization --help --host --image-fetch-timeout --in-flight-sharing
+--exact --forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout --in-flight-sharing
 --kv-cache-memory-bytes --kv-events-config
 --kv-peer-allowlist --kv-secret-file --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level
 --mamba-cache-mode --max-body-bytes --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens
@@ -32,7 +32,8 @@ FLAGS = """
 """
 
 PROXY_FLAGS = """
---affinity-bytes --api-key --connect-timeout --decode --health-interval --health-timeout --help --hint-timeout --host
+--affinity-bytes --api-key --connect-timeout --decode --forwarded-allow-ips --health-interval --health-timeout --help
+--hint-timeout --host
 --load-factor --load-slack --log-level --max-attempts --max-body-bytes --max-hints --max-open --port --prefill
 --prefill-timeout --request-timeout --shutdown-timeout --stall-timeout
 """
@@ -147,6 +148,7 @@ EXPORTED = {
     "cairn.server.app": "create_app",
     "cairn.server.options": "ImageOptions ServerOptions",
     "cairn.server.run": "HttpServer",
+    "cairn.forwarded_settings": "trusted_proxies",
     "cairn.api_key_settings": "ApiKeys add_argument flatten_keys last_key_word",
     "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings parse_size size_in_bytes",
     "cairn.image_settings": "MAX_IMAGES image_limit media_domains",

@@ -70,6 +70,12 @@ class ProxySettings(BaseSettings):
         description="key that clients must send, or several: a b or a,b; goes on to the servers, so all take the same; "
         "better as CAIRN_PROXY_API_KEY",
     )
+    forwarded_allow_ips: str | None = Field(
+        None,
+        description="proxies in front whose X-Forwarded-For is believed: addresses and networks as a,b, or *; "
+        "FORWARDED_ALLOW_IPS or loopback unless given",
+        max_length=1 << 16,
+    )
     max_open: int = Field(1024, description="most requests at once; more are answered with 429", ge=1, le=65536)
     max_body_bytes: Annotated[ByteSize, BeforeValidator(size_in_bytes)] = Field(
         ByteSize(16 << 20),

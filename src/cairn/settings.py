@@ -95,6 +95,12 @@ class ServeSettings(BaseSettings):
         None,
         description="key that clients must send, or several: a b or a,b; better as CAIRN_API_KEY: others cannot see it",
     )
+    forwarded_allow_ips: Annotated[str, BeforeValidator(_list_as_text)] | None = Field(
+        None,
+        description="proxies whose X-Forwarded-For is believed: addresses and networks as a,b, or *; "
+        "FORWARDED_ALLOW_IPS or loopback unless given",
+        max_length=_MAX_PEERS_TEXT,
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
     block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)

@@ -10,6 +10,8 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineInfo, GenerateRequest
 from cairn.engine.core import Core
 from cairn.engine.fake_tokenizer import FakeTokenizer
+from cairn.engine.kv_transfer import Terms
+from cairn.engine.specs import SpecMaker
 from cairn.engine.stop_strings import StopStrings
 from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.runner.simulated import SimulatedRunner
@@ -141,6 +143,13 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them():
     first = tokens_of(run(one, request(max_tokens=20, seed=None)))
     assert tokens_of(run(one, request(max_tokens=20, seed=None))) != first
     assert tokens_of(run(two, request(max_tokens=20, seed=None))) == first
+
+
+def test_the_scheduler_is_told_who_asks_for_every_answer():
+    specs = SpecMaker(VOCAB, frozenset(), 0, None).make(request(n=3, client="key:1"), Terms(), None, lambda length: 9)
+    assert [spec.client for spec, _ in specs] == ["key:1"] * 3
+    ((spec, _),) = SpecMaker(VOCAB, frozenset(), 0, None).make(request(), Terms(), None, lambda length: 9)
+    assert spec.client == ""
 
 
 def test_an_aborted_request_is_heard_of_no_more():

@@ -58,6 +58,7 @@ def request(**fields):
             ]
         ),
         Submit([request(kv_transfer_params=b'{"do_remote_decode":true}')]),
+        Submit([request(client="c" * 64)]),
         Abort("r"),
         StatsQuery(7),
         Reset(8),
@@ -132,7 +133,9 @@ def test_a_foreign_frame_is_an_error(frame):
         frames_to_core().decode(frame)
 
 
-@pytest.mark.parametrize("bad", [Abort(""), Abort("x" * 257), StatsQuery(-1), Reset(-1)])
+@pytest.mark.parametrize(
+    "bad", [Abort(""), Abort("x" * 257), StatsQuery(-1), Reset(-1), Submit([request(client="c" * 65)])]
+)
 def test_bounds_are_checked_on_arrival(bad):
     frames = frames_to_core()
     with pytest.raises(EngineDead):

@@ -57,7 +57,8 @@ def handover(number):
 
 
 class FakeServer:
-    """Answers `script` one by one, then always with `default`. Each is an async function of (server, seen)."""
+    """Answers `script` one by one, then always with `default`. Each is an async function of (server, seen). `health` is
+    the status of /health, None while that is never answered: with answers that do not come, a frozen server."""
 
     def __init__(self, loop):
         self.stopped = False
@@ -91,6 +92,8 @@ class FakeServer:
 
     def _app(self):
         async def health(request):
+            while self.health is None:
+                await asyncio.sleep(0.005)
             return Response(status_code=self.health)
 
         async def models(request):
@@ -176,6 +179,16 @@ def status(code, body=None, headers=None):
         return JSONResponse({"error": {"message": f"told to say {code}"}} if body is None else body, code, headers)
 
     return answer
+
+
+def held_back(answer):
+    """This answer, once the server is told to go on."""
+
+    async def later(server, seen):
+        await server.held()
+        return await answer(server, seen)
+
+    return later
 
 
 async def never(server, seen):
@@ -342,6 +355,7 @@ def answers():
         decoded = staticmethod(decoded)
         status = staticmethod(status)
         never = staticmethod(never)
+        held_back = staticmethod(held_back)
         headers_only = staticmethod(headers_only)
         handover = staticmethod(handover)
         until = staticmethod(until)

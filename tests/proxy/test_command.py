@@ -21,7 +21,7 @@ SERVERS = ("--prefill", "http://p:1", "--decode", "http://d:2")
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in list(os.environ):
-        if name.startswith("CAIRN_"):
+        if name.startswith(("CAIRN_", "FORWARDED_")):
             monkeypatch.delenv(name)
 
 
@@ -42,6 +42,7 @@ EVERY_FLAG = """
     --api-key k --max-open 2 --max-body-bytes 3e6 --max-attempts 4 --connect-timeout 5.5 --prefill-timeout 6
     --stall-timeout 7 --request-timeout 8 --shutdown-timeout 9 --health-interval 10 --health-timeout 11
     --affinity-bytes 12 --load-factor 13 --load-slack 14 --max-hints 15 --hint-timeout 16 --log-level error
+    --forwarded-allow-ips 10.0.0.0/8,::1
 """
 
 
@@ -56,6 +57,7 @@ def test_every_flag():
     assert (options.health_seconds, options.health_timeout_seconds) == (10, 11)
     assert (options.affinity_bytes, options.load_factor, options.load_slack) == (12, 13, 14)
     assert (options.max_hints, options.hint_seconds) == (15, 16)
+    assert options.forwarded_allow_ips == ("10.0.0.0/8", "::1")
 
 
 def test_variables(monkeypatch):

@@ -133,7 +133,7 @@ def test_a_prefill_server_that_is_gone(setting):
         ({"choices": []}, "not_offered"),
         ({"choices": [], "kv_transfer_params": None}, "not_offered"),
         ({"choices": [], "kv_transfer_params": {}}, "not_offered"),
-        ({"choices": [], "kv_transfer_params": "no"}, "prefill_failed"),
+        ({"choices": [], "kv_transfer_params": "no"}, "bad_reference"),
         (["no", "object"], "prefill_failed"),
     ],
 )
@@ -318,6 +318,113 @@ def test_servers_that_are_down_are_not_asked(setting, answers):
     pool[0].health = 200
     answers.until(lambda: proxy.get("/ping").status_code == 200)
     assert proxy.ask().status_code == 200 and len(pool[0].seen) == 1
+
+
+QUICK_CHECKS = {"health_seconds": 0.05, "health_timeout_seconds": 0.5}
+
+
+@pytest.mark.parametrize("num_waiting", [1, 5])
+def test_a_prefill_server_that_freezes_is_left_for_another_one(setting, answers, num_waiting):
+    """All that wait for it go to the other one, once the health checks have found it down; it is asked for nothing."""
+    pool, d = [setting.prefill(), setting.prefill()], setting.decode()
+    proxy = setting.proxy(pool, [d], load_slack=100, **QUICK_CHECKS)
+    frozen, other = first_choice(proxy, pool)
+    frozen.default = answers.never
+    asking = [Background(proxy.ask) for _ in range(num_waiting)]
+    answers.until(lambda: len(frozen.seen) == num_waiting)
+    frozen.health = None
+    assert [background.result().status_code for background in asking] == [200] * num_waiting
+    assert (len(frozen.seen), len(other.seen), len(d.seen)) == (num_waiting, num_waiting, 1 + num_waiting)
+    assert all("kv_transfer_params" in seen.json for seen in d.seen)
+    assert proxy.metric("retries_total", pool="prefill") == num_waiting
+    assert proxy.metric("upstream_failures_total", server=frozen.url, kind="down") == num_waiting
+    answers.until(lambda: frozen.num_cancelled == num_waiting)
+    assert proxy.metric("upstream_open") == 0
+
+
+def test_the_only_prefill_server_freezes(setting, answers):
+    p, d = setting.prefill(answers.never), setting.decode()
+    proxy = setting.proxy([p], [d], **QUICK_CHECKS)
+    asking = Background(lambda: proxy.ask(stream=True))
+    answers.until(lambda: p.seen)
+    p.health = None
+    assert asking.result().text.endswith("data: [DONE]\n\n")
+    assert len(d.seen) == 1 and "kv_transfer_params" not in d.seen[0].json
+    assert proxy.metric("decode_only_total", reason="prefill_failed") == 1
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["no head", "head without a body"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_server_that_freezes_before_its_first_byte(setting, answers, stream, begun):
+    p, pool = setting.prefill(), [setting.decode(), setting.decode()]
+    proxy = setting.proxy([p], pool, **QUICK_CHECKS)
+    frozen, other = first_choice(proxy, pool)
+
+    async def head(server, seen):
+        async def nothing():
+            await server.held()
+            yield b""
+
+        return StreamingResponse(nothing(), media_type="text/event-stream")
+
+    frozen.script.append(head if begun else answers.never)
+    asking = Background(lambda: proxy.ask(stream=stream))
+    answers.until(lambda: len(frozen.seen) == 1)
+    frozen.health = None
+    response = asking.result()
+    assert response.status_code == 200 and response.text.count("hel") == 1
+    # It may have fetched what was handed over.
+    ids = [server.seen[0].json["kv_transfer_params"]["remote_request_id"] for server in (frozen, other)]
+    assert ids == ["cmpl-2", "cmpl-3"]
+    assert proxy.metric("upstream_failures_total", pool="decode", server=frozen.url, kind="down") == 1
+
+
+def test_a_decode_server_that_freezes_after_its_first_byte_is_waited_for(setting, answers):
+    pool = [setting.decode(answers.decoded("one", "two", hold_after=1)) for _ in range(2)]
+    proxy = setting.proxy([setting.prefill()], pool, **QUICK_CHECKS)
+    body = {"prompt": "x", "stream": True}
+    with proxy.http.stream("POST", proxy.url + "/v1/completions", json=body) as response:
+        chunks = response.iter_raw()
+        assert b"one" in next(chunks)
+        (frozen,) = [server for server in pool if server.seen]
+        frozen.health = None
+        answers.until(lambda: proxy.metric("upstream_up", server=frozen.url) == 0)
+        frozen.hold.set()
+        assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
+    assert sum(len(server.seen) for server in pool) == 1
+
+
+def test_the_only_decode_server_freezes_until_another_one_comes_up(setting, answers):
+    """Nobody else could answer: it is waited for. Then somebody can."""
+    pool = [setting.decode(answers.never), setting.decode()]
+    pool[1].health = 503
+    proxy = setting.proxy([setting.prefill()], pool, **QUICK_CHECKS)
+    asking = Background(proxy.ask)
+    answers.until(lambda: pool[0].seen)
+    pool[0].health = None
+    answers.until(lambda: proxy.metric("upstream_up", pool="decode") == 0)
+    pool[1].health = 200
+    assert asking.result().status_code == 200
+    assert [len(server.seen) for server in pool] == [1, 1] and proxy.metric("retries_total", pool="decode") == 1
+
+
+def test_a_server_that_is_shutting_down_finishes_what_it_has_begun(setting, answers):
+    """Its /health says 503: it is given nothing new, and keeps what it has."""
+    pools = [setting.prefill(), setting.prefill()], [setting.decode(), setting.decode()]
+    for server in (*pools[0], *pools[1]):
+        server.script.append(answers.held_back(server.default))
+    proxy = setting.proxy(*pools, **QUICK_CHECKS)
+    asking = Background(proxy.ask)
+    for number, pool in enumerate(pools):
+        answers.until(lambda pool=pool: any(server.seen for server in pool))
+        (leaving,) = [server for server in pool if server.seen]
+        leaving.health = 503
+        answers.until(lambda server=leaving: proxy.metric("upstream_up", server=server.url) == 0)
+        assert number == 1 or not any(server.seen for server in pools[1])
+        leaving.hold.set()
+    assert asking.result().status_code == 200
+    assert [sum(len(server.seen) for server in pool) for pool in pools] == [1, 1]
+    assert proxy.metric("retries_total") == proxy.metric("upstream_failures_total") == 0
 
 
 def test_without_prefill_servers_it_is_still_healthy(setting):

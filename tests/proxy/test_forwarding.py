@@ -2,9 +2,10 @@
 
 import json
 
+import httpx
 import openai
 import pytest
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 CHAT = {
     "model": "m",
@@ -86,9 +87,46 @@ def test_headers(setting):
     for seen in (p.seen[0], d.seen[0]):
         assert seen.headers["x-request-id"] == "r-1" and seen.headers["authorization"] == "Bearer k"
         assert seen.headers["content-type"] == "application/json" and seen.headers["traceparent"] == "00-1-2-01"
-        assert "cookie" not in seen.headers and "x-forwarded-for" not in seen.headers
+        assert "cookie" not in seen.headers
     given = proxy.ask().headers["x-request-id"]
     assert p.seen[1].headers["x-request-id"] == d.seen[1].headers["x-request-id"] == given != "r-1"
+
+
+@pytest.mark.parametrize(
+    ("peer", "said", "told"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("127.0.0.2", None, "127.0.0.2"),
+        ("127.0.0.2", "203.0.113.5", "127.0.0.2"),
+        ("127.0.0.2", "127.0.0.1", "127.0.0.2"),
+        ("127.0.0.1", "203.0.113.5", "203.0.113.5"),
+        ("127.0.0.1", "198.51.100.1, 203.0.113.5", "203.0.113.5"),
+        ("127.0.0.1", "203.0.113.5, 127.0.0.1", "203.0.113.5"),
+        ("127.0.0.1", "::ffff:203.0.113.5", "203.0.113.5"),
+        ("127.0.0.1", "[2001:DB8::0:1]:4711", "2001:db8::1"),
+        ("127.0.0.1", "unknown", None),
+        ("127.0.0.1", "203.0.113.5\t\x7f\xff", None),
+        ("127.0.0.1", "9" * 20_000, None),
+        ("127.0.0.1", "fe80::1%" + "x" * 20_000, "fe80::1"),
+    ],
+)
+def test_the_clients_address_is_the_proxys_to_tell(setting, peer, said, told):
+    """What a client says of itself counts where it connects from a trusted address, and goes on nowhere as it came."""
+    p, d = setting.prefill(), setting.decode()
+    proxy = setting.proxy([p], [d])
+    headers = {} if said is None else {"X-Forwarded-For": said.encode("latin-1")}
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=peer), timeout=10) as http:
+        response = http.post(f"{proxy.url}/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert response.status_code == 200
+        assert http.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200
+    assert [seen.headers.get("x-forwarded-for") for seen in (*p.seen, *d.seen)] == [told] * 3
+
+
+def test_only_proxies_that_are_named_are_believed(setting):
+    p, d = setting.prefill(), setting.decode()
+    proxy = setting.proxy([p], [d], forwarded_allow_ips=("10.0.0.0/8",))
+    assert proxy.ask(headers={"X-Forwarded-For": "203.0.113.5"}).status_code == 200
+    assert {seen.headers["x-forwarded-for"] for seen in (*p.seen, *d.seen)} == {"127.0.0.1"}
 
 
 def test_headers_of_the_answer_are_chosen_too(setting, answers):
@@ -96,6 +134,26 @@ def test_headers_of_the_answer_are_chosen_too(setting, answers):
     response = setting.proxy([setting.prefill()], [d]).ask()
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert "set-cookie" not in response.headers and response.json()["error"]["message"] == "told to say 429"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cookie_that_a_server_sets_for_one_client_comes_with_no_other_clients_request(setting, answers, stream):
+    """P, D and the health checks all set one; the client that asks for the models is a third."""
+    cookie = {"Set-Cookie": "session=of-client-a; Path=/"}
+
+    async def prefilled(server, seen):
+        return JSONResponse({"choices": [], "kv_transfer_params": answers.handover(1)}, headers=cookie)
+
+    async def decoded(server, seen):
+        return JSONResponse({"choices": [{"index": 0, "text": "hello"}]}, headers=cookie)
+
+    p, d = setting.prefill(prefilled), setting.decode(decoded)
+    proxy = setting.proxy([p], [d])
+    assert proxy.ask(stream=stream, user="a").status_code == 200
+    proxy.http.cookies.clear()
+    assert proxy.ask(stream=stream, user="b").status_code == proxy.get("/v1/models").status_code == 200
+    assert (len(p.seen), len(d.seen)) == (2, 3)
+    assert [seen for seen in (*p.seen, *d.seen) if "cookie" in seen.headers] == []
 
 
 def test_an_answer_that_is_not_streamed(setting):

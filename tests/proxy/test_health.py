@@ -23,7 +23,7 @@ class Scripted:
 
     async def whole(self, method, url, content, headers, seconds, max_bytes):
         self.asked.append((method, url, seconds))
-        if isinstance(self.answer, CallFailed):
+        if isinstance(self.answer, Exception):
             raise self.answer
         return Reply(self.answer, [])
 
@@ -73,3 +73,29 @@ def test_a_server_that_is_slow_gets_a_second_chance(checks):
     assert checks(SLOW) == [False, False]
     assert checks(SLOW) == [False, False]
     assert checks(200) == [True, True]
+
+
+def test_a_check_that_could_not_be_sent_says_nothing_of_a_server(checks):
+    local = CallFailed("too many open files", kind="local", sent=False)
+    assert checks(local) == [False, False]
+    checks(200)
+    assert checks(local) == checks(local) == checks(local) == [True, True]
+    assert checks(SLOW) == [True, True]
+    assert checks(local) == [True, True]
+    assert checks(SLOW) == [False, False]
+
+
+def test_a_bug_in_a_check_does_not_end_the_checks(checks, caplog):
+    async def watch():
+        checks.health._interval = 0.0
+        checks.client.answer = ZeroDivisionError("told to break")
+        checking = asyncio.create_task(checks.health.run())
+        while len(checks.client.asked) < 4:
+            await asyncio.sleep(0)
+        checks.client.answer = 200
+        while not all(upstream.up for upstream in checks.pool.upstreams.values()):
+            await asyncio.sleep(0)
+        checking.cancel()
+
+    asyncio.run(asyncio.wait_for(watch(), 10))
+    assert "a bug in the health checks" in caplog.text

@@ -9,6 +9,13 @@ import string
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cairn.proxy.app import create_app
+from cairn.proxy.options import ProxyOptions
+from cairn.proxy.service import ProxyService
 
 BODY = {"prompt": "hostile", "max_tokens": 3, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hostile"}], "max_tokens": 3, "temperature": 0}
@@ -132,3 +139,41 @@ def test_more_than_anybody_needs(transfer_server, reference):
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("kv_transfer_params")
     answer = ask(transfer_server, "/v1/completions", params | {"unknown": "x" * (17 << 20)})
     assert answer.status_code == 413
+
+
+# -- behind `cairn proxy` --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("remote_host", host) for host in FOREIGN[:3]],
+        ("remote_request_id", "no reference"),
+        ("transfer_mode", "push"),
+        ("remote_engine_id", "a\x00b"),
+        ("unknown", [[[[]]]] * 3),
+    ],
+)
+def test_what_a_prefill_server_has_made_up_is_not_the_clients_error(
+    transfer_server, reference, run_app, key, value, stream
+):
+    right, given = reference["/v1/completions"]
+    while key == "unknown" and len(json.dumps(value)) < 400:
+        value = [value]
+    junk = given | {key: value}
+    prefill = run_app(
+        Starlette(
+            routes=[
+                Route("/health", lambda request: Response()),
+                Route("/v1/completions", lambda request: JSONResponse({"kv_transfer_params": junk}), methods=["POST"]),
+            ]
+        )
+    )
+    assert ask(transfer_server, "/v1/completions", junk).status_code == 400
+    options = ProxyOptions(prefill=(prefill.url,), decode=(transfer_server.url,), version="1")
+    proxy = run_app(create_app(ProxyService(options)))
+    answer = proxy.http.post("/v1/completions", json=BODY | {"stream": stream})
+    assert answer.status_code == 200 and "error" not in answer.text, answer.text
+    assert stream or said(answer) == right
+    assert 'cairn_proxy:decode_only_total{reason="bad_reference"} 1.0' in proxy.http.get("/metrics").text

@@ -507,6 +507,47 @@ def test_images_of_all_open_requests_have_one_room(world, other):
     assert asked(server, chat(*[part(uri(data))] * 2)) == 503
 
 
+def test_a_cookie_that_comes_with_an_image_is_never_sent(world):
+    """Neither behind the redirect that has set it, nor with the next client's image from the same host."""
+    cookie = {"Set-Cookie": "session=of-client-a; Path=/"}
+    world.outside.answers["picture"] = image_answer(**cookie)
+    world.outside.answers["moved"] = RedirectResponse("/picture", headers=cookie)
+    for _ in range(2):
+        assert len(taken(world, chat(part(f"http://{HOST}/moved")))) == 1
+    seen = [headers for path, headers in world.outside.seen if path in ("picture", "moved")]
+    assert len(seen) == 4 and not any("cookie" in headers for headers in seen)
+
+
+def test_one_clients_silent_servers_keep_no_other_client_waiting(world, other):
+    held = threading.Event()
+
+    def silent(outside):
+        held.wait(20)
+        return image_answer()
+
+    world.outside.answers.update(silent=silent, quick=image_answer())
+    before = len(world.outside.seen)
+    server = other(ImageOptions(fetch_seconds=30, max_fetches=3, max_client_fetches=2))
+    url, quick = f"{server.url}/v1/chat/completions", chat(part(f"http://{HOST}/quick"))
+    statuses = []
+
+    def ask_silent():
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=20) as client:
+            statuses.append(client.post(url, json=chat(*[part(f"http://{HOST}/silent")] * 4)).status_code)
+
+    asking = [threading.Thread(target=ask_silent) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    server.until(lambda: len(world.outside.seen) == before + 2)
+    for _ in range(3):
+        assert server.post("/v1/chat/completions", quick).status_code == 200
+    assert [path for path, _ in world.outside.seen[before:]] == ["silent"] * 2 + ["quick"] * 3
+    held.set()
+    for thread in asking:
+        thread.join(20)
+    assert statuses == [200, 200]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_a_client_that_leaves_while_its_images_are_fetched(world, other, path):
     held = threading.Event()

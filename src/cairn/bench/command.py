@@ -26,6 +26,7 @@ from cairn.bench.probe import first_model, until_ready
 from cairn.bench.report import Circumstances, result_json, save, table_lines
 from cairn.bench.stream import HttpSender, Outcome
 from cairn.errors import ConfigError
+from cairn.http.cookies import no_cookies
 
 __all__ = ["add_bench_flags", "run_bench"]
 
@@ -73,7 +74,9 @@ async def _measured(asked: argparse.Namespace, target: Target, material: Materia
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
     timeout = httpx.Timeout(asked.request_timeout, connect=min(_CONNECT_SECONDS, asked.request_timeout))
     # trust_env off: a proxy of the environment would be measured as well
-    async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=not asked.insecure) as http:
+    async with httpx.AsyncClient(
+        limits=limits, timeout=timeout, trust_env=False, cookies=no_cookies(), verify=not asked.insecure
+    ) as http:
         if asked.ready_check_timeout_sec:
             await until_ready(http, target.base_url, target.headers, pace, asked.ready_check_timeout_sec)
         named = asked.served_model_name or asked.model

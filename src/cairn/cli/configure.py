@@ -109,6 +109,7 @@ def _image_options(settings: "ServeSettings") -> "ImageOptions":
 
 
 def server_options(settings: "ServeSettings") -> "ServerOptions":
+    from cairn.forwarded_settings import trusted_proxies
     from cairn.server.options import ServerOptions
 
     return ServerOptions(
@@ -117,6 +118,7 @@ def server_options(settings: "ServeSettings") -> "ServerOptions":
         host=settings.host,
         port=settings.port,
         api_keys=tuple(settings.api_key or ()),
+        forwarded_allow_ips=trusted_proxies(settings.forwarded_allow_ips),
         max_open=settings.max_num_seqs + settings.max_waiting,
         max_body_bytes=int(settings.max_body_bytes),
         request_seconds=settings.request_timeout,
@@ -129,6 +131,7 @@ def server_options(settings: "ServeSettings") -> "ServerOptions":
 
 
 def proxy_options(settings: "ProxySettings") -> "ProxyOptions":
+    from cairn.forwarded_settings import trusted_proxies
     from cairn.proxy.options import ProxyOptions
 
     return ProxyOptions(
@@ -138,6 +141,7 @@ def proxy_options(settings: "ProxySettings") -> "ProxyOptions":
         host=settings.host,
         port=settings.port,
         api_keys=tuple(settings.api_key or ()),
+        forwarded_allow_ips=trusted_proxies(settings.forwarded_allow_ips),
         max_open=settings.max_open,
         max_body_bytes=int(settings.max_body_bytes),
         max_attempts=settings.max_attempts,

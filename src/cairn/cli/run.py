@@ -26,9 +26,11 @@ logger = logging.getLogger("cairn.cli")
 def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
     from cairn.engine.client import EngineDeadlines
     from cairn.engine.process import ProcessEngine
+    from cairn.http.listening import raise_descriptor_limit
     from cairn.server.run import HttpServer
 
     _start_log(settings.log_level)
+    raise_descriptor_limit()
     warn(settings)
 
     async def run() -> int:
@@ -45,9 +47,11 @@ def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[
 
 
 def run_proxy(settings: "ProxySettings") -> int:
+    from cairn.http.listening import raise_descriptor_limit
     from cairn.proxy.run import ProxyServer
 
     _start_log(settings.log_level)
+    raise_descriptor_limit()
     # Two lines per forwarded request are the proxy's own metrics, told worse.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 

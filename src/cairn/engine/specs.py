@@ -68,6 +68,7 @@ class SpecMaker:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
+            client=request.client,
         )
 
     def _keys(self, request: GenerateRequest) -> tuple[Keys, tuple[Image, ...]]:

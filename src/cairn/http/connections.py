@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.failures import error_body
 
-__all__ = ["Connection", "ConnectionDeadlines"]
+__all__ = ["Connection", "ConnectionDeadlines", "ConnectionLimit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,34 @@ class ConnectionDeadlines:
 
     head: float = 30.0
     stall: float = 60.0
+
+
+class ConnectionLimit:
+    """At most so many connections at once. When one more comes, the one that has been without a request for the longest
+    is closed, so that idle connections keep nobody out; when none is idle, it is the new one."""
+
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
+        self._num_open = 0
+        self._idle: dict[Connection, None] = {}
+
+    def add(self, connection: "Connection") -> None:
+        self._num_open += 1
+        self._idle[connection] = None
+        if self._num_open > self._max_open:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            oldest.close()
+
+    def remove(self, connection: "Connection") -> None:
+        self._num_open -= 1
+        self._idle.pop(connection, None)
+
+    def mark_busy(self, connection: "Connection") -> None:
+        self._idle.pop(connection, None)
+
+    def mark_idle(self, connection: "Connection") -> None:
+        self._idle[connection] = None
 
 
 class _Timer:
@@ -52,9 +80,10 @@ class _Timer:
 class Connection(H11Protocol):
     """uvicorn's connection. Clients that take for ever to send their headers, or to read their answers, lose it."""
 
-    def __init__(self, *args: Any, deadlines: ConnectionDeadlines, **options: Any) -> None:
+    def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
         self._deadlines = deadlines
+        self._limit = limit
         self._head = _Timer(self.loop, deadlines.head, self._head_missed)
         self._stall = _Timer(self.loop, deadlines.stall, lambda: self.transport.abort())
         self._heard = False
@@ -64,6 +93,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head.start()
+        self._limit.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._heard, before = True, self.cycle
@@ -72,8 +102,11 @@ class Connection(H11Protocol):
             self._head.cancel()
         elif self._between_requests():
             self._head.start()
+        if not self._between_requests():
+            self._limit.mark_busy(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._limit.remove(self)
         self._head.cancel()
         self._stall.cancel()
         super().connection_lost(exc)
@@ -86,7 +119,7 @@ class Connection(H11Protocol):
             return
         if self._heard:
             self._refuse(408, f"the headers did not come within {self._deadlines.head:g} s", "request_timeout")
-        self._close()
+        self.close()
 
     def send_400_response(self, msg: str) -> None:
         """Called where what came is no HTTP, or headers have no end."""
@@ -95,7 +128,7 @@ class Connection(H11Protocol):
             self._refuse(431, "the request's headers are too long", "request_header_fields_too_large")
         else:
             self._refuse(400, "this is no valid HTTP request", "invalid_request_error")
-        self._close()
+        self.close()
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -116,6 +149,11 @@ class Connection(H11Protocol):
 
     # -- the end of an answer --------------------------------------------------------------------------------------
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._between_requests() and not self.transport.is_closing():
+            self._limit.mark_idle(self)
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stall.start()
@@ -128,6 +166,7 @@ class Connection(H11Protocol):
         super().timeout_keep_alive_handler()
         self._stall.start()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """What has been written still goes out, if the client reads it."""
         self.transport.close()
         self._stall.start()

@@ -2,21 +2,28 @@
 
 import asyncio
 import contextlib
+import ipaddress
+import resource
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import uvicorn
 
 from cairn.errors import ConfigError
-from cairn.http.connections import Connection, ConnectionDeadlines
+from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
 
-__all__ = ["first_of", "listen", "until_started", "web_server"]
+__all__ = ["first_of", "listen", "raise_descriptor_limit", "until_started", "web_server"]
 
 _FLUSH_SECONDS = 5
 _STARTED_POLL_SECONDS = 0.01
 _MAX_CONNECTIONS = 8192
+_MAX_DESCRIPTORS = 65536
+_SPARE_DESCRIPTORS = 128
+_BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 32
+"""Connections that are taken before the ones above the limit are closed: fewer than descriptors are spare."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -47,28 +54,64 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def web_server(
-    app: Any, *, lifespan: Literal["on", "off"] = "on", deadlines: ConnectionDeadlines | None = None
+    app: Any,
+    *,
+    forwarded_allow_ips: Sequence[str],
+    lifespan: Literal["on", "off"] = "on",
+    deadlines: ConnectionDeadlines | None = None,
+    descriptors_per_request: int = 1,
 ) -> uvicorn.Server:
-    """A server for one ASGI application; it leaves the process's signals alone. `lifespan`: whether the application is
-    told of its start and end."""
+    """A server for one ASGI application; it leaves the process's signals alone. `forwarded_allow_ips`: addresses and
+    networks of the proxies in front; what they say of who has sent a request is believed. `lifespan`: whether the
+    application is told of its start and end. `descriptors_per_request`: open files that a request may take, its own
+    connection included; no more connections are kept than the process may have open files for."""
+    limit = ConnectionLimit(_max_connections(descriptors_per_request))
     config = uvicorn.Config(
         app,
-        http=partial(Connection, deadlines=deadlines or ConnectionDeadlines()),  # type: ignore[arg-type]
+        http=partial(Connection, deadlines=deadlines or ConnectionDeadlines(), limit=limit),  # type: ignore[arg-type]
         ws="none",
+        proxy_headers=True,
+        forwarded_allow_ips=[form for name in forwarded_allow_ips for form in _compared_forms(name)],
         lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=_MAX_CONNECTIONS,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     return _Uvicorn(config)
 
 
-async def until_started(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
-    """Wait until the server takes connections, or has failed to."""
+def _compared_forms(name: str) -> list[str]:
+    """An IPv4 address or network also as a socket for both families writes it: uvicorn compares them as they are."""
+    network = None if name == "*" else ipaddress.ip_network(name)
+    if isinstance(network, ipaddress.IPv4Network):
+        return [name, f"::ffff:{network.network_address}/{96 + network.prefixlen}"]
+    return [name]
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as the process may have: the usual 1024 are fewer than the requests that may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _max_connections(descriptors_per_request: int) -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(_MAX_CONNECTIONS, (soft - _SPARE_DESCRIPTORS) // descriptors_per_request))
+
+
+async def until_started(server: uvicorn.Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
+    """Wait until the server takes connections on its `listener`, or has failed to."""
     while not server.started and not serving.done():
         await asyncio.sleep(_STARTED_POLL_SECONDS)
+    if server.started:
+        # What the kernel may keep waiting is another number than what is taken in one go.
+        listener.listen(_BACKLOG)
 
 
 async def first_of(*waits: Awaitable[Any]) -> None:

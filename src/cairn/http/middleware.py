@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cairn.errors import InvalidRequest, RequestError
+from cairn.http.clients import note_api_key
 from cairn.http.failures import ClientGone, error_response, failed, internal_error
 
 __all__ = ["ApiKey", "BodyLimit", "BugShield", "GateKeeper", "HeadLimit", "Places", "RequestIds"]
@@ -111,6 +112,7 @@ class ApiKey:
         # Each is compared, whatever the others gave: how long it takes must not tell which came close.
         opens = sum(hmac.compare_digest(given, expected) for expected in self._expected)
         if opens and kind.lower() == "bearer":
+            note_api_key(scope, key.encode("latin-1"))
             return await self._app(scope, receive, send)
         error = failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
         response = error_response(error)

@@ -1,13 +1,18 @@
 """One request's way: to a prefill server, with what it hands over to a decode server, and from there to the client.
 
-prefill   429, 5xx, time-out, broken connection: the next prefill server; none left: the decode server does it alone
+prefill   429, 5xx, time-out, broken connection, down: the next prefill server; none left: the decode server alone
+          what it hands over is nothing that a server would take: the decode server alone
+          4xx about `kv_transfer_params`: once more without the second-turn hint; the next prefill server
           other 4xx: the client gets it as it is
 decode    429, 5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
           good for one use, so it is prefilled again, unless the server was not reached, or is full (429)
+          down before the first byte: the same, if there is a next decode server; if not, this one is waited for
+          4xx about `kv_transfer_params`, 413: the same server once more, without what was handed over
           after the first byte: no second try, ever; a stream ends with an error event
 """
 
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +21,16 @@ import msgspec
 from cairn.http.failures import failed
 from cairn.proxy.affinity import affinity_key, is_batch
 from cairn.proxy.pool import Pool, Upstream
-from cairn.proxy.protocol import Body, bool_field, decode_body, handover_of, parse_body, prefill_body
+from cairn.proxy.protocol import (
+    BadReference,
+    Body,
+    bool_field,
+    decode_body,
+    handover_of,
+    parse_body,
+    prefill_body,
+    refuses_params,
+)
 from cairn.proxy.relay import ClientSide
 from cairn.proxy.service import ProxyService
 from cairn.proxy.tap import AnswerTap
@@ -28,6 +42,8 @@ __all__ = ["Forwarding", "GeneratePath", "Job", "job_of"]
 GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
 
 _FULL = 429
+_TOO_LARGE = 413
+_REFERENCE_REFUSALS = (400, _TOO_LARGE, 422)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +85,16 @@ class Forwarding:
         self._client = client
         self._decode_only = ""
         self._handover: msgspec.Raw | None = None
+        self._handed_over_by: Upstream | None = None
+        self._tried: list[Upstream] = []
         self._last_answer: Reply | None = None
         self._last_failure = ""
 
     async def run(self) -> int:
         """The status of the answer, when its last byte is out. Raises RequestError."""
-        tried: list[Upstream] = []
-        decode, key = self._service.decode, self._job.key
+        decode, key, tried = self._service.decode, self._job.key, self._tried
         try:
-            while len(tried) < self._service.options.max_attempts and decode.least_busy(tried) is not None:
+            while self._has_next():
                 await self._prefill()
                 # Only now: while the prompt was computed, others have come and gone.
                 upstream = decode.choose(key, tried)
@@ -97,6 +114,11 @@ class Forwarding:
             raise failed(f"no decode server could answer; the last one: {self._last_failure}", 502, "bad_gateway")
         raise failed("no decode server is up: try again later", 503, "service_unavailable")
 
+    def _has_next(self) -> bool:
+        """Whether there is a decode server that may be tried, or tried next."""
+        most = self._service.options.max_attempts
+        return len(self._tried) < most and self._service.decode.least_busy(self._tried) is not None
+
     async def _prefill(self) -> None:
         """See to it that there is something to hand over, or that everybody knows that there will not be."""
         if self._handover is not None or self._decode_only or not self._service.prefill.upstreams:
@@ -114,10 +136,13 @@ class Forwarding:
             tried.append(upstream)
             try:
                 reply = await self._call_prefill(upstream)
-                self._handover = handover_of(reply.content)
+                self._handover, self._handed_over_by = handover_of(reply.content), upstream
             except CallFailed as error:
                 self._failed(self._service.prefill, upstream, error)
                 continue
+            except BadReference as error:
+                self._drop_reference(upstream, str(error))
+                return
             except ValueError as error:
                 self._failed(self._service.prefill, upstream, CallFailed(f"cannot be read: {error}", kind="answer"))
                 continue
@@ -128,54 +153,82 @@ class Forwarding:
 
     async def _call_prefill(self, upstream: Upstream) -> Reply:
         """A 200 from a prefill server. Raises CallFailed or, for 4xx, _PassOn."""
-        service, job = self._service, self._job
-        hint = service.hints.find(job.trail.marks) if job.trail is not None else None
-        if hint is not None:
-            service.metrics.hints_sent.inc()
-        url, started = upstream.url + job.path, service.clock.now()
-        options = service.options
+        service, marks = self._service, self._job.trail.marks if self._job.trail is not None else []
+        hint = service.hints.find(marks)
+        started = service.clock.now()
         with upstream.hold():
-            content = prefill_body(job.body, hint)
-            reply = await service.client.whole(
-                "POST", url, content, job.headers, options.prefill_seconds, options.max_body_bytes
-            )
-        if 400 <= reply.status < 500 and reply.status != _FULL:
+            # It may always be left: a decode server can do it alone.
+            async with upstream.unless_silent(lambda: True):
+                reply = await self._post_prefill(upstream, hint)
+                if hint is not None and _is_about_params(reply):
+                    service.hints.forget(hint, marks)
+                    reply = await self._post_prefill(upstream, None)
+        if 400 <= reply.status < 500 and reply.status != _FULL and not _is_about_params(reply):
             raise _PassOn(reply)
         if reply.status != 200:
             raise CallFailed(f"it answers with {reply.status}", kind="status")
         service.metrics.prefill_seconds.observe(service.clock.now() - started)
         return reply
 
+    async def _post_prefill(self, upstream: Upstream, hint: msgspec.Raw | None) -> Reply:
+        service, job, options = self._service, self._job, self._service.options
+        if hint is not None:
+            service.metrics.hints_sent.inc()
+        return await service.client.whole(
+            "POST",
+            upstream.url + job.path,
+            prefill_body(job.body, hint),
+            job.headers,
+            options.prefill_seconds,
+            options.max_body_bytes,
+        )
+
     async def _decode(self, upstream: Upstream) -> int | None:
         """The status of the answer that the client has got, or None. Raises RequestError when it has got a part."""
-        service, job = self._service, self._job
-        content = decode_body(job.body, self._handover)
-        url, silence = upstream.url + job.path, service.options.stall_seconds
         try:
             with upstream.hold():
-                async with service.client.open(url, content, job.headers, silence) as (reply, chunks):
-                    if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
-                        await self._keep_failure(reply, chunks)
-                        # A server that is full has turned the request away, and fetched nothing.
-                        begun = reply.status != _FULL
-                        raise CallFailed(f"it answers with {reply.status}", kind="status", sent=begun)
-                    await self._pass_through(reply, chunks)
-                    return reply.status
+                status = await self._ask_decode(upstream)
+                # None only once: without a reference there is none to be refused.
+                return await self._ask_decode(upstream) if status is None else status
         except CallFailed as error:
-            self._failed(service.decode, upstream, error)
+            self._failed(self._service.decode, upstream, error)
             if self._client.started:
                 raise failed(f"the decode server failed in mid-answer: {error}", 502, "bad_gateway") from error
             if error.sent:
                 self._handover = None
             return None
 
-    async def _pass_through(self, reply: Reply, chunks: AsyncGenerator[bytes, None]) -> None:
+    async def _ask_decode(self, upstream: Upstream) -> int | None:
+        """As `_decode`, but None when the server has refused the reference, which is gone then. Raises CallFailed."""
+        service, job = self._service, self._job
+        content = decode_body(job.body, self._handover)
+        url, silence = upstream.url + job.path, service.options.stall_seconds
+        async with AsyncExitStack() as stack:
+            # Nothing goes out before the server has something to say: until then another one can take over.
+            async with upstream.unless_silent(self._has_next):
+                reply, chunks = await stack.enter_async_context(service.client.open(url, content, job.headers, silence))
+                if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
+                    await self._keep_failure(reply, chunks)
+                    # A server that is full has turned the request away, and fetched nothing.
+                    begun = reply.status != _FULL
+                    raise CallFailed(f"it answers with {reply.status}", kind="status", sent=begun)
+                first: bytes | None
+                if self._handover is not None and reply.status in _REFERENCE_REFUSALS:
+                    first = await read_whole(chunks, service.options.max_body_bytes)
+                    if reply.status == _TOO_LARGE or refuses_params(first):
+                        self._drop_reference(self._handed_over_by, f"refused with {reply.status} by {upstream.url}")
+                        return None
+                else:
+                    first = await anext(chunks, None)
+            await self._pass_through(reply, first, chunks)
+            return reply.status
+
+    async def _pass_through(self, reply: Reply, first: bytes | None, chunks: AsyncGenerator[bytes, None]) -> None:
         service, job = self._service, self._job
         length = reply.header(b"content-length")
         stream = reply.header(b"content-type").startswith(b"text/event-stream")
         tap = AnswerTap(stream, int(length) if length.isdigit() else None)
-        # Nothing goes out before the server has something to say: until then another one can take over.
-        chunk: bytes | None = await anext(chunks, None)
+        chunk = first
         service.metrics.first_byte_seconds.observe(service.clock.now() - job.arrived)
         await self._client.start(reply.status, reply.headers)
         noted = False
@@ -211,6 +264,13 @@ class Forwarding:
         await self._client.end()
         return reply.status
 
+    def _drop_reference(self, upstream: Upstream | None, reason: str) -> None:
+        """Forget what this prefill server has handed over, for good: the decode server computes the prompt."""
+        self._handover = None
+        if upstream is not None:
+            self._failed(self._service.prefill, upstream, CallFailed(f"bad reference: {reason}", kind="reference"))
+        self._go_without("bad_reference")
+
     def _go_without(self, reason: str) -> None:
         self._decode_only = reason
         self._service.metrics.decode_only.labels(reason).inc()
@@ -218,3 +278,7 @@ class Forwarding:
     def _failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
         self._last_failure = str(error)
         self._service.failed(pool, upstream, error)
+
+
+def _is_about_params(reply: Reply) -> bool:
+    return reply.status in (400, 422) and refuses_params(reply.content)

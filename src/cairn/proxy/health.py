@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 class HealthChecks:
     """GET /health of all servers: 200 is up, everything else is down.
 
-    A server that is up and only slow to answer gets a second chance: it may be busy with its first long prompt.
+    A server that is up and only slow to answer gets a second chance: it may be busy with its first long prompt. Nobody
+    waits any longer for one that is down and says nothing. One that answers with 503 is shutting down, and finishes
+    what it has begun.
     """
 
     def __init__(self, pools: Sequence[Pool], client: UpstreamClient, options: ProxyOptions, clock: Clock) -> None:
@@ -40,7 +42,10 @@ class HealthChecks:
         """Ask until cancelled."""
         while True:
             await asyncio.sleep(self.seconds_left)
-            await self.check_if_due()
+            try:
+                await self.check_if_due()
+            except Exception:
+                logger.exception("a bug in the health checks")
 
     async def check_if_due(self) -> bool:
         """One round, when it is time for one."""
@@ -54,15 +59,20 @@ class HealthChecks:
 
     async def _check(self, pool: Pool, upstream: Upstream) -> bool:
         """Asks one server. True when it was too slow to say anything."""
-        reason, slow = "", False
+        reason, slow, silent = "", False, False
         try:
             reply = await self._client.whole("GET", f"{upstream.url}/health", b"", [], self._timeout, _MAX_ANSWER_BYTES)
             reason = "" if reply.status == 200 else f"it answers /health with {reply.status}"
         except CallFailed as error:
-            reason, slow = str(error), error.kind == "timeout"
+            if error.kind == "local":
+                logger.warning("%s server %s could not be asked for its health: %s", pool.name, upstream.url, error)
+                return upstream in self._slow
+            reason, slow, silent = str(error), error.kind == "timeout", True
         up = not reason or (slow and upstream.up and upstream not in self._slow)
         if up != upstream.up:
             level = logging.INFO if up else logging.WARNING
             logger.log(level, "%s server %s is %s%s", pool.name, upstream.url, "up" if up else "down: ", reason)
         upstream.up = up
+        if silent and not up:
+            upstream.wake_waiting()
         return slow

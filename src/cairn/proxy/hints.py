@@ -39,3 +39,9 @@ class Hints:
                 return found[1]
             del self._hints[mark]
         return None
+
+    def forget(self, hint: msgspec.Raw, marks: Sequence[bytes]) -> None:
+        """A server has refused this hint, found at one of these marks."""
+        for mark in marks:
+            if self._hints.get(mark, (0.0, None))[1] is hint:
+                del self._hints[mark]

@@ -11,6 +11,7 @@ class ProxyOptions:
     prefill servers the decode servers do it all, and prompts that begin alike still meet at the same one.
 
     `api_keys`: one of them must come with a request; none: anybody may ask. It goes on to the servers.
+    `forwarded_allow_ips`: addresses and networks of proxies whose X-Forwarded-For is believed, or `*`.
     `max_open`: requests being answered at once. `max_attempts`: servers asked for one prefill, and for one answer.
     `body_seconds`: how long a client may take to send its request. `prefill_seconds`: how long one prefill may take.
     `stall_seconds`: the longest silence of a decode server. `request_seconds`: a request from start to end.
@@ -25,6 +26,7 @@ class ProxyOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ("127.0.0.1", "::1")
     max_open: int = 1024
     max_body_bytes: int = 16 << 20
     max_attempts: int = 3

@@ -1,10 +1,12 @@
 """The servers of one kind, and which of them gets a request."""
 
+import asyncio
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from cairn.proxy.affinity import ranked
+from cairn.proxy.upstream import CallFailed
 
 __all__ = ["Pool", "Upstream"]
 
@@ -16,6 +18,30 @@ class Upstream:
         self.url = url
         self.up = False
         self.num_open = 0
+        self._waits: dict[asyncio.Timeout, Callable[[], bool]] = {}
+
+    @asynccontextmanager
+    async def unless_silent(self, may_leave: Callable[[], bool]) -> AsyncIterator[None]:
+        """A wait for this server that ends with CallFailed when `wake_waiting` is called and `may_leave` says yes."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits[wait] = may_leave
+                try:
+                    yield
+                finally:
+                    self._waits.pop(wait, None)
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            raise CallFailed("it has not answered its health checks", kind="down") from None
+
+    def wake_waiting(self) -> None:
+        """End the waits for this server: it does not even answer its health checks. To be called in the event loop."""
+        now = asyncio.get_running_loop().time()
+        for wait in [wait for wait, may_leave in self._waits.items() if may_leave()]:
+            # Once: a wait that is ending cannot be ended again.
+            del self._waits[wait]
+            wait.reschedule(now)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

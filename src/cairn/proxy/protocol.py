@@ -1,8 +1,9 @@
 """The JSON between proxy, prefill and decode servers.
 
 The flow is the one that vLLM's and llm-d's proxies speak: the prefill server is asked for one token and answers with
-`kv_transfer_params`; that object goes, byte for byte, into the client's own body, which the decode server gets. Values
-that the proxy has no business with are never parsed, so they come through as they were sent.
+`kv_transfer_params`, the reference; that object goes, byte for byte, into the client's own body, which the decode
+server gets. Values that the proxy has no business with are never changed, so they come through as they were sent. A
+reference that no server would take is dropped: the client must not hear of a field that it never sent.
 
 What the proxy adds is the key DECODE_HINT, in both directions an object {"engine": str, "host": str, "port": int}:
 
@@ -11,7 +12,7 @@ What the proxy adds is the key DECODE_HINT, in both directions an object {"engin
 - proxy -> prefill server: in `kv_transfer_params` of the next turn, the same object.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,12 +20,14 @@ from cairn.errors import InvalidRequest
 
 __all__ = [
     "DECODE_HINT",
+    "BadReference",
     "Body",
     "bool_field",
     "decode_body",
     "handover_of",
     "parse_body",
     "prefill_body",
+    "refuses_params",
     "text_field",
     "valid_hint",
 ]
@@ -35,6 +38,7 @@ Body = dict[str, msgspec.Raw]
 """A JSON object with its values as they were written."""
 
 _MAX_HINT_BYTES = 2048
+_MAX_REFERENCE_BYTES = 4 << 20
 _PREFILL_LEAVES_OUT = (
     *("stream_options", "min_tokens", "min_completion_tokens"),
     # nobody reads that answer, and a prompt that is told of would be computed whatever is cached
@@ -50,14 +54,56 @@ _REMOTE_DECODE = (
 )
 
 
+_EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_NumTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+_NumRanks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+_BlockIds = Annotated[list[_BlockId], msgspec.Meta(max_length=1 << 20)]
+
+
 class _Hint(msgspec.Struct):
-    engine: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    engine: _EngineId
+    host: _Host
+    port: _Port
+    num_tokens: _NumTokens | None = None
+
+
+class _Reference(msgspec.Struct):
+    """The keys that are known, each as every server reads it; which of them have to be there is the connector's affair.
+
+    vLLM has one list of blocks where there is one group of layers, else a list for each.
+    """
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    remote_engine_id: _EngineId | None = None
+    remote_request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)] | None = None
+    remote_host: _Host | None = None
+    remote_port: _Port | None = None
+    remote_block_ids: Annotated[list[_BlockId | _BlockIds], msgspec.Meta(max_length=1 << 20)] | None = None
+    tp_size: _NumRanks | None = None
+    dcp_size: _NumRanks | None = None
+    pp_size: _NumRanks | None = None
+    remote_num_tokens: _NumTokens | None = None
+    remote_prefill_cached_tokens: _NumTokens | None = None
 
 
 class _WithParams(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Error(msgspec.Struct):
+    param: str | None = None
+
+
+class _WithError(msgspec.Struct):
+    error: _Error
+
+
+class BadReference(ValueError):
+    """What a prefill server hands over is nothing that a decode server would take."""
 
 
 def parse_body(data: bytes) -> Body:
@@ -113,13 +159,33 @@ def decode_body(body: Body, handover: msgspec.Raw | None) -> bytes:
 def handover_of(answer: bytes) -> msgspec.Raw | None:
     """The `kv_transfer_params` of a prefill server's answer; None when it has handed nothing over.
 
-    Raises ValueError when the answer is no JSON object, or hands over something that is no object.
+    Raises ValueError when the answer is no JSON object, and BadReference when only what it hands over is wrong: no
+    object, not valid Unicode, larger than any server reads, or with a known key that has a value of another kind.
     """
     try:
         params = msgspec.json.decode(answer, type=_WithParams).kv_transfer_params
-        return params if msgspec.json.decode(params, type=Body | None) else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    if len(bytes(params)) > _MAX_REFERENCE_BYTES:
+        raise BadReference(f"it has {len(bytes(params))} bytes; at most {_MAX_REFERENCE_BYTES} are read")
+    try:
+        # A value of an unknown key is passed over by a typed decoder, whatever its bytes are; an untyped one reads all.
+        given = msgspec.json.decode(params, type=dict[str, Any] | None)
+        reference = msgspec.json.decode(params, type=_Reference | None)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise BadReference(str(error)) from None
+    if reference is not None and reference.do_remote_decode:
+        raise BadReference("it would have the decode server hand the prompt over in its turn")
+    return params if given else None
+
+
+def refuses_params(content: bytes) -> bool:
+    """Whether a server's refusal is about `kv_transfer_params`, of which the client has sent none that went through."""
+    try:
+        param = msgspec.json.decode(content, type=_WithError).error.param
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return param is not None and param.startswith("kv_transfer_params")
 
 
 def valid_hint(params: Body) -> msgspec.Raw | None:
@@ -128,7 +194,7 @@ def valid_hint(params: Body) -> msgspec.Raw | None:
     if hint is None or len(bytes(hint)) > _MAX_HINT_BYTES:
         return None
     try:
-        msgspec.json.decode(hint, type=_Hint)
+        read = msgspec.json.decode(hint, type=_Hint)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return hint.copy()
+    return hint.copy() if (read.engine + read.host).isprintable() else None

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from cairn.errors import RequestError
+from cairn.http.clients import client_address
 from cairn.http.failures import ClientGone, failed
 from cairn.proxy.forward import Forwarding, GeneratePath, job_of
 from cairn.proxy.metrics import CONTENT_TYPE_LATEST
@@ -80,7 +81,9 @@ def _headers(request: Request) -> Headers:
     """What the servers get to see of the client's headers."""
     kept = [(key, value) for key, value in request.scope["headers"] if key in _FORWARDED]
     own = [(b"content-type", b"application/json"), (b"x-request-id", request.scope["cairn.request_id"].encode())]
-    return [*kept, *own]
+    # The address alone: what the client says of itself, and of those before it, goes to nobody.
+    address = client_address(request.scope)
+    return [*kept, *own, (b"x-forwarded-for", address.encode())] if address else [*kept, *own]
 
 
 async def models(request: Request, service: ServiceOfApp) -> Response:

@@ -42,10 +42,15 @@ class ProxyServer:
 
     async def _serve(self, listener: socket.socket, port: int, on_ready: Callable[[int], None] | None) -> int:
         service = ProxyService(self._options, self._clock)
-        server = web_server(create_app(service))
+        server = web_server(
+            create_app(service),
+            forwarded_allow_ips=self._options.forwarded_allow_ips,
+            # the client's, the prefill server's, which is kept for a moment, and the decode server's
+            descriptors_per_request=3,
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await until_started(server, serving)
+            await until_started(server, serving, listener)
             logger.info("proxy on http://%s:%d", self._options.host, port)
             for pool in service.pools:
                 logger.info("%s servers: %d of %d are up", pool.name, pool.num_up, len(pool.upstreams))

@@ -59,6 +59,7 @@ class ProxyService:
     def failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
         """Note a failed call. A server that cannot be reached is down until its next health check says otherwise."""
         self.metrics.failures.labels(pool.name, upstream.url, error.kind).inc()
+        logger.debug("%s server %s: %s", pool.name, upstream.url, error)
         if error.kind == "unreached" and upstream.up:
             upstream.up = False
             logger.warning("%s server %s is down: %s", pool.name, upstream.url, error)

@@ -1,6 +1,7 @@
-"""HTTP to the configured servers, and to nobody else: no redirects, no proxies from the environment."""
+"""HTTP to the configured servers, and to nobody else: no redirects, no cookies, no proxies from the environment."""
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from types import TracebackType
 
 import httpx
 
+from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
 
 __all__ = ["CallFailed", "Headers", "Reply", "UpstreamClient", "read_whole"]
@@ -20,6 +22,7 @@ _WRITE_SECONDS = 60.0
 _KEEP_ALIVE_SECONDS = 2.0
 _MAX_IDLE_CONNECTIONS = 256
 
+_LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _ANSWER_HEADERS = frozenset(
     (b"content-type", b"content-encoding", b"content-length", b"cache-control", b"retry-after", b"www-authenticate")
 )
@@ -54,6 +57,7 @@ class UpstreamClient:
         self._http = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
+            cookies=no_cookies(),
             timeout=options.connect_seconds,
             limits=httpx.Limits(
                 # Each open request has at most one connection, and each server at most one for its health.
@@ -114,7 +118,8 @@ class UpstreamClient:
         except httpx.PoolTimeout as error:
             raise CallFailed("no connection was free", kind="timeout", sent=False) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise CallFailed(f"cannot be reached: {_words(error)}", kind="unreached", sent=False) from error
+            kind = "local" if _is_local(error) else "unreached"
+            raise CallFailed(f"cannot be reached: {_words(error)}", kind=kind, sent=False) from error
         except httpx.TransportError as error:
             raise _broken(error) from error
 
@@ -147,6 +152,15 @@ def _broken(error: httpx.TransportError) -> CallFailed:
     if isinstance(error, httpx.TimeoutException):
         return CallFailed("it has been silent for too long", kind="timeout")
     return CallFailed(f"the connection broke: {_words(error)}", kind="broken")
+
+
+def _is_local(error: BaseException | None) -> bool:
+    """Whether it is this process that could not connect: that says nothing about the server."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LOCAL_ERRORS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _sent(headers: Headers) -> list[tuple[bytes, bytes]]:

@@ -111,7 +111,7 @@ class Spec:
 
     `min_tokens`: no stop token comes before so many have. `logprobs`: tell how likely each token was held, and of so
     many of the best; `prompt_logprobs`: the same of the prompt's, all of which is computed for it. `priority`: a
-    smaller one comes before. `constraint`: what may come next."""
+    smaller one comes before. `constraint`: what may come next. `client`: who asks, empty when that is not known."""
 
     request_id: RequestId
     prompt: Keys
@@ -128,6 +128,7 @@ class Spec:
     prompt_logprobs: int | None = None
     priority: int = 0
     constraint: Constraint | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cairn.errors import Overloaded, QueueFull
+from cairn.http.clients import client_id
 
 __all__ = ["Gate", "ImageRoom", "ImageShare", "ImageShares"]
 
@@ -66,9 +67,10 @@ class ImageRoom:
 
 
 class ImageShare:
-    """One request's part of an ImageRoom."""
+    """One request's part of an ImageRoom. `client`: who has sent it."""
 
-    def __init__(self, room: ImageRoom) -> None:
+    def __init__(self, room: ImageRoom, client: str) -> None:
+        self.client = client
         self._room = room
         self._num_bytes = 0
 
@@ -93,7 +95,7 @@ class ImageShares:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        share = scope["cairn.images"] = ImageShare(self._room)
+        share = scope["cairn.images"] = ImageShare(self._room, client_id(scope))
         try:
             return await self._app(scope, receive, send)
         finally:

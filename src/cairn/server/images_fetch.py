@@ -4,6 +4,9 @@ import asyncio
 import base64
 import binascii
 import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 
@@ -25,11 +28,12 @@ _MAX_HEAD = 256
 
 
 class Allowance:
-    """What is left of a request's bytes or pixels. `share`: where all open requests' bytes are counted, `size` for
-    each of these."""
+    """What is left of a request's bytes or pixels, and the `client` who has sent it. `share`: where all open requests'
+    bytes are counted, `size` for each of these."""
 
     def __init__(self, left: int, of: str, share: ImageShare, size: int = 1) -> None:
         self.left = left
+        self.client = share.client
         self._of = of
         self._share = share
         self._size = size
@@ -61,6 +65,29 @@ def data_uri(text: str, max_bytes: int) -> bytes:
     return data
 
 
+class _FetchSlots:
+    """So many fetches at once, and of each client fewer. Knows the clients that have one or wait for one."""
+
+    def __init__(self, max_open: int, max_per_client: int) -> None:
+        self._all = asyncio.Semaphore(max_open)
+        self._max_per_client = max_per_client
+        self._clients: dict[str, asyncio.Semaphore] = {}
+        self._num_users: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def slot(self, client: str) -> AsyncIterator[None]:
+        own = self._clients.setdefault(client, asyncio.Semaphore(self._max_per_client))
+        self._num_users[client] += 1
+        try:
+            # The own one first: who waits for it takes no place of others.
+            async with own, self._all:
+                yield
+        finally:
+            self._num_users[client] -= 1
+            if not self._num_users[client]:
+                del self._num_users[client], self._clients[client]
+
+
 class Fetcher:
     """Fetches over HTTP. `resolver` and `transport` may be given to replace the machine's own.
 
@@ -77,12 +104,12 @@ class Fetcher:
         self._options = options
         self._resolver = resolver or SystemResolver()
         self._transport = transport
-        self._open = asyncio.Semaphore(options.max_fetches)
+        self._slots = _FetchSlots(options.max_fetches, options.max_client_fetches)
 
     async def fetch(self, url: str, allowance: Allowance) -> bytes:
         """The bytes at an http(s) URL. Raises InvalidRequest that says what is wrong with it."""
         seconds = self._options.fetch_seconds
-        async with self._open:
+        async with self._slots.slot(allowance.client):
             try:
                 async with asyncio.timeout(seconds):
                     return await self._follow(_parse(url), allowance)

@@ -14,7 +14,8 @@ class ImageOptions:
     request's together; decoded, they have to fit one message to the engine. `max_open_bytes`: of all open requests'
     together, as they come and decoded; a request whose images find no room is answered with 503. `fetch_seconds`: for
     one image, redirects included. `decode_seconds`: for one image, from the moment a thread has taken it.
-    `max_fetches`, `decoders`: how many are fetched and decoded at once.
+    `max_fetches`, `decoders`: how many are fetched and decoded at once. `max_client_fetches`: how many of them for one
+    client, whose silent servers others need not wait for.
     """
 
     limit: int = 16
@@ -27,7 +28,8 @@ class ImageOptions:
     fetch_seconds: float = 5.0
     decode_seconds: float = 10.0
     max_redirects: int = 3
-    max_fetches: int = 16
+    max_fetches: int = 32
+    max_client_fetches: int = 16
     decoders: int = 2
 
 
@@ -38,7 +40,8 @@ class ServerOptions:
     `enable_auto_tool_choice`: calls of a model that may choose are looked for. `tool_call_parser`, `reasoning_parser`:
     how calls and reasoning are written; None: as the chat template writes them.
 
-    `api_keys`: one of them must come with a request; none: anybody may ask. `max_open`: requests being answered at
+    `api_keys`: one of them must come with a request; none: anybody may ask. `forwarded_allow_ips`: addresses and
+    networks of proxies whose X-Forwarded-For is believed, or `*`. `max_open`: requests being answered at
     once, those that wait in the engine included. `head_seconds`, `body_seconds`: how long a client may take to send
     headers and body of its request. `stall_seconds`: how long it may leave unread what it was sent. `request_seconds`:
     how long an answer may take. `stats_seconds`, `view_seconds`: how long who asks for the engine's counters, or looks
@@ -51,6 +54,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ("127.0.0.1", "::1")
     max_open: int = 1032
     max_body_bytes: int = 16 << 20
     head_seconds: float = 30.0

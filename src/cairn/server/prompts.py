@@ -130,8 +130,10 @@ async def conversation_of(
     return conversation(body, decoded, breakpoints)
 
 
-def engine_request(service: Service, body: SamplingFields, prompt: Prompt, request_id: str) -> GenerateRequest:
-    """Raises InvalidRequest when the request does not fit the model."""
+def engine_request(
+    service: Service, body: SamplingFields, prompt: Prompt, request_id: str, client: str
+) -> GenerateRequest:
+    """`client`: who asks. Raises InvalidRequest when the request does not fit the model."""
     refuse_unsupported(body)
     _check_stream_options(body)
     _check_length(service.engine.info.max_model_len, prompt, body)
@@ -146,6 +148,7 @@ def engine_request(service: Service, body: SamplingFields, prompt: Prompt, reque
         boundaries=prompt.boundaries,
         images=list(prompt.images),
         kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
+        client=client,
     )
 
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from cairn.errors import InvalidRequest
+from cairn.http.clients import client_id
 from cairn.http.leaving import unless_gone
 from cairn.server.forms import form_of
 from cairn.server.gate import ImageShare
@@ -81,7 +82,8 @@ async def _generate(
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
     # Two clients may send the same id; inside the engine an id has to be one request's alone.
-    requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}") for prompt in prompts]
+    client = client_id(http.scope)
+    requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}", client) for prompt in prompts]
     form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
     bad_words = await _in_time(http, deadline, service.bad_words(body.bad_words or []))
     more = {"structure": form.structure, "bad_words": bad_words}

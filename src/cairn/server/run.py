@@ -49,10 +49,12 @@ class HttpServer:
         listener = listen(self._options.host, self._options.port)
         stage = Stage()
         deadlines = ConnectionDeadlines(head=self._options.head_seconds, stall=self._options.stall_seconds)
-        server = web_server(stage, lifespan="off", deadlines=deadlines)
+        server = web_server(
+            stage, forwarded_allow_ips=self._options.forwarded_allow_ips, lifespan="off", deadlines=deadlines
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await until_started(server, serving)
+            await until_started(server, serving, listener)
             if not await self._start_engine():
                 return 0
             for line in start_lines(self._engine.info):

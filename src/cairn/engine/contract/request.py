@@ -1,6 +1,6 @@
 """What the engine is asked, and how much at most."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -100,6 +100,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_logprobs`: the same of the prompt, from its second token on. `priority`: a smaller one comes before others.
 
     `allowed_token_ids`: none but these come; None: all may. `bad_words`: the tokens of each text that may not come.
+    `client`: who asks, where limits are counted per client; empty when that is not known.
     """
 
     request_id: str
@@ -131,3 +132,4 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
+    client: Annotated[str, msgspec.Meta(max_length=64)] = ""

@@ -1,0 +1,40 @@
+"""Who has sent a request, as far as limits are counted per client."""
+
+import hashlib
+import ipaddress
+
+from starlette.types import Scope
+
+__all__ = ["client_address", "client_id", "note_api_key"]
+
+_SCOPE_KEY = "cairn.client"
+
+
+def note_api_key(scope: Scope, key: bytes) -> None:
+    """The request has been let in because of this key: whoever has it is one client, wherever it is."""
+    scope[_SCOPE_KEY] = f"key:{hashlib.blake2b(key, digest_size=12, person=b'cairn.client').hexdigest()}"
+
+
+def client_id(scope: Scope) -> str:
+    """At most 64 characters: a digest of the API key that has let the request in, else the address that it came from,
+    else nothing."""
+    given: str | None = scope.get(_SCOPE_KEY)
+    if given is not None:
+        return given
+    address = client_address(scope)
+    return f"address:{address}" if address else ""
+
+
+def client_address(scope: Scope) -> str:
+    """The IP address that a request came from, behind the proxies that the web server trusts; empty where that is none:
+    on a Unix socket, or where such a proxy has said something else."""
+    client = scope.get("client")
+    if not client:
+        return ""
+    try:
+        # An IPv6 address may have its interface behind it, of any length.
+        address = ipaddress.ip_address(str(client[0]).partition("%")[0])
+    except ValueError:
+        return ""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
