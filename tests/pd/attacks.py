@@ -10,6 +10,7 @@ import random
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from nixl_faults import Strangers
@@ -18,6 +19,44 @@ from nixl_relay import HOST
 from nixl_world import World
 
 FEW_DESCRIPTORS = 1024
+MEMORY_BYTES = 64 << 20
+REST_SECONDS = 20.0
+
+
+class Footprint:
+    """What a process has: descriptors, threads, resident bytes and what its scheduler holds for others."""
+
+    def __init__(self, server) -> None:
+        self.server = server
+        self.descriptors = len(os.listdir(f"/proc/{server.pid}/fd"))
+        self.threads = len(os.listdir(f"/proc/{server.pid}/task"))
+        self.resident = resident_bytes(server)
+        stats = server.stats()
+        self.held = stats.leased_pages, stats.quarantined_pages, stats.open_transfers, stats.held_pages
+
+    def matches(self, before: "Footprint") -> bool:
+        more = self.resident - before.resident
+        return (
+            self.descriptors <= before.descriptors
+            and self.threads <= before.threads
+            and self.held == before.held
+            and more < MEMORY_BYTES
+        )
+
+
+def resident_bytes(server) -> int:
+    with open(f"/proc/{server.pid}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def at_rest(world: World, before: list[Footprint]) -> None:
+    """All is as it was before. Time passes for the servers until it is; raises AssertionError when it never is."""
+    until = time.monotonic() + REST_SECONDS
+    while not all(Footprint(each.server).matches(each) for each in before):
+        assert time.monotonic() < until, [(vars(Footprint(each.server)), vars(each)) for each in before]
+        for each in before:
+            each.server.advance(5.0)
+        world.turn(0.05)
 
 
 @contextlib.contextmanager
@@ -169,3 +208,26 @@ def reference_to(port: int) -> dict:
 def unused_port() -> int:
     with socket.create_server((HOST, 0)) as listener:
         return listener.getsockname()[1]
+
+
+def play(world: World, attack, seed: int) -> dict[str, float]:
+    """Plain requests during an attack, one after the other: seconds to the first token, alone and at worst. Raises
+    AssertionError when one starts more than a second later than alone, or something stays behind."""
+    rng = random.Random(f"{attack.__name__}, {seed}")
+    p = world.p()
+    alone = max(seconds_to_first_token(world, p, rng) for _ in range(3))
+    before = [Footprint(p)]
+    with attack(world, p, rng):
+        worst = max(seconds_to_first_token(world, p, rng) for _ in range(5))
+    at_rest(world, before)
+    assert worst <= alone + 1.0, f"a plain request took {worst:.2f} s to start, {alone:.2f} s alone"
+    return {"alone": alone, "worst": worst}
+
+
+def seconds_to_first_token(world: World, server: CoreProcess, rng: random.Random) -> float:
+    prompt = [rng.randrange(20, 4000) for _ in range(30)]
+    began = time.monotonic()
+    asked = server.submit(prompt, 1)
+    world.wait(lambda: asked.is_over, "a plain request")
+    assert asked.tokens, asked.refusal or asked.end
+    return time.monotonic() - began

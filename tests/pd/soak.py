@@ -1,9 +1,10 @@
-"""Rounds of every fault over NIXL, for as long as it takes: `make soak`, or
+"""Rounds of every fault over NIXL, and of every attack of strangers, for as long as it takes: `make soak`, or
 
     python tests/pd/soak.py [--model FOLDER] [--rounds 20] [--seed N] [--from FAULT] [--only FAULT] [--json FILE]
 
-The processes live on from round to round unless the fault kills them. The first failure ends the run with exit code 1
-and the command that plays the same rounds from the same fault on.
+The processes live on from round to round unless the fault kills them. During an attack a plain request starts within a
+second of what it takes alone; after it pages, leases, descriptors, threads and memory are as they were. The first
+failure ends the run with exit code 1 and the command that plays the same rounds from the same fault on.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import attacks
 import nixl_faults
 from nixl_world import World, world_of
 from rich.console import Console
@@ -53,6 +55,8 @@ def main() -> int:
 
 def _soak(world: World, fault, arguments: argparse.Namespace, advance) -> dict:
     """All rounds of one fault: how many were played, how often it struck, and what failed, if anything did."""
+    if fault in attacks.ATTACKS:
+        return _soak_attack(world, fault, arguments, advance)
     struck, counter = 0, nixl_faults.EFFECTS[fault]
     began = time.monotonic()
     for number in range(arguments.rounds):
@@ -68,13 +72,30 @@ def _soak(world: World, fault, arguments: argparse.Namespace, advance) -> dict:
     return result if enough else result | {"failure": f"{fault.__name__} never struck"}
 
 
+def _soak_attack(world: World, attack, arguments: argparse.Namespace, advance) -> dict:
+    """All rounds of one attack: what a plain request's first token took, in seconds, at worst."""
+    found = {"rounds": 0, "alone": 0.0, "worst": 0.0}
+    for number in range(arguments.rounds):
+        seed = arguments.seed * _STRIDE + number
+        try:
+            seconds = attacks.play(world, attack, seed)
+        except Exception as error:
+            return found | {"failure": f"{attack.__name__}, seed {seed}: {error!r}"}
+        found["rounds"] += 1
+        for name, value in seconds.items():
+            found[name] = round(max(found[name], value), 4)
+        advance()
+    return found
+
+
 def _faults(arguments: argparse.Namespace) -> tuple:
-    names = [fault.__name__ for fault in nixl_faults.FAULTS]
+    everything = (*nixl_faults.FAULTS, *attacks.ATTACKS)
+    names = [fault.__name__ for fault in everything]
     for name in (arguments.first, arguments.only):
         if name and name not in names:
             sys.exit(f"{name} is none of {', '.join(names)}")
     first = names.index(arguments.first) if arguments.first else 0
-    return tuple(f for f in nixl_faults.FAULTS[first:] if arguments.only in ("", f.__name__))
+    return tuple(f for f in everything[first:] if arguments.only in ("", f.__name__))
 
 
 def _arguments() -> argparse.Namespace:

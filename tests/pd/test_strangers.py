@@ -8,52 +8,22 @@ import contextlib
 import importlib.util
 import os
 import random
-import resource
 import socket
-import time
 
 import attacks
 import pytest
-from attacks import reference_to, unused_port
+from attacks import MEMORY_BYTES, Footprint, at_rest, reference_to, resident_bytes, unused_port
 from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST
 from nixl_world import world_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
 
-MEMORY_BYTES = 64 << 20
-
 
 @pytest.fixture(scope="module")
 def world(tiny_model):
     with world_of(tiny_model) as made:
         yield made
-
-
-class Footprint:
-    """What a process has: descriptors, threads, resident bytes and what its scheduler holds for others."""
-
-    def __init__(self, server) -> None:
-        self.server = server
-        self.descriptors = len(os.listdir(f"/proc/{server.pid}/fd"))
-        self.threads = len(os.listdir(f"/proc/{server.pid}/task"))
-        self.resident = resident_bytes(server)
-        stats = server.stats()
-        self.held = stats.leased_pages, stats.quarantined_pages, stats.open_transfers, stats.held_pages
-
-    def matches(self, before: "Footprint") -> bool:
-        more = self.resident - before.resident
-        return (
-            self.descriptors <= before.descriptors
-            and self.threads <= before.threads
-            and self.held == before.held
-            and more < MEMORY_BYTES
-        )
-
-
-def resident_bytes(server) -> int:
-    with open(f"/proc/{server.pid}/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture
@@ -65,12 +35,7 @@ def pair(world, request):
         hand_over(world, p, d, rng)
     before = [Footprint(server) for server in (p, d)]
     yield p, d, rng
-    until = time.monotonic() + 20
-    while not all(Footprint(each.server).matches(each) for each in before):
-        assert time.monotonic() < until, [(vars(Footprint(each.server)), vars(each)) for each in before]
-        for server in (p, d):
-            server.advance(5.0)
-        world.turn(0.05)
+    at_rest(world, before)
     hand_over(world, p, d, rng)
 
 
