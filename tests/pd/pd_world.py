@@ -19,6 +19,7 @@ from cairn.engine.transfer_port import TransferPort
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
 from cairn.transfer.geometry_pairing import geometry_of
@@ -93,6 +94,8 @@ class Server:
         max_num_seqs=4,
         budget=256,
         ahead=1,
+        max_leases=1024,
+        max_leases_per_client=64,
     ) -> None:
         self.world, self.engine_id, self.alive = world, engine_id, True
         self.layout = layout(block_size)
@@ -114,7 +117,10 @@ class Server:
         self.port = TransferPort(int(num_pages * lease_share), random_bytes, self.channel.wake)
         loop = TransferLoop(self.port, self.channel, self.producer, self.consumer, self.link, ranks)
         sequences = RecentContent(layout_hash)
-        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, sequences)
+        quota = LeaseQuota(
+            max_leases=max_leases, max_leases_per_client=max_leases_per_client, wait_seconds=lease_seconds
+        )
+        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, sequences, quota=quota)
         placement = None if mode is None else placement_for(mode, block_size, False)
         self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte()))
         config = SchedulerConfig(

@@ -64,6 +64,7 @@ class SpecMaker:
             images=images,
             source=terms.source,
             hand_over=terms.hand_over,
+            client=request.client,
             min_tokens=request.min_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,

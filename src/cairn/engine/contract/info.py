@@ -61,7 +61,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Transfers: `external_prefix_cache_queries` and `_hits` are prompt tokens asked of other servers and received from
     them. `leased_pages`: held for other servers; `quarantined_pages`: given up, but a late write may still come.
-    `expired_leases`: prompts that nobody fetched in time. `side_channel_dropped`: frames that were no valid record.
+    `expired_leases`: prompts that nobody fetched in time. `refused_hand_overs`: requests for another server that were
+    refused, by which bound of the leases: that of all (`total`), of one client (`client`), of the time that they wait
+    for room (`timeout`). `side_channel_dropped`: frames that were no valid record.
     """
 
     num_running: int = 0
@@ -97,6 +99,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     open_transfers: int = 0
     failed_transfers: int = 0
     expired_leases: int = 0
+    refused_hand_overs: dict[str, int] = {}
     side_channel_dropped: int = 0
     images_encoded: int = 0
     image_hits: int = 0

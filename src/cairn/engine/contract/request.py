@@ -100,6 +100,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_logprobs`: the same of the prompt, from its second token on. `priority`: a smaller one comes before others.
 
     `allowed_token_ids`: none but these come; None: all may. `bad_words`: the tokens of each text that may not come.
+    `client`: who asks, the API key's digest or the peer's address: what is held for other servers is bounded for each.
     """
 
     request_id: str
@@ -131,3 +132,4 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
+    client: str = ""
