@@ -4,7 +4,7 @@ from cairn.cache.lease import Lease
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
 from cairn.scheduler.draft import Draft, Part
-from cairn.scheduler.fetch import cancel_fetch, give_way, note_failure, note_overtaking
+from cairn.scheduler.fetch import cancel_slow_fetch, give_way, note_failure, note_overtaking
 from cairn.scheduler.hand_over import has_room, hold_state, needs_file, set_aside
 from cairn.scheduler.lease_wait import await_lease_room
 from cairn.scheduler.request import Phase, Request
@@ -59,12 +59,11 @@ def admit(books: Books, draft: Draft) -> None:
             continue
         if _try(books, draft, request):
             continue
-        if draft.budget >= GRID and give_way(books, before=request):
-            continue
-        if books.running or books.ending or books.cache.held:
-            return
-        cancel_fetch(books, before=request)
-        if books.transfers.is_open:
+        if draft.budget >= GRID:
+            if give_way(books, before=request):
+                continue
+            cancel_slow_fetch(books)
+        if books.running or books.ending or books.cache.held or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
         while books.branches.give_way():

@@ -22,19 +22,24 @@ from cairn.types import Pages
 
 __all__ = [
     "MAX_OVERTAKEN",
+    "SLOW_SECONDS",
     "abandon",
-    "cancel_fetch",
+    "cancel_slow_fetch",
     "give_way",
     "let_source_go",
     "note_failure",
     "note_overtaking",
     "pages_free",
     "pull_ended",
+    "slow_fetches",
     "start_pulls",
 ]
 
 MAX_OVERTAKEN = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
+
+SLOW_SECONDS = 0.25
+"""A fetch that takes longer gives way to requests that lack its pages."""
 
 logger = logging.getLogger(__name__)
 
@@ -249,26 +254,26 @@ def pages_free(books: Books, free: PagesFree) -> None:
         books.cache.let_go(hold)
 
 
-def cancel_fetch(books: Books, before: Request | None = None) -> None:
-    """Pages that are set aside for fetches are all that is in the way of others: the youngest request that is being
-    fetched, of those whose turn comes after that of `before`, is going to be computed here. Its pages come free when no
-    byte can reach them any more."""
-    fetches = books.transfers.fetching.values()
-    fetched = [fetch.request for fetch in fetches if _comes_after(fetch.request, before)]
-    if fetched:
-        youngest = max(fetched, key=lambda request: request.turn)
+def cancel_slow_fetch(books: Books) -> None:
+    """Others lack pages: the youngest request of those whose fetch takes long is going to be computed here. Its pages
+    come free when no byte can reach them any more."""
+    slow = slow_fetches(books)
+    if slow:
+        youngest = max(slow, key=lambda request: request.turn)
         abandon(books, youngest)
         books.back_to_queue(youngest)
 
 
-def _comes_after(request: Request, before: Request | None) -> bool:
-    return before is None or request.turn > before.turn
+def slow_fetches(books: Books) -> list[Request]:
+    """Requests whose pages have been under way for longer than others wait for them."""
+    now = books.clock.now()
+    return [fetch.request for fetch in books.transfers.fetching.values() if now - fetch.began >= SLOW_SECONDS]
 
 
 def give_way(books: Books, before: Request | None = None) -> bool:
     """Send the youngest request that holds pages and does not run back to the queue, of those whose turn comes after
     that of `before`: what it has fetched stays cached, and may be dropped. False if there is none."""
-    ready = (request for request in books.transfers.ready if _comes_after(request, before))
+    ready = (request for request in books.transfers.ready if before is None or request.turn > before.turn)
     youngest = max(ready, key=lambda request: request.turn, default=None)
     if youngest is None:
         return False

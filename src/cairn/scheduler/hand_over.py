@@ -18,21 +18,23 @@ __all__ = [
     "hold_state",
     "lease_ended",
     "needs_file",
+    "num_pages",
     "offer",
     "promised_pages",
     "set_aside",
 ]
 
 
-def has_room(books: Books, request: Request) -> bool:
-    """Whether what other servers keep here, and those that run will, leaves room for this prompt as well. What of it is
-    leased already needs none, and a prompt that is larger than the share itself goes alone."""
+def has_room(books: Books, request: Request, besides: int = 0) -> bool:
+    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
+    more. What of it is leased already needs none, and a prompt that is larger than the share itself goes alone."""
     side = books.transfers.side
     assert side is not None
-    if not books.transfers.offers and not any(other.spec.hand_over for other in books.running):
+    if not (besides or books.transfers.offers or any(other.spec.hand_over for other in books.running)):
         return True
     promised, num_more = promised_pages(books)
-    if side.has_room(promised, num_more + _num_pages(books, request)):
+    num_more += besides
+    if side.has_room(promised, num_more + num_pages(books, request)):
         return True
     found = request.lease or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id)
     pages, num_new = _to_lease(books, request, found)
@@ -53,7 +55,8 @@ def promised_pages(books: Books) -> tuple[Pages, int]:
     return np.concatenate(pages), num_more
 
 
-def _num_pages(books: Books, request: Request) -> int:
+def num_pages(books: Books, request: Request) -> int:
+    """Pages that the request's prompt and the state at its end take."""
     layout = books.cache.layout
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
 
@@ -72,7 +75,7 @@ def _to_lease(books: Books, request: Request, lease: Lease) -> tuple[Pages, int]
     elif lease.hit == length and lease.restore is not None:
         pages.append(lease.restore)
     known = np.concatenate(pages)
-    return known, _num_pages(books, request) - len(known)
+    return known, num_pages(books, request) - len(known)
 
 
 def needs_file(request: Request, lease: Lease) -> bool:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from cairn.scheduler.books import Books
 from cairn.scheduler.ending import finish
-from cairn.scheduler.hand_over import has_room
+from cairn.scheduler.hand_over import has_room, num_pages
 from cairn.scheduler.request import Phase, Request
 
 __all__ = ["await_lease_room", "refuse_overdue"]
@@ -28,11 +28,14 @@ def refuse_overdue(books: Books) -> list[Request]:
     overdue = [request for request in waiting if books.clock.now() - (request.no_lease_room_since or 0.0) >= limit]
     if not overdue:
         return []
-    if has_room(books, min(waiting, key=lambda request: request.turn)):
-        # slots or pages are what they wait for by now, as all others do
-        for request in waiting:
-            _set_since(books, request, None)
-        return []
+    besides = 0
+    for request in sorted(waiting, key=lambda request: request.turn):
+        if not has_room(books, request, besides):
+            break
+        # slots or pages are what it waits for by now, as all others do
+        _set_since(books, request, None)
+        besides += num_pages(books, request)
+    overdue = [request for request in overdue if request.no_lease_room_since is not None]
     for request in overdue:
         request.failure = (
             f"what is held for other servers has left no room for this prompt for {limit:g} s: try again later"

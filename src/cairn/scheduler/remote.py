@@ -2,7 +2,7 @@
 
 from cairn.scheduler.books import Books
 from cairn.scheduler.content import answer
-from cairn.scheduler.fetch import pages_free, pull_ended, start_pulls
+from cairn.scheduler.fetch import pages_free, pull_ended, slow_fetches, start_pulls
 from cairn.scheduler.hand_over import lease_ended
 from cairn.scheduler.lease_wait import refuse_overdue
 from cairn.scheduler.request import Request
@@ -30,5 +30,7 @@ def take_events(books: Books) -> tuple[bool, list[Request]]:
             case ContentAsked():
                 answer(books, event)
     refused = refuse_overdue(books)
-    started = start_pulls(books)
-    return started or bool(events or refused), failed + refused
+    changed = start_pulls(books) or bool(events or refused)
+    if books.running or books.waiting.plain:
+        changed = changed or bool(slow_fetches(books))  # which somebody may lack the pages of
+    return changed, failed + refused

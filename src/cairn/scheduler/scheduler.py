@@ -196,7 +196,8 @@ class Scheduler:
         for part in draft.parts:
             if part.request.lease is not None:
                 self.books.cache.hold_until(draft.step, part.request.lease)
-        self._stalled = not draft.parts and not self._flying and self.books.transfers.is_open
+        empty = not draft.parts and not any(flying.parts for flying in self._flying)
+        self._stalled = empty and self.books.transfers.is_open
         self._flying.append(draft)
         return draft.plan()
 
