@@ -157,6 +157,23 @@ def test_what_was_fetched_takes_no_slot_before_an_older_request():
     clean(world)
 
 
+def test_what_has_come_whole_takes_no_slot_before_an_older_request_while_others_run():
+    world = World()
+    p, d = world.server(1), world.server(2, max_num_seqs=2)
+    reference = prefill(p, text(1000, 40))
+    busy = [d.submit(text(3000 + 100 * i, 60), max_tokens=count) for i, count in enumerate((150, 40))]
+    d.turn()
+    older = d.submit(text(0, 40), max_tokens=20)
+    fetched = d.submit(text(1000, 40), max_tokens=1, params=reference)
+    while busy[1] not in d.ended:
+        p.turn()
+        d.turn()
+    assert (phases(d)[Phase.WAITING], phases(d)[Phase.READY]) == (1, 1)
+    world.run()
+    assert list(d.ended) == [busy[1], older, fetched, busy[0]]
+    clean(world)
+
+
 def test_what_was_fetched_gives_way_to_an_older_request_that_lacks_pages():
     world = World()
     p, d = world.server(1), world.server(2, num_pages=60, max_num_seqs=1)
@@ -265,6 +282,47 @@ def test_prompts_that_begin_alike_share_what_is_leased(max_tokens):
     assert p.port.num_leased == p.producer.leases.num_pages <= 60
     held = {page for leased in p.scheduler.books.transfers.offers.values() for page in leased.hold.pages.tolist()}
     assert len(held) == p.port.num_leased
+    clean(world)
+
+
+def test_a_cached_prompt_needs_no_more_room_than_it_has_already():
+    world = World()
+    p = world.server(1, num_pages=100, lease_share=0.1)
+    names = [p.submit(text(0, 100), max_tokens=1, params=REMOTE_DECODE) for _ in range(5)]
+    world.run()
+    assert all(name in p.ended for name in names) and p.port.num_leased == 10
+    # this one goes on writing in a copy of the last page, which finds no room
+    decodes = p.submit(text(0, 100), max_tokens=5, params=REMOTE_DECODE)
+    world.run()
+    assert decodes not in p.ended and p.port.num_leased == 10
+    world.pass_time(31)
+    assert p.answers[decodes] == alone(text(0, 100), 5) and p.ended[decodes].offered is not None
+    clean(world)
+
+
+def test_what_was_fetched_for_another_server_does_not_overtake_a_hand_over_that_waits_for_room():
+    world = World()
+    p, d = world.server(1, num_pages=100, lease_share=0.3, wait_seconds=120.0), world.server(2)
+    first = d.submit(text(0, 40), max_tokens=30, params=prefill(p, text(0, 40)))
+    world.run()
+    turn, hint = text(0, 40) + d.answers[first][:-1], d.params(first)
+    p.cache.clear()
+    prefill(p, text(1000, 100))
+    large = p.submit(text(2000, 400), max_tokens=1, params=REMOTE_DECODE)
+    world.run()
+    busy = p.submit(text(3000, 60), max_tokens=120)
+    p.turn()
+    small = p.submit(turn, max_tokens=1, params=REMOTE_DECODE | hint)
+    for _ in range(60):
+        p.turn()
+        d.turn()
+    assert busy not in p.ended and small not in p.ended
+    assert [request.id for request in p.scheduler.books.transfers.ready] == [small]
+    world.run()
+    world.pass_time(31)
+    assert large in p.ended and small not in p.ended
+    world.pass_time(31)
+    assert p.ended[small].offered is not None and p.scheduler.books.counters.external_hits == len(turn)
     clean(world)
 
 

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import event as note_event
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -57,7 +58,6 @@ class Transfers(RuleBasedStateMachine):
         self.theirs = set(range(NUM_PAGES))
         self.offers: dict[bytes, Offered] = {}
         self.leased: dict[bytes, Offered] = {}
-        self.shared = 0
         self.latest: list[Offered] = []
         self.pulls: dict[int, Pulled] = {}
         self.recorded: list[bytes] = []
@@ -78,7 +78,8 @@ class Transfers(RuleBasedStateMachine):
         self.theirs -= set(taken)
         taken = shared + taken
         pages, file = taken[:num_pages], taken[num_pages:]
-        self.shared += bool(shared)
+        if shared:
+            note_event("an offer of pages that another lease has")
         ref = self.world.offer(prompt, pages, [(num_tokens, file)], name=name, num_shared=len(shared))
         offered = Offered(ref, prompt, name, pages, file, self.world.p.memory[taken].copy())
         self.offers[ref.nonce] = self.leased[ref.nonce] = offered

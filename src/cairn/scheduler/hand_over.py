@@ -62,12 +62,13 @@ def num_pages(books: Books, request: Request) -> int:
 
 
 def _to_lease(books: Books, request: Request, lease: Lease) -> tuple[Pages, int]:
-    """Which of the pages in `lease` will be handed over with the request's prompt, and how many others. The last one
-    that is shared is copied before anything is written behind what it holds."""
+    """Which of the pages in `lease` will be handed over with the request's prompt, and how many others. A page that is
+    shared in part is copied before anything is written behind what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
+    stays = lease.copied or length + request.spec.max_tokens - 1 <= lease.matched
     for group, table in zip(lease.groups, lease.tables, strict=True):
         shared = min(lease.matched, length) // group.tokens_per_page
-        pages.append(table.pages[: group.pages_for(length) if lease.copied else shared])
+        pages.append(table.pages[: group.pages_for(length) if stays else shared])
     if request.handed is not None:
         pages.append(request.handed.pages)
     elif length in lease.files:
