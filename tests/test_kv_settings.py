@@ -75,9 +75,17 @@ def test_keys_of_other_connectors_have_no_effect():
 
 
 def test_keys_that_have_one():
-    own = {"lease_seconds": 5, "lease_share": 0.25, "backends": ["UCX"]}
+    own = {
+        "lease_seconds": 5,
+        "lease_share": 0.25,
+        "max_leases": 100,
+        "max_leases_per_client": 10,
+        "backends": ["UCX"],
+    }
     config = transfer(kv_load_failure_policy="fail", kv_connector_extra_config=own)
-    assert config == KvTransferConfig(on_failure="fail", lease_seconds=5.0, lease_share=0.25)
+    assert config == KvTransferConfig(
+        on_failure="fail", lease_seconds=5.0, lease_share=0.25, max_leases=100, max_leases_per_client=10
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +107,11 @@ def test_keys_that_have_one():
         ({"kv_connector_extra_config": {"lease_share": 0}}, r"extra_config\.lease_share: .*'0'"),
         ({"kv_connector_extra_config": {"lease_share": 1.01}}, r"extra_config\.lease_share: .*'1\.01'"),
         ({"kv_connector_extra_config": {"lease_share": True}}, r"extra_config\.lease_share: .*'True'"),
+        ({"kv_connector_extra_config": {"max_leases": 0}}, r"extra_config\.max_leases: .*'0'"),
+        ({"kv_connector_extra_config": {"max_leases": 65537}}, r"extra_config\.max_leases: .*'65537'"),
+        ({"kv_connector_extra_config": {"max_leases": 1.5}}, r"extra_config\.max_leases: .*'1\.5'"),
+        ({"kv_connector_extra_config": {"max_leases_per_client": 0}}, r"max_leases_per_client: .*'0'"),
+        ({"kv_connector_extra_config": {"max_leases_per_client": 65537}}, r"max_leases_per_client: .*'65537'"),
         ({"kv_connector_extra_config": {"backends": ["GDS"]}}, r"extra_config\.backends\.0: .*'GDS'"),
         ({"kv_connector_extra_config": {"num_threads": 4}}, r"extra_config\.num_threads: is not supported"),
     ],

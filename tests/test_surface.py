@@ -67,8 +67,8 @@ vllm:time_to_first_token_seconds
 """
 
 TRANSFER_METRICS = """
-cairn:leased_pages cairn:open_transfers cairn:quarantined_pages cairn:side_channel_dropped_total
-cairn:skipped_transfers_total
+cairn:hand_overs_refused_total cairn:leased_pages cairn:open_transfers cairn:quarantined_pages
+cairn:side_channel_dropped_total cairn:skipped_transfers_total
 vllm:external_prefix_cache_hits_total vllm:external_prefix_cache_queries_total vllm:nixl_bytes_transferred
 vllm:nixl_num_descriptors vllm:nixl_num_failed_transfers_total vllm:nixl_num_kv_expired_reqs_total
 vllm:nixl_xfer_time_seconds

@@ -57,13 +57,15 @@ class KvTransferExtra(BaseModel):
     """`kv_connector_extra_config`: what is cairn's own, and `backends`, of which there is one.
 
     `lease_seconds`: how long a prefilled prompt waits for its reader. `lease_share`: most of the pool that such prompts
-    may hold together.
+    may hold together. `max_leases`: how many there may be, and `max_leases_per_client` of one client.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     lease_seconds: float = Field(30.0, ge=1, le=600)
     lease_share: float = Field(0.5, gt=0, le=1)
+    max_leases: int = Field(1024, ge=1, le=65536)
+    max_leases_per_client: int = Field(64, ge=1, le=65536)
     backends: list[Literal["UCX"]] = Field(["UCX"], min_length=1, max_length=1)
 
 

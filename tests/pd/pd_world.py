@@ -3,6 +3,7 @@ handshake, leases, pulls and links are the real ones."""
 
 import json
 import random
+from collections import Counter
 
 import numpy as np
 from pooled_runner import UNITS, PooledRunner, layout
@@ -19,6 +20,7 @@ from cairn.engine.transfer_port import TransferPort
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import Peer
@@ -91,6 +93,9 @@ class Server:
         max_num_seqs=4,
         budget=256,
         ahead=1,
+        max_leases=1024,
+        max_leases_per_client=64,
+        wait_seconds=None,
     ) -> None:
         self.world, self.engine_id, self.alive = world, engine_id, True
         self.layout = layout(block_size)
@@ -109,10 +114,16 @@ class Server:
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
         self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)
-        self.port = TransferPort(int(num_pages * lease_share), random_bytes, self.channel.wake)
+        self.max_leased_pages = int(num_pages * lease_share)
+        self.port = TransferPort(self.max_leased_pages, random_bytes, self.channel.wake)
         loop = TransferLoop(self.port, self.channel, self.producer, self.consumer, self.link, ranks)
         sequences = RecentContent(layout_hash)
-        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, sequences)
+        quota = LeaseQuota(
+            max_leases=max_leases,
+            max_leases_per_client=max_leases_per_client,
+            wait_seconds=lease_seconds if wait_seconds is None else wait_seconds,
+        )
+        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, sequences, quota=quota)
         placement = None if mode is None else placement_for(mode, block_size, False)
         self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte()))
         config = SchedulerConfig(
@@ -124,15 +135,20 @@ class Server:
         self.ended: dict = {}
         self.count = 0
 
-    def submit(
-        self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=(), n=1, **fields
-    ) -> str:
+    def submit(self, prompt, max_tokens=4, params=None, n=1, **fields) -> str:
         """With `n` answers those behind the first are called NAME/1, NAME/2, ..., as in the core."""
+        spec = self.spec(prompt, max_tokens, params, **fields)
+        answers = answers_to(spec, n)
+        self.scheduler.submit(spec, answers[1:])
+        self.answers |= {own.request_id: [] for own in answers}
+        return spec.request_id
+
+    def spec(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=(), **fields) -> Spec:
         self.count += 1
         name = name or f"{self.engine_id}-r{self.count}"
         terms = terms_of(params, self.kv)
         named = {} if namespace is None else {"namespace": namespace}
-        spec = Spec(
+        return Spec(
             request_id=RequestId(name),
             prompt=np.array(prompt, np.int64),
             max_tokens=max_tokens,
@@ -142,10 +158,6 @@ class Server:
             **named,
             **({"sampling": SamplingParams(seed=seed)} | fields),
         )
-        answers = answers_to(spec, n)
-        self.scheduler.submit(spec, answers[1:])
-        self.answers |= {own.request_id: [] for own in answers}
-        return name
 
     def turn(self) -> bool:
         """One look at everything; whether anything moved."""
@@ -164,6 +176,7 @@ class Server:
         moved = bool(news) or before != after or self.scheduler.has_work
         if moved:
             audit(self.cache)
+            self.check_leases()
         return moved
 
     @property
@@ -179,6 +192,18 @@ class Server:
         """The process is gone."""
         self.alive = False
         self.channel.close()
+
+    def check_leases(self) -> None:
+        """What is leased keeps within its bounds, and each page is counted once."""
+        transfers, requests = self.scheduler.books.transfers, self.scheduler.books.requests.values()
+        leased = list(transfers.offers.values())
+        pages = {page for each in leased for page in each.hold.pages.tolist()}
+        assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
+        assert len(pages) <= self.max_leased_pages or len(leased) == 1
+        coming = [request.spec for request in requests if request.spec.hand_over and request.offered is None]
+        assert len(leased) + len(coming) <= transfers.quota.max_leases
+        clients = Counter([each.client for each in leased if each.client is not None] + [s.client for s in coming])
+        assert max(clients.values(), default=0) <= transfers.quota.max_leases_per_client
 
     def assert_clean(self) -> None:
         """Nothing is held for anybody any more, and the books add up."""
@@ -202,6 +227,21 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+def silent(number: int) -> dict:
+    """A reference to a prompt at a server that never answers."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "nobody",
+        "remote_block_ids": [[0, 1], [2, 3, 4]],
+        "remote_request_id": f"cmpl-{number}~{number:032x}",
+        "remote_host": HOST,
+        "remote_port": 99,
+        "tp_size": 1,
+        "remote_num_tokens": 20,
+    }
 
 
 def prefill(server, prompt, hint=None, **arguments) -> dict:

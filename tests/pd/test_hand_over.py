@@ -254,7 +254,7 @@ def test_what_is_asked_for_by_content_leaves_those_that_run_their_share():
 
 
 def test_a_prompt_that_waits_for_the_share_with_its_pages_fetched_is_not_overtaken():
-    world, p, d = pair(num_pages=100, lease_share=0.3)
+    world, p, d = pair(num_pages=100, lease_share=0.3, wait_seconds=120.0)
     first = d.submit(TEXT[:200], max_tokens=1, params=prefill(p, TEXT[:200]))
     world.run()
     p.cache.clear()

@@ -1,13 +1,15 @@
 """Two servers that prefill and decode for each other, in small pools and with several steps out at once: plain, handed
-over and fetched requests, hints, aborts and time that passes, all drawn by a seed. Every request ends with the answer
-of a server that is alone, and nobody holds a page in the end."""
+over and fetched requests, hints, references to a server that never answers, aborts and time that passes, all drawn by
+a seed. Every request ends with the answer of a server that is alone, or is refused because what is held for other
+servers leaves no room, and nobody holds a page in the end."""
 
 import os
 import random
+from collections import Counter
 from functools import cache
 
 import pytest
-from pd_world import REMOTE_DECODE, World, alone
+from pd_world import REMOTE_DECODE, World, alone, silent
 
 from cairn.errors import RequestError
 from cairn.scheduler.request import Phase
@@ -21,7 +23,8 @@ def expected(prompt, max_tokens):
 
 
 class Mix:
-    """`references` and `hints`: what answers have said, with the tokens they are about."""
+    """`references` and `hints`: what answers have said, with the tokens they are about. `shared_pages`: pages found
+    in one lease more, summed over turns."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -38,6 +41,9 @@ class Mix:
                 budget=rng.choice([68, 100, 256]),
                 lease_share=rng.choice([0.25, 0.5, 1.0]),
                 lease_seconds=rng.choice([8.0, 30.0]),
+                wait_seconds=rng.choice([3.0, 8.0, 30.0]),
+                max_leases=rng.choice([3, 1024]),
+                max_leases_per_client=rng.choice([2, 64]),
             )
             for port in (1, 2)
         ]
@@ -48,6 +54,7 @@ class Mix:
         self.heard: set = set()
         self.references: list = []
         self.hints: list = []
+        self.shared_pages = 0
 
     def prompt(self) -> list[int]:
         count, rng = self.rng.randint(1, 150), self.rng
@@ -64,10 +71,12 @@ class Mix:
                 params, prompt = params | hint, (tokens + prompt)[: rng.randint(1, 200)]
         elif kind < 0.7 and self.references:
             params, prompt = self.references.pop() if rng.random() < 0.8 else rng.choice(self.references)
+        elif kind < 0.8:
+            params = silent(self.left)
         try:
-            name = server.submit(prompt, max_tokens=max_tokens, params=params)
+            name = server.submit(prompt, max_tokens=max_tokens, params=params, client=rng.choice("ab"))
         except RequestError:
-            return  # more than the pool can hold
+            return  # more than the pool can hold, or than may be held for other servers
         self.wanted[name] = (server, tuple(prompt), max_tokens)
 
     def abort(self, server) -> None:
@@ -99,6 +108,8 @@ class Mix:
             if self.rng.random() < 0.03:
                 self.abort(server)
             self.hear(server)
+            leased = [len(each.hold.pages) for each in server.scheduler.books.transfers.offers.values()]
+            self.shared_pages += sum(leased) - server.port.num_leased
         if self.rng.random() < 0.02:
             self.world.clock.advance(self.rng.choice([0.5, 1.5, 6.0]))
         return moved or self.left > 0
@@ -124,14 +135,16 @@ class Mix:
         for server in self.servers:
             server.assert_clean()
         for name, (server, prompt, max_tokens) in self.wanted.items():
-            if name not in self.gone:
-                assert server.ended[name].finish in ("stop", "length")
-                assert server.answers[name] == expected(prompt, max_tokens), name
+            if name in self.gone:
+                continue
+            request, answer = server.ended[name], expected(prompt, max_tokens)
+            assert request.refused if request.finish == "error" else request.finish in ("stop", "length")
+            assert server.answers[name] == (answer[: len(request.output)] if request.refused else answer), name
 
 
-def check(seeds) -> tuple[int, int]:
-    """Tokens received from the other server, and preemptions."""
-    hits = preemptions = 0
+def check(seeds) -> Counter:
+    """What has occurred."""
+    seen = Counter()
     for seed in seeds:
         mix = Mix(seed)
         try:
@@ -139,14 +152,18 @@ def check(seeds) -> tuple[int, int]:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counters = [server.scheduler.books.counters for server in mix.servers]
-        hits += sum(each.external_hits for each in counters)
-        preemptions += sum(each.preemptions for each in counters)
-    return hits, preemptions
+        for each in counters:
+            seen.update(hits=each.external_hits, preemptions=each.preemptions, failed=each.failed_pulls)
+            seen.update(each.refused_hand_overs)
+        seen.update(shared=mix.shared_pages)
+    return seen
 
 
 def test_every_answer_is_right_whatever_the_two_are_doing():
-    hits, preemptions = check(range(40))
-    assert hits > 1000 and preemptions >= 3
+    seen = check(range(40))
+    assert seen["hits"] > 1000 and seen["preemptions"] >= 3 and seen["failed"] > 20
+    assert min(seen[why] for why in ("total", "client", "timeout")) >= 1
+    assert seen["shared"] > 100, "no leases have shared a page"
 
 
 @pytest.mark.long

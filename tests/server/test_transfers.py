@@ -136,6 +136,24 @@ def test_a_transfer_that_fails_before_the_first_byte_is_an_http_error(serve, pat
     assert server.post(path, body).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), PATHS)
+def test_a_prompt_that_finds_no_room_to_be_held_is_refused(serve, path, body, stream):
+    """As one that finds the queue full: later it may be taken. It is in no count of answers."""
+    server = serve(model="fake:no_lease_room=true", kv_transfer=TAKES_PART)
+    answer = server.post(path, body | {"stream": stream, "kv_transfer_params": ASKS_FOR_DECODE})
+    assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
+    assert answer.json()["error"] == {
+        "message": "what is held for other servers has left no room for this prompt",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert server.metric('vllm:request_success_total{engine="0",finished_reason="error"') == 0
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.post(path, body).status_code == 200
+
+
 def test_a_transfer_that_fails_is_recomputed(serve):
     server = serve(model="fake:lose_transfers=true", kv_transfer=TAKES_PART)
     params = handed_over(server, "/v1/completions", TEXT)

@@ -58,13 +58,29 @@ def test_a_reference_through_a_proxy_and_back():
 
 def test_room_is_that_of_the_leases():
     world = World(max_pages=20)
-    assert world.connector.has_room(20)
+    none = np.zeros(0, np.int32)
+    assert world.connector.has_room(none, 20)
     reference = world.connector.offer(OFFER)
-    assert world.connector.has_room(8) and not world.connector.has_room(9)
+    assert world.connector.has_room(OFFER.all_pages, 8) and not world.connector.has_room(none, 9)
     world.connector.withdraw(reference)
     world.connector.withdraw("cmpl-1~" + "0" * 32)
-    assert world.connector.events() == [LeaseEnded(reference, "released")] and world.connector.has_room(20)
+    assert world.connector.events() == [LeaseEnded(reference, "released")] and world.connector.has_room(none, 20)
     world.connector.withdraw(reference)
+
+
+def test_an_offer_beyond_the_cap_ends_at_once_and_alone():
+    """It was counted wrong by whoever made it; the leases that others are promised go on."""
+    world = World(max_pages=20)
+    first = world.connector.offer(OFFER)
+    other = dataclasses.replace(OFFER, request_id="cmpl-2", pages=OFFER.pages + 20)
+    second = world.connector.offer(other)
+    assert world.connector.events() == [LeaseEnded(second, "released")]
+    assert world.p.producer.leases.num_pages == 12
+    pull = world.connector.pull(world.want(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    assert [event.failure is None for event in drive(world) if isinstance(event, PullEnded)] == [False]
+    pull = world.connector.pull(world.want(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    assert PullEnded(pull, None, 160, 160) in drive(world)
+    assert world.connector.is_idle and world.p.producer.leases.num_pages == 0
 
 
 def test_an_offer_nobody_wants_ends_by_itself():

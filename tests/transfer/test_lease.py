@@ -1,6 +1,7 @@
 """What a producer promises, and what it never grants."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ FILES = (
     HeldCheckpoint(400, np.array([53, 9], np.int32)),
 )
 OFFER = Offer("cmpl-1", NAME, PROMPT, np.arange(25, dtype=np.int32) + 20, FILES)
+OTHERS = np.arange(30, dtype=np.int32) + 60
 
 
 @pytest.fixture
@@ -175,26 +177,43 @@ def test_withdrawing_ends_what_has_not_ended(book):
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
-    assert OFFER.num_pages == 30 and book.has_room(60)
-    first, _ = book.offer(OFFER), book.offer(OFFER)
-    assert book.num_pages == 60 and not book.has_room(1)
+    none = np.zeros(0, np.int32)
+    assert len(OFFER.all_pages) == 30 and book.has_room(none, 60)
+    first, _ = book.offer(OFFER), book.offer(replace(OFFER, pages=OTHERS[:-5]))
+    assert book.num_pages == 55 and book.has_room(OTHERS) and not book.has_room(none, 6)
     with pytest.raises(AssertionError, match="cap"):
-        book.offer(OFFER)
+        book.offer(replace(OFFER, pages=OTHERS + 100))
     book.release(Release(ME, "cmpl-1", first))
-    assert book.has_room(30) and not book.has_room(31)
+    assert book.num_pages == 30 and book.has_room(none, 30) and not book.has_room(none, 31)
     clock.advance(30.0)
-    assert book.has_room(60)
+    assert book.has_room(none, 60)
+
+
+def test_a_page_counts_once_however_many_leases_share_it(book, clock):
+    begun = replace(OFFER, keys=PROMPT[:160], pages=OFFER.pages[:10], checkpoints=FILES[:1])
+    nonces = [book.offer(offer) for offer in (OFFER, OFFER, begun, begun, OFFER)]
+    assert book.num_pages == 30
+    for nonce in nonces[2:]:
+        book.withdraw(nonce)
+    assert book.num_pages == 30
+    book.withdraw(nonces[0])
+    book.withdraw(nonces[1])
+    assert book.num_pages == 0
+    book.offer(begun)
+    assert book.num_pages == 11
+    clock.advance(30.0)
+    assert book.num_pages == 0
 
 
 def test_one_offer_larger_than_the_cap_is_held_alone(clock):
     book = LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
-    assert book.has_room(10**6)
+    assert book.has_room(OTHERS, 10**6)
     nonce = book.offer(OFFER)
-    assert book.num_pages == 30 and not book.has_room(0) and not book.has_room(1)
+    assert book.num_pages == 30 and not book.has_room(OFFER.all_pages) and not book.has_room(OTHERS[:1])
     with pytest.raises(AssertionError, match="cap"):
         book.offer(OFFER)
     book.withdraw(nonce)
-    assert book.has_room(30)
+    assert book.has_room(OFFER.all_pages)
 
 
 def test_the_caller_may_give_the_nonce_but_none_twice(book):

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import event as note_event
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -56,6 +57,7 @@ class Transfers(RuleBasedStateMachine):
         self.mine = set(range(NUM_PAGES))
         self.theirs = set(range(NUM_PAGES))
         self.offers: dict[bytes, Offered] = {}
+        self.leased: dict[bytes, Offered] = {}
         self.latest: list[Offered] = []
         self.pulls: dict[int, Pulled] = {}
         self.recorded: list[bytes] = []
@@ -64,18 +66,33 @@ class Transfers(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 120), salted=st.booleans(), seed=st.integers(0, 3))
     def offer(self, num_tokens, salted, seed):
-        num_pages = -(-num_tokens // BLOCK)
-        if not self.world.leases.has_room(num_pages + STATE_PAGES):
-            return
         self.collect_leases()
-        taken = sorted(self.theirs, key=lambda page: (page * 37 + seed) % NUM_PAGES)[: num_pages + STATE_PAGES]
-        self.theirs -= set(taken)
-        pages, file = taken[:num_pages], taken[num_pages:]
+        num_pages = -(-num_tokens // BLOCK)
         prompt, name = keys(num_tokens, seed), ContentName("", "salt" if salted else None)
-        ref = self.world.offer(prompt, pages, [(num_tokens, file)], name=name)
+        shared = self.leased_pages_of(prompt, name)
+        num_new = num_pages + STATE_PAGES - len(shared)
+        if not self.world.leases.has_room(np.array(shared, np.int32), num_new):
+            return
+        taken = sorted(self.theirs, key=lambda page: (page * 37 + seed) % NUM_PAGES)[:num_new]
+        assert len(taken) == num_new, "the leases hold more than half of the pool"
+        self.theirs -= set(taken)
+        taken = shared + taken
+        pages, file = taken[:num_pages], taken[num_pages:]
+        if shared:
+            note_event("an offer of pages that another lease has")
+        ref = self.world.offer(prompt, pages, [(num_tokens, file)], name=name, num_shared=len(shared))
         offered = Offered(ref, prompt, name, pages, file, self.world.p.memory[taken].copy())
-        self.offers[ref.nonce] = offered
+        self.offers[ref.nonce] = self.leased[ref.nonce] = offered
         self.latest = [*self.latest[-5:], offered]
+
+    def leased_pages_of(self, prompt, name):
+        """Full pages of another lease that begins like `prompt`."""
+        found = []
+        for offered in self.leased.values():
+            most = min(len(prompt), len(offered.prompt)) // BLOCK
+            if offered.name == name and np.array_equal(prompt[: most * BLOCK], offered.prompt[: most * BLOCK]):
+                found = max(found, offered.pages[:most], key=len)
+        return found
 
     @precondition(lambda self: self.latest)
     @rule(which=st.integers(0, 5))
@@ -86,16 +103,23 @@ class Transfers(RuleBasedStateMachine):
     def collect_leases(self):
         """Pages of ended leases are used again at once, for something else."""
         for lease in self.world.leases.take_ended():
-            offered = self.offers[lease.nonce]
+            offered = self.leased.pop(lease.nonce)
             assert not self.theirs & set(offered.pages + offered.file)
-            self.theirs |= set(offered.pages + offered.file)
-            self.world.p.fill(offered.pages + offered.file, self.world.rng)
+            free = set(offered.pages + offered.file) - self.named()
+            self.theirs |= free
+            self.world.p.fill(sorted(free), self.world.rng)
+        assert self.world.leases.num_pages == len(self.named())
+
+    def named(self):
+        """Pages of leases that have not ended."""
+        return {page for offered in self.leased.values() for page in offered.pages + offered.file}
 
     @rule(gone=st.booleans())
     def restart_the_producer(self, gone):
         if gone:
             self.world.fabric.inject(self.world.p.name, Fault.DEAD)
         self.world.restart()
+        self.leased.clear()
         self.theirs = set(range(NUM_PAGES))
 
     @rule(fault=st.sampled_from([Fault.NONE, Fault.NONE, Fault.FROZEN, Fault.DROP]))

@@ -116,10 +116,11 @@ class World:
             self.deliver()
         return events
 
-    def offer(self, prompt, pages, checkpoints=(), *, request_id="cmpl-1", name=PLAIN) -> RemotePrefill:
-        """Lease pages of fresh content; returns what a decode server parses of the reference."""
+    def offer(self, prompt, pages, checkpoints=(), *, request_id="cmpl-1", name=PLAIN, num_shared=0) -> RemotePrefill:
+        """Lease pages of fresh content, but for the first `num_shared`, which are leased already; returns what a decode
+        server parses of the reference."""
         held = tuple(HeldCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
-        self.p.fill([*pages, *(page for _, file in checkpoints for page in file)], self.rng)
+        self.p.fill([*pages[num_shared:], *(page for _, file in checkpoints for page in file)], self.rng)
         offer = Offer(request_id, name, prompt, np.array(pages, np.int32), held)
         nonce = self.leases.offer(offer)
         return RemotePrefill(self.p.name, request_id, nonce, HOST, PORT, 1, len(prompt), 0)

@@ -206,10 +206,11 @@ class PrefixCache:
         """
         return self._growth.extend(lease, num_tokens)
 
-    def could_extend(self, lease: Lease, num_tokens: int, num_files: int = 0) -> bool:
-        """False if neither `extend` nor dropping all that nobody holds makes room for so many tokens and files. Drops
-        nothing: whoever only waits must not cost others what is cached. True is no promise."""
-        need = self._growth.missing_pages(lease, num_tokens) + num_files * self.layout.pages_per_checkpoint
+    def could_extend(self, lease: Lease, num_tokens: int, num_files: int = 0, besides: int = 0) -> bool:
+        """False if neither `extend` nor dropping all that nobody holds makes room for so many tokens and files, and for
+        `besides` pages that others are going to need. Drops nothing: whoever only waits must not cost others what is
+        cached. True is no promise."""
+        need = besides + self._growth.missing_pages(lease, num_tokens) + num_files * self.layout.pages_per_checkpoint
         return need <= self.pool.num_free or need <= self.pool.num_pages - self.num_held_pages()
 
     def want(self, lease: Lease, wanted: Wanted) -> Pages | None:

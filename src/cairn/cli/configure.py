@@ -91,6 +91,8 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
         on_failure=asked.kv_load_failure_policy,
         lease_seconds=asked.kv_connector_extra_config.lease_seconds,
         lease_share=asked.kv_connector_extra_config.lease_share,
+        max_leases=asked.kv_connector_extra_config.max_leases,
+        max_leases_per_client=asked.kv_connector_extra_config.max_leases_per_client,
     )
 
 

@@ -18,6 +18,7 @@ from cairn.engine.side_channel import SideChannel
 from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
 from cairn.errors import ConfigError, EngineDead
+from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import Peer
@@ -107,7 +108,12 @@ def build_transfer(
     port = TransferPort(int(memory.num_pages * config.lease_share), os.urandom, channel.wake)
     loop = TransferLoop(port, channel, producer, consumer, link, worker)
     sequences = RecentContent(layout_hash)
-    return KvTransfer(engine_id, config.host, channel.port, memory.tp_size, policy, port, loop, sequences)
+    quota = LeaseQuota(
+        max_leases=config.max_leases,
+        max_leases_per_client=config.max_leases_per_client,
+        wait_seconds=config.lease_seconds,
+    )
+    return KvTransfer(engine_id, config.host, channel.port, memory.tp_size, policy, port, loop, sequences, quota=quota)
 
 
 def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:

@@ -35,7 +35,7 @@ from cairn.engine.sampling import check_token_ids
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, InvalidRequest, ModelError, QueueFull, RequestError
-from cairn.transfer.params import RemotePrefill
+from cairn.transfer.params import RemoteDecode, RemotePrefill
 from cairn.types import Clock, SystemClock
 
 __all__ = ["FakeCore", "build_fake_core"]
@@ -152,7 +152,7 @@ class FakeCore:
             self._sleep(_PAUSED_SECONDS)
             return []
         self._books.stepped(moving)
-        return [self._fail(answer) if self._is_lost(answer) else self._advance(answer) for answer in moving]
+        return [self._failure(answer) or self._advance(answer) for answer in moving]
 
     def idle(self) -> None:
         if self._faults.bad_audit:
@@ -184,19 +184,17 @@ class FakeCore:
         self._books.pulled(missing, received)
         return received
 
-    def _is_lost(self, answer: FakeAnswer) -> bool:
-        """Whether a request has to end because what it waited for did not come."""
+    def _failure(self, answer: FakeAnswer) -> GenerateOutput | None:
+        """Ends a request because what it waited for did not come, or what it was to leave could not be held."""
         lost = isinstance(answer.role, RemotePrefill) and answer.missing_tokens
-        return bool(lost and not self._transfers.recomputes)
-
-    def _fail(self, answer: FakeAnswer) -> GenerateOutput:
+        if lost and not self._transfers.recomputes:
+            error, status = "the prefill server's pages did not arrive", _LOST_STATUS
+        elif self._faults.no_lease_room and isinstance(answer.role, RemoteDecode):
+            error, status = "what is held for other servers has left no room for this prompt", QueueFull.status
+        else:
+            return None
         self.abort(answer.request.request_id)
-        return GenerateOutput(
-            request_id=answer.request.request_id,
-            finish_reason="error",
-            error="the prefill server's pages did not arrive",
-            status=_LOST_STATUS,
-        )
+        return GenerateOutput(request_id=answer.request.request_id, finish_reason="error", error=error, status=status)
 
     def _misbehave(self, step: int) -> None:
         faults = self._faults

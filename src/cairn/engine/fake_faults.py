@@ -13,7 +13,7 @@ class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
     `refuse`, `crash`: building fails, with ModelError or a bug. `build_seconds`: building takes this long.
     `pause_after`: every answer stops growing after that many tokens. `fail_at_step`: the step raises.
     `die_at_step`: the process is killed. `stall_at_step`: the step takes `stall_seconds`. `bad_audit`: `idle` raises.
-    `lose_transfers`: nothing ever arrives from another server.
+    `lose_transfers`: nothing ever arrives from another server. `no_lease_room`: nothing more can be held for one.
     """
 
     refuse: bool = False
@@ -26,6 +26,7 @@ class FakeFaults(msgspec.Struct, frozen=True, kw_only=True):
     stall_seconds: float = 0.0
     bad_audit: bool = False
     lose_transfers: bool = False
+    no_lease_room: bool = False
 
     @classmethod
     def parse(cls, model: str) -> "FakeFaults":

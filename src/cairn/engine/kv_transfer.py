@@ -6,7 +6,7 @@ do_remote_prefill + a reference                source: a promise                
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -16,7 +16,7 @@ from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
 from cairn.errors import EngineDead, InvalidRequest
 from cairn.scheduler.request import Offered, Request, Source
-from cairn.scheduler.transfers import Sequences, Transfers
+from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers
 from cairn.transfer.params import HINT, RemoteDecode, RemotePrefill, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 
@@ -41,7 +41,7 @@ class Closing(Protocol):
 @dataclass(eq=False)
 class KvTransfer:
     """One engine's side of the transfers, as the core sees it. Other servers are told `host` and `side_port`. `ways`:
-    those to the other ranks, where there are any."""
+    those to the other ranks, where there are any. `quota`: how much may be held for other servers."""
 
     engine_id: str
     host: str
@@ -52,11 +52,12 @@ class KvTransfer:
     loop: TransferLoop
     sequences: Sequences
     ways: Closing | None = None
+    quota: LeaseQuota = field(default_factory=LeaseQuota)
 
     @property
     def transfers(self) -> Transfers:
         """For the scheduler."""
-        return Transfers(self.port, self.sequences)
+        return Transfers(self.port, self.sequences, self.quota)
 
     def start(self, notify: Callable[[], None]) -> None:
         self.loop.notify = notify

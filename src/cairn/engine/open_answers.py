@@ -10,7 +10,7 @@ from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest,
 from cairn.engine.core_report import cache_report, timings
 from cairn.engine.kv_transfer import KvTransfer, Terms, report
 from cairn.engine.logprobs import packed
-from cairn.errors import InvalidRequest
+from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.types import RequestId
@@ -115,7 +115,7 @@ class OpenAnswers:
             cache=cache_report(request, answer.terms.prefill_cached_tokens) if answer.index == 0 else None,
             timings=timings(request),
             error=request.failure,
-            status=answer.failure_status,
+            status=QueueFull.status if request.refused else answer.failure_status,
             kv_transfer_params=self._transfer.answer(request) if well and self._transfer is not None else None,
             transfer=report(request),
         )

@@ -64,11 +64,11 @@ class SpecMaker:
             images=images,
             source=terms.source,
             hand_over=terms.hand_over,
+            client=request.client,
             min_tokens=request.min_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
-            client=request.client,
         )
 
     def _keys(self, request: GenerateRequest) -> tuple[Keys, tuple[Image, ...]]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
+from cairn.transfer.leased_pages import LeasedPages
 from cairn.transfer.params import remote_request_id
 from cairn.transfer.wire import NONCE_BYTES
+from cairn.types import Pages
 
 __all__ = ["Abort", "Answer", "Command", "MakeOffer", "StartPull", "TransferPort", "Withdraw"]
 
@@ -63,17 +65,17 @@ class TransferPort:
         self._max_pages = max_pages
         self._random = random
         self._wake = wake
-        self._leased: dict[str, int] = {}
-        self._num_pages = 0
+        self._leased: dict[str, Pages] = {}
+        self._pages = LeasedPages()
         self._pulls = 0
 
     @property
     def num_leased(self) -> int:
-        """Pages of offers that have not ended."""
-        return self._num_pages
+        """Distinct pages of offers that have not ended."""
+        return len(self._pages)
 
-    def has_room(self, num_pages: int) -> bool:
-        return self._num_pages + num_pages <= self._max_pages
+    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+        return self._pages.num_with(pages) + num_more <= self._max_pages
 
     def offer(self, offer: Offer) -> str:
         nonce = self._random(NONCE_BYTES)
@@ -101,15 +103,15 @@ class TransferPort:
         events: list[Event] = []
         while not self.happened.empty():
             event = self.happened.get_nowait()
-            if isinstance(event, LeaseEnded):
-                self._num_pages -= self._leased.pop(event.remote_request_id, 0)
+            if isinstance(event, LeaseEnded) and event.remote_request_id in self._leased:
+                self._pages.remove(self._leased.pop(event.remote_request_id))
             events.append(event)
         return events
 
     def _lease(self, offer: Offer, nonce: bytes) -> str:
         reference = remote_request_id(offer.request_id, nonce)
-        self._leased[reference] = offer.num_pages
-        self._num_pages += offer.num_pages
+        self._leased[reference] = offer.all_pages
+        self._pages.add(offer.all_pages)
         return reference
 
     def _post(self, command: Command) -> None:

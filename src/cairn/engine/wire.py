@@ -262,6 +262,8 @@ def check_request(request: GenerateRequest) -> None:
     """Hold a request to what a core may rely on. Raises InvalidRequest that names the field."""
     if not 1 <= len(request.request_id) <= _MAX_ID:
         raise InvalidRequest(f"request_id must have 1 to {_MAX_ID} characters", "request_id")
+    if len(request.client) > _MAX_ID:
+        raise InvalidRequest(f"client has {len(request.client)} characters; at most {_MAX_ID} are taken", "client")
     if not request.prompt:
         raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
     if len(request.prompt) % 8:

@@ -4,11 +4,12 @@ from cairn.cache.lease import Lease
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
 from cairn.scheduler.draft import Draft, Part
-from cairn.scheduler.fetch import give_way, note_failure
+from cairn.scheduler.fetch import cancel_slow_fetch, give_way, note_failure, note_overtaking
 from cairn.scheduler.hand_over import has_room, hold_state, needs_file, set_aside
+from cairn.scheduler.lease_wait import await_lease_room
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.sampling import sample_at
-from cairn.step import PageCopy, Restore, SampleOnly
+from cairn.step import GRID, PageCopy, Restore, SampleOnly
 
 __all__ = ["admit", "admit_whole"]
 
@@ -19,28 +20,49 @@ def admit_whole(books: Books, draft: Draft) -> bool:
     if not books.running:
         return False
     for request in sorted(books.transfers.ready, key=lambda request: request.turn):
-        if request.lease is None or request.lease.hit < request.num_known or not _admit_fetched(books, draft, request):
+        if request.lease is None or request.lease.hit < request.num_known or not _may_go_first(books, request):
+            break
+        if not _admit_fetched(books, draft, request):
             break
     return bool(draft.parts)
 
 
+def _may_go_first(books: Books, request: Request) -> bool:
+    """Whether nobody before it could have its slot, and the leases leave room for it."""
+    if any(books.in_flight.can_go(other) for other in books.waiting.plain.before(request)):
+        return False
+    if not request.spec.hand_over:
+        return True
+    return next(books.waiting.hand_overs.before(request), None) is None and has_room(books, request)
+
+
 def admit(books: Books, draft: Draft) -> None:
-    """Take requests in while there are slots, tokens and pages for all that is known of them: first those whose pages
-    have been fetched, which hold them already, then from the head of the queue. Those that wait for what another one
-    computes are passed over, and leave a slot free each."""
+    """Take requests in, each in its turn, while there are slots, tokens and pages for all that is known of them: those
+    whose pages have been fetched hold these already. Passed over are those that wait for what another one computes,
+    which leave a slot free each, and hand-overs that the leases leave no room for. Those that are still going to fetch
+    their pages do so beside the queue."""
     books.in_flight.refresh()
-    _admit_ready(books, draft)
-    held = 0
-    while len(books.free_slots) > held and (request := books.waiting.at(held)) is not None:
-        if request.source is not None:
-            return  # it is asked for elsewhere as soon as there is room
-        if _held_back(books, draft, request):
-            held += 1
+    held, leases_full, last = 0, False, None
+    while len(books.free_slots) > held and (request := _next(books, last, leases_full)) is not None:
+        if request.spec.hand_over and (leases_full or not has_room(books, request)):
+            await_lease_room(books, request)
+            leases_full, last = True, request
+            continue
+        if request.phase is Phase.WAITING and _held_back(books, draft, request):
+            held, last = held + 1, request
             continue
         if draft.budget <= 0:
             return
+        if request.phase is Phase.READY:
+            if not _admit_fetched(books, draft, request):
+                return
+            continue
         if _try(books, draft, request):
             continue
+        if draft.budget >= GRID:
+            if give_way(books, before=request):
+                continue
+            cancel_slow_fetch(books)
         if books.running or books.ending or books.cache.held or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
@@ -51,19 +73,20 @@ def admit(books: Books, draft: Draft) -> None:
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
 
 
-def _admit_ready(books: Books, draft: Draft) -> None:
-    for request in sorted(books.transfers.ready, key=lambda request: request.turn):
-        if not _admit_fetched(books, draft, request):
-            return
+def _next(books: Books, last: Request | None, leases_full: bool) -> Request | None:
+    """Whose turn it is when all up to `last` have been passed over; with `leases_full` not those that are known to wait
+    for room among the leases."""
+    ready = [request for request in books.transfers.ready if last is None or request.turn > last.turn]
+    found = [books.waiting.plain.after(last), None if leases_full else books.waiting.hand_overs.after(last), *ready]
+    return min((request for request in found if request is not None), key=lambda request: request.turn, default=None)
 
 
 def _admit_fetched(books: Books, draft: Draft, request: Request) -> bool:
-    """Plan the first share of one whose pages have been fetched; False if neither it nor any behind it can go now."""
+    """Plan the first share of one whose pages have been fetched; False if it cannot go now."""
     lease = request.lease
     assert lease is not None
     request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
-    num_free = len(books.free_slots) - books.in_flight.num_before(request)
-    if num_free <= 0 or draft.budget <= 0 or (request.spec.hand_over and not has_room(books, request)):
+    if len(books.free_slots) <= books.in_flight.num_before(request):
         return False
     place = len(draft.copies)
     if not _first_step(books, draft, request, lease):
@@ -81,8 +104,6 @@ def _held_back(books: Books, draft: Draft, request: Request) -> bool:
 
 
 def _try(books: Books, draft: Draft, request: Request) -> bool:
-    if request.spec.hand_over and not has_room(books, request):
-        return False
     lease = books.branches.lease(request) or _lookup(books, request)
     request.lease, request.num_scheduled = lease, lease.hit
     by_prompt = books.config.exact or request.spec.hand_over
@@ -145,7 +166,9 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
 
 def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     if request.phase is Phase.WAITING:
+        note_overtaking(books, request)
         books.waiting.remove(request)
+    request.no_lease_room_since = None
     branches, trunk = books.branches, request.trunk
     if not branches.holds_for(request):
         # a prompt counts once, also where another answer to it has to look it up again

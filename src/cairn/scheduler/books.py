@@ -1,5 +1,6 @@
 """What the scheduler's parts share: who waits, who runs, which slots are free, and the counts."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,7 +48,8 @@ class SchedulerConfig:
 @dataclass(slots=True)
 class Counters:
     """Since the start. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
-    `external_hits`: prompt tokens asked of other servers and received from them."""
+    `external_hits`: prompt tokens asked of other servers and received from them. `refused_hand_overs`: by why: the
+    bound of all leases (`total`), that of one client (`client`), or no lease room in time (`timeout`)."""
 
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
@@ -59,6 +61,7 @@ class Counters:
     external_hits: int = 0
     failed_pulls: int = 0
     expired_offers: int = 0
+    refused_hand_overs: Counter[str] = field(default_factory=lambda: Counter(total=0, client=0, timeout=0))
     shared: SharedCounters = field(default_factory=SharedCounters)
 
 

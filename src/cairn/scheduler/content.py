@@ -9,8 +9,9 @@ import numpy as np
 from cairn.cache.lease import Namespace
 from cairn.scheduler.books import Books
 from cairn.scheduler.hand_over import promised_pages
+from cairn.scheduler.lease_quota import num_leases
 from cairn.scheduler.request import Request
-from cairn.scheduler.transfers import content_name
+from cairn.scheduler.transfers import Leased, content_name
 from cairn.step import GRID
 from cairn.transfer.contract import ContentAsked, ContentName, HeldCheckpoint, Offer
 from cairn.types import Keys
@@ -47,14 +48,15 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     state = lease.restore if lease.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
     of_use = position > asked.start and (state is not None or cache.layout.state_bytes == 0)
-    need = cache.layout.pages_for(position) + cache.layout.pages_per_checkpoint
-    if not of_use or not side.has_room(promised_pages(books) + need):
+    pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(position)])
+    offer = Offer(purpose, name, keys[:position], pages, () if state is None else (HeldCheckpoint(lease.hit, state),))
+    promised, num_more = promised_pages(books)
+    has_room = num_leases(books) < books.transfers.quota.max_leases
+    if not of_use or not has_room or not side.has_room(np.concatenate([promised, offer.all_pages]), num_more):
         side.answer(asked.ask, None)
     else:
-        pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(position)])
-        held = () if state is None else (HeldCheckpoint(lease.hit, state),)
-        reference = side.answer(asked.ask, Offer(purpose, name, keys[:position], pages, held))
+        reference = side.answer(asked.ask, offer)
         if reference is not None:
-            files = [checkpoint.pages for checkpoint in held]
-            books.transfers.offers[reference] = cache.hold(f"asked for by {purpose}", np.concatenate([pages, *files]))
+            hold = cache.hold(f"asked for by {purpose}", offer.all_pages)
+            books.transfers.offers[reference] = Leased(hold, client=None)
     cache.release(lease)

@@ -20,31 +20,68 @@ from cairn.scheduler.transfers import Fetch, content_name
 from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want
 from cairn.types import Pages
 
-__all__ = ["abandon", "give_way", "let_source_go", "pages_free", "pull_ended", "start_pulls"]
+__all__ = [
+    "MAX_OVERTAKEN",
+    "SLOW_SECONDS",
+    "abandon",
+    "cancel_slow_fetch",
+    "give_way",
+    "let_source_go",
+    "note_failure",
+    "note_overtaking",
+    "pages_free",
+    "pull_ended",
+    "slow_fetches",
+    "start_pulls",
+]
 
+MAX_OVERTAKEN = 64
+"""Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
+
+SLOW_SECONDS = 0.25
+"""A fetch that takes longer gives way to requests that lack its pages."""
 
 logger = logging.getLogger(__name__)
 
 
 def start_pulls(books: Books) -> bool:
-    """Ask for what the first requests of the queue can get elsewhere, as long as there is room for it. Returns whether
-    anything was asked for, or given up.
+    """Ask for what requests can get elsewhere, in the order of their turns, as long as there is room for it. Returns
+    whether anything was asked for, or given up.
 
-    Strictly in the order of the queue: a request that is going to compute holds back those behind it, so that pages
-    set aside for pulls never keep it waiting.
+    What the requests before it in the queue are going to need is not there for a fetch, so that pages set aside for it
+    never keep them waiting.
     """
     transfers, changed = books.transfers, False
-    while (request := books.waiting.head) is not None and (source := request.source) is not None:
+    while (request := books.waiting.fetches.head) is not None and (source := request.source) is not None:
         if len(transfers.fetching) + len(transfers.ready) >= books.config.max_num_seqs:
+            request.num_overtaken = 0
             break
         if not _start(books, request, source):
-            if books.running or books.ending or books.cache.held or transfers.is_open:
+            if request.num_overtaken < MAX_OVERTAKEN and not _is_alone(books, request):
                 break
-            # alone, and cached pages cannot give way to it: compute in smaller shares what cannot be had whole
-            request.source = None
-            let_source_go(books, request, source)
+            _compute_here(books, request, source)
         changed = True
     return changed
+
+
+def _is_alone(books: Books, request: Request) -> bool:
+    """Whether nothing is going to make room for its fetch: cached pages cannot give way to it, and have to be computed
+    in smaller shares."""
+    if books.running or books.ending or books.cache.held or books.transfers.is_open:
+        return False
+    return next(books.waiting.plain.before(request), None) is None
+
+
+def _compute_here(books: Books, request: Request, source: Source) -> None:
+    books.waiting.compute(request)
+    let_source_go(books, request, source)
+
+
+def note_overtaking(books: Books, request: Request) -> None:
+    """`request` comes in from the queue, perhaps before one that waits for pages for its fetch."""
+    first = books.waiting.fetches.head
+    if first is not None and first.turn < request.turn:
+        first.num_overtaken += 1
 
 
 def _start(books: Books, request: Request, source: Source) -> bool:
@@ -54,16 +91,14 @@ def _start(books: Books, request: Request, source: Source) -> bool:
         source = source.exact(length)
     if request.spec.prompt_logprobs is not None:
         # all of it has to be computed here
-        request.source = None
-        let_source_go(books, request, source)
+        _compute_here(books, request, source)
         return True
     lease = cache.lookup(request.spec.namespace, request.keys(), request.id)
     if lease.hit == length or (source.nonce is None and source.reach(length) <= lease.matched):
         cache.release(lease)
-        request.source = None
-        let_source_go(books, request, source)
+        _compute_here(books, request, source)
         return True
-    if not cache.could_extend(lease, length, num_files=1):
+    if not cache.could_extend(lease, length, num_files=1, besides=_pages_before(books, request)):
         cache.release(lease)
         return False
     copies = cache.extend(lease, length)
@@ -78,6 +113,16 @@ def _start(books: Books, request: Request, source: Source) -> bool:
     pull = books.transfers.side.pull(_want(request, source, lease, file))
     books.transfers.fetching[pull] = Fetch(request, source, copies, books.clock.now())
     return True
+
+
+def _pages_before(books: Books, request: Request) -> int:
+    """Pages that the plain requests before it are going to need, at most; no more are counted than there are."""
+    layout, num_pages = books.cache.layout, 0
+    for other in books.waiting.plain.before(request):
+        num_pages += layout.pages_for(other.num_known) + layout.pages_per_checkpoint * other.spec.hand_over
+        if num_pages > books.cache.pool.num_pages:
+            break
+    return num_pages
 
 
 def _want(request: Request, source: Source, lease: Lease, file: Pages) -> Want | ContentWant:
@@ -209,10 +254,27 @@ def pages_free(books: Books, free: PagesFree) -> None:
         books.cache.let_go(hold)
 
 
-def give_way(books: Books) -> bool:
-    """Send the youngest request that holds pages and does not run back to the queue: what it has fetched stays cached,
-    and may be dropped. False if there is none."""
-    youngest = max(books.transfers.ready, key=lambda request: request.turn, default=None)
+def cancel_slow_fetch(books: Books) -> None:
+    """Others lack pages: the youngest request of those whose fetch takes long is going to be computed here. Its pages
+    come free when no byte can reach them any more."""
+    slow = slow_fetches(books)
+    if slow:
+        youngest = max(slow, key=lambda request: request.turn)
+        abandon(books, youngest)
+        books.back_to_queue(youngest)
+
+
+def slow_fetches(books: Books) -> list[Request]:
+    """Requests whose pages have been under way for longer than others wait for them."""
+    now = books.clock.now()
+    return [fetch.request for fetch in books.transfers.fetching.values() if now - fetch.began >= SLOW_SECONDS]
+
+
+def give_way(books: Books, before: Request | None = None) -> bool:
+    """Send the youngest request that holds pages and does not run back to the queue, of those whose turn comes after
+    that of `before`: what it has fetched stays cached, and may be dropped. False if there is none."""
+    ready = (request for request in books.transfers.ready if before is None or request.turn > before.turn)
+    youngest = max(ready, key=lambda request: request.turn, default=None)
     if youngest is None:
         return False
     del books.transfers.ready[youngest]

@@ -9,43 +9,74 @@ import numpy as np
 from cairn.cache.lease import Lease
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Offered, Request
-from cairn.scheduler.transfers import content_name
+from cairn.scheduler.transfers import Leased, content_name
 from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
+from cairn.types import Pages
 
 __all__ = [
     "has_room",
     "hold_state",
     "lease_ended",
     "needs_file",
+    "num_pages",
     "offer",
     "promised_pages",
     "set_aside",
 ]
 
 
-def has_room(books: Books, request: Request) -> bool:
-    """Whether what other servers keep here, and those that run will, leaves room for this prompt as well. A prompt
-    that is larger than the share itself goes alone, and nobody overtakes one that waits for the share with its pages
-    fetched."""
+def has_room(books: Books, request: Request, besides: int = 0) -> bool:
+    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
+    more. What of it is leased already needs none, and a prompt that is larger than the share itself goes alone."""
     side = books.transfers.side
     assert side is not None
-    ready = books.transfers.ready
-    if any(other.spec.hand_over and other.turn < request.turn for other in ready):
-        return False
-    promised = promised_pages(books)
-    if not promised and not books.transfers.offers:
+    if not (besides or books.transfers.offers or any(other.spec.hand_over for other in books.running)):
         return True
-    return side.has_room(promised + _num_pages(books, request))
+    promised, num_more = promised_pages(books)
+    num_more += besides
+    if side.has_room(promised, num_more + num_pages(books, request)):
+        return True
+    found = request.lease or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id)
+    pages, num_new = _to_lease(books, request, found)
+    if found is not request.lease:
+        books.cache.release(found)
+    return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
 
 
-def promised_pages(books: Books) -> int:
-    """Pages that those that run are going to keep for other servers: spoken for, though nothing is leased yet."""
-    return sum(_num_pages(books, request) for request in books.running if request.spec.hand_over)
+def promised_pages(books: Books) -> tuple[Pages, int]:
+    """Pages that those that run are going to keep for other servers, and how many more they are going to need for it:
+    spoken for, though nothing is leased yet."""
+    pages, num_more = [np.zeros(0, np.int32)], 0
+    for request in books.running:
+        if request.spec.hand_over and request.lease is not None:
+            own, num_new = _to_lease(books, request, request.lease)
+            pages.append(own)
+            num_more += num_new
+    return np.concatenate(pages), num_more
 
 
-def _num_pages(books: Books, request: Request) -> int:
+def num_pages(books: Books, request: Request) -> int:
+    """Pages that the request's prompt and the state at its end take."""
     layout = books.cache.layout
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
+
+
+def _to_lease(books: Books, request: Request, lease: Lease) -> tuple[Pages, int]:
+    """Which of the pages in `lease` will be handed over with the request's prompt, and how many others. A page that is
+    shared in part is copied before anything is written behind what it holds."""
+    length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
+    stays = lease.copied or length + request.spec.max_tokens - 1 <= lease.matched
+    for group, table in zip(lease.groups, lease.tables, strict=True):
+        shared = min(lease.matched, length) // group.tokens_per_page
+        pages.append(table.pages[: group.pages_for(length) if stays else shared])
+    if request.handed is not None:
+        pages.append(request.handed.pages)
+    elif length in lease.files:
+        pages.append(lease.files[length].pages)
+    elif lease.hit == length and lease.restore is not None:
+        pages.append(lease.restore)
+    known = np.concatenate(pages)
+    return known, num_pages(books, request) - len(known)
 
 
 def needs_file(request: Request, lease: Lease) -> bool:
@@ -85,12 +116,12 @@ def offer(books: Books, request: Request) -> None:
     )
     reference = side.offer(made)
     request.offered = Offered(made, reference)
-    both = np.concatenate([pages, state.pages])
-    books.transfers.offers[reference] = books.cache.hold(f"handed over by {request.id}", both)
+    hold = books.cache.hold(f"handed over by {request.id}", made.all_pages)
+    books.transfers.offers[reference] = Leased(hold, request.spec.client)
 
 
 def lease_ended(books: Books, ended: LeaseEnded) -> None:
-    hold = books.transfers.offers.pop(ended.remote_request_id, None)
-    if hold is not None:
-        books.cache.let_go(hold)
+    leased = books.transfers.offers.pop(ended.remote_request_id, None)
+    if leased is not None:
+        books.cache.let_go(leased.hold)
         books.counters.expired_offers += ended.state == "expired"

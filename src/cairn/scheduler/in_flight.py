@@ -109,6 +109,10 @@ class InFlight:
         """How many of those that are held back come before `request`: each has a slot put by."""
         return sum(other.turn < request.turn for other in self._waits)
 
+    def can_go(self, request: Request) -> bool:
+        """Whether it is not held back."""
+        return request not in self._waits
+
     def refresh(self) -> None:
         """A plan has the rows of those that run: let go of whoever has waited long enough."""
         for request in [request for request, wait in self._waits.items() if wait.is_over()]:

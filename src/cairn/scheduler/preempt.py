@@ -4,7 +4,7 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
 from cairn.cache.reasons import Reason
 from cairn.scheduler.books import Books
-from cairn.scheduler.fetch import give_way
+from cairn.scheduler.fetch import cancel_slow_fetch, give_way
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy
 
@@ -16,9 +16,9 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
 
     Requests that hold fetched pages and do not run yet give way first, then what branches are to start from. A request
     preempts each other one at most once; after that it waits for it, without giving up what it holds. The youngest of
-    all gives way itself. So the oldest always goes on, or waits for one that does, or for another server; left alone
-    without room, it goes back once for each time it has come further, to share what it holds twice. None: the request
-    does not run in this step.
+    all gives way itself. So the oldest always goes on, or waits for one that does, or for what other servers read;
+    fetches that take long are given up for it. Left alone without room, it goes back once for each time it has come
+    further, to share what it holds twice. None: the request does not run in this step.
     """
     assert request.lease is not None
     while (copies := books.cache.extend(request.lease, num_tokens)) is None:
@@ -29,7 +29,10 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
         victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
         if victims:
             preempt(books, victims[-1], request, request.lease.missing_pages(num_tokens))
-        elif younger or books.ending or request.in_flight or books.transfers.is_open:
+        elif younger or books.ending or request.in_flight:
+            return None
+        elif books.transfers.is_open:
+            cancel_slow_fetch(books)
             return None
         elif place > 0 or request.lease.num_tokens > request.sent_back_at:
             if place == 0:

@@ -1,18 +1,18 @@
 """The waiting requests: first come, first served among those of one priority, and preempted ones in their old place."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from itertools import takewhile
 
 from cairn.scheduler.request import Request
 
-__all__ = ["WaitingQueue"]
+__all__ = ["RequestQueue", "WaitingQueue"]
 
 
-class WaitingQueue:
-    """At most `limit` requests that have not been admitted; preempted ones come back whatever the limit."""
+class RequestQueue:
+    """Requests in order of turns."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self._requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -22,17 +22,20 @@ class WaitingQueue:
         return iter(self._requests)
 
     @property
-    def full(self) -> bool:
-        return len(self._requests) >= self.limit
-
-    @property
     def head(self) -> Request | None:
         """Whose turn it is."""
         return self._requests[0] if self._requests else None
 
-    def at(self, place: int) -> Request | None:
-        """Whose turn it is when `place` others have been passed over."""
+    def after(self, request: Request | None) -> Request | None:
+        """Whose turn it is when all up to `request`, which need not be here, have been passed over."""
+        if request is None:
+            return self.head
+        place = bisect_right(self._requests, request.turn, key=_turn)
         return self._requests[place] if place < len(self._requests) else None
+
+    def before(self, request: Request) -> Iterator[Request]:
+        """Those whose turn comes before that of `request`."""
+        return takewhile(lambda other: other.turn < request.turn, self._requests)
 
     def put(self, request: Request) -> None:
         """To where its turn puts it, also when it has been out of the queue before."""
@@ -42,6 +45,47 @@ class WaitingQueue:
         place = bisect_left(self._requests, request.turn, key=_turn)
         assert self._requests[place] is request, f"{request.id} does not wait"
         del self._requests[place]
+
+
+class WaitingQueue:
+    """At most `limit` requests that have not been admitted; preempted ones come back whatever the limit.
+
+    Nobody in `plain` waits for those in the other two, which wait for other servers: `fetches` for room to ask one for
+    what they lack, `hand_overs` until what is leased to them leaves room for a prompt more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.plain = RequestQueue()
+        self.fetches = RequestQueue()
+        self.hand_overs = RequestQueue()
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.fetches) + len(self.hand_overs)
+
+    def put(self, request: Request) -> None:
+        """To its place in the queue that it belongs to."""
+        self._queue_of(request).put(request)
+
+    def remove(self, request: Request) -> None:
+        self._queue_of(request).remove(request)
+
+    def compute(self, request: Request) -> None:
+        """A request of `fetches` is going to be computed here, in its turn."""
+        self.remove(request)
+        request.source = None
+        self.put(request)
+
+    def set_no_lease_room(self, request: Request, since: float | None) -> None:
+        """Since when `request` has found no room among the leases; None: it has."""
+        self.remove(request)
+        request.no_lease_room_since = since
+        self.put(request)
+
+    def _queue_of(self, request: Request) -> RequestQueue:
+        if request.source is not None:
+            return self.fetches
+        return self.plain if request.no_lease_room_since is None else self.hand_overs
 
 
 def _turn(request: Request) -> tuple[int, int]:

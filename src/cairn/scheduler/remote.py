@@ -2,8 +2,9 @@
 
 from cairn.scheduler.books import Books
 from cairn.scheduler.content import answer
-from cairn.scheduler.fetch import pages_free, pull_ended, start_pulls
+from cairn.scheduler.fetch import pages_free, pull_ended, slow_fetches, start_pulls
 from cairn.scheduler.hand_over import lease_ended
+from cairn.scheduler.lease_wait import refuse_overdue
 from cairn.scheduler.request import Request
 from cairn.transfer.contract import ContentAsked, LeaseEnded, PagesFree, PullEnded
 
@@ -11,7 +12,8 @@ __all__ = ["take_events"]
 
 
 def take_events(books: Books) -> tuple[bool, list[Request]]:
-    """Whether anything has changed, and the requests that ended because their pages did not come."""
+    """Whether anything has changed, and the requests that ended because their pages did not come, or because what is
+    held for other servers has left no room for theirs."""
     side = books.transfers.side
     if side is None:
         return False, []
@@ -27,4 +29,8 @@ def take_events(books: Books) -> tuple[bool, list[Request]]:
                 lease_ended(books, event)
             case ContentAsked():
                 answer(books, event)
-    return start_pulls(books) or bool(events), failed
+    refused = refuse_overdue(books)
+    changed = start_pulls(books) or bool(events or refused)
+    if books.running or books.waiting.plain:
+        changed = changed or bool(slow_fetches(books))  # which somebody may lack the pages of
+    return changed, failed + refused

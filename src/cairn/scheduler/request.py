@@ -107,11 +107,12 @@ class Constraint(Protocol):
 class Spec:
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
     `images`: what stands behind negative key tokens. `source`: where to look for the prompt before computing it.
-    `hand_over`: keep the prompt for another server.
+    `hand_over`: keep the prompt for another server. `client`: who asks, the API key's digest or the peer's address,
+    empty when that is not known: leases are bounded per client.
 
     `min_tokens`: no stop token comes before so many have. `logprobs`: tell how likely each token was held, and of so
     many of the best; `prompt_logprobs`: the same of the prompt's, all of which is computed for it. `priority`: a
-    smaller one comes before. `constraint`: what may come next. `client`: who asks, empty when that is not known."""
+    smaller one comes before. `constraint`: what may come next."""
 
     request_id: RequestId
     prompt: Keys
@@ -123,12 +124,12 @@ class Spec:
     images: tuple[Image, ...] = ()
     source: Source | None = None
     hand_over: bool = False
+    client: str = ""
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
     constraint: Constraint | None = None
-    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,9 @@ class Request:
     when it last went back to the queue though it was the oldest, which it does again only when it has more.
 
     `source` is the spec's until it has been asked; `remote_failed`: it had promised more and did not deliver.
-    `pulled`: what it gave, and `pull_seconds` how long that took. `failure`: why the request ended with an error.
+    `num_overtaken`: requests that came in before it while it found no pages for its fetch. `pulled`: what the source
+    gave, and `pull_seconds` how long that took. `failure`: why the request ended with an error; `refused`: because the
+    server has no room for it. `no_lease_room_since`: when the leases were found to leave no room for its hand-over.
     `handed`: the hand-over checkpoint's file, `offered`: what became of it.
 
     `trunk`: where its prompt is to have several answers. `scores`: how likely its prompt was held, from the second
@@ -205,9 +208,12 @@ class Request:
     sent_back_at: int = 0
     source: Source | None = None
     remote_failed: bool = False
+    num_overtaken: int = 0
     pulled: PullEnded | None = None
     pull_seconds: float = 0.0
     failure: str | None = None
+    refused: bool = False
+    no_lease_room_since: float | None = None
     handed: Hold | None = None
     offered: Offered | None = None
     trunk: Trunk | None = None

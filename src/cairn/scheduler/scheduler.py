@@ -15,6 +15,7 @@ from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.ending import finish, settle
 from cairn.scheduler.hand_over import hold_state
 from cairn.scheduler.keeps import add_keeps, add_saves
+from cairn.scheduler.lease_quota import check_quota
 from cairn.scheduler.observer import RequestObserver
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.remote import take_events
@@ -80,6 +81,7 @@ class Scheduler:
                 ids.add(own.request_id)
             self._check(group[0])
         self.check_room([len(group) for group in groups])
+        check_quota(self.books, [group[0] for group in groups])
         for group in groups:
             leader, *others = [self._arrived(own) for own in group]
             if others:
@@ -194,7 +196,8 @@ class Scheduler:
         for part in draft.parts:
             if part.request.lease is not None:
                 self.books.cache.hold_until(draft.step, part.request.lease)
-        self._stalled = not draft.parts and not self._flying and self.books.transfers.is_open
+        empty = not draft.parts and not any(flying.parts for flying in self._flying)
+        self._stalled = empty and self.books.transfers.is_open
         self._flying.append(draft)
         return draft.plan()
 

@@ -9,7 +9,17 @@ from cairn.step import PageCopy
 from cairn.transfer.contract import ContentName, NamedImage, PullId, SchedulerSide
 from cairn.types import Keys
 
-__all__ = ["Fetch", "Sequences", "Transfers", "content_name"]
+__all__ = ["Fetch", "LeaseQuota", "Leased", "Sequences", "Transfers", "content_name"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseQuota:
+    """`max_leases`: hand-overs that may wait, run or be leased together, and leases of what was asked for by content.
+    `max_leases_per_client`: hand-overs of one client. `wait_seconds`: how long one waits until leases leave room."""
+
+    max_leases: int = 1024
+    max_leases_per_client: int = 64
+    wait_seconds: float = 30.0
 
 
 class Sequences(Protocol):
@@ -40,21 +50,30 @@ class Fetch:
     began: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Leased:
+    """What is held for another server. `client`: whose hand-over it is, None of what was asked for by content."""
+
+    hold: Hold
+    client: str | None
+
+
 @dataclass(eq=False)
 class Transfers:
     """`side` None: this server takes no part in transfers. `sequences`: what other servers may ask for by content.
 
     `fetching`: by pull. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: pages
     of pulls that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
-    servers.
+    servers, and `quota` how much may be.
     """
 
     side: SchedulerSide | None = None
     sequences: Sequences | None = None
+    quota: LeaseQuota = field(default_factory=LeaseQuota)
     fetching: dict[PullId, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
     quarantine: dict[PullId, Hold] = field(default_factory=dict)
-    offers: dict[str, Hold] = field(default_factory=dict)
+    offers: dict[str, Leased] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cairn.engine.contract import GenerateOutput, GenerateRequest
-from cairn.errors import CairnError, InvalidRequest, RequestError
+from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.failures import failed
 from cairn.http.leaving import unless_gone
 from cairn.server.answers import Answer, cairn_part, usage_part
@@ -115,11 +115,15 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[News, None]:
                 if not begun:
                     meters.clear()
                 raise
-            begun, number = True, numbers[output.request_id]
+            number = numbers[output.request_id]
             meter = meters[number, output.index]
             meter.transfer(output)
             if output.finish_reason == "error":
-                raise _failure(output)
+                failure = _failure(output)
+                if isinstance(failure, QueueFull) and not begun:
+                    meters.clear()
+                raise failure
+            begun = True
             meter.output(output, service.clock.now())
             left -= output.finish_reason is not None
             yield number, _without_tokens(output) if job.body.max_tokens == 0 else output
@@ -137,6 +141,8 @@ def _failure(output: GenerateOutput) -> RequestError:
     text = output.error or "the engine could not answer"
     if output.status == InvalidRequest.status:
         return InvalidRequest(text)
+    if output.status == QueueFull.status:
+        return QueueFull(text)
     return failed(text, output.status, "engine_error")
 
 

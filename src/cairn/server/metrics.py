@@ -68,6 +68,14 @@ _TRANSFER_COUNTERS = (
         "Frames on the side channel that were no valid record, and connections without a proof of the secret.",
     ),
 )
+_TRANSFER_COUNTERS_BY = (
+    (
+        "cairn:hand_overs_refused",
+        "reason",
+        "refused_hand_overs",
+        "Requests for another server that were refused (429), by the bound of the leases that they met.",
+    ),
+)
 # Only where there is a vision model.
 _IMAGE_COUNTERS = (
     ("cairn:images_encoded", "images_encoded", "Images that went through the vision model."),
@@ -133,7 +141,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, getattr(stats, field))
             yield counter
-        for name, label, field, text in _COUNTERS_BY:
+        for name, label, field, text in (*_COUNTERS_BY, *(_TRANSFER_COUNTERS_BY if joined else ())):
             counter = CounterMetricFamily(name, text, labels=(*_LABELS, label))
             for key, value in sorted(getattr(stats, field).items()):
                 counter.add_metric((*labels, key), value)

@@ -102,14 +102,14 @@ class Asks:
 
     def grant(self, ask: AskId, offer: Offer, nonce: bytes) -> bool:
         """Lease what is held to whoever asked. False, and nothing is leased, when the ask has ended or contradicts
-        itself, or when the offer brings nothing beyond what the other side has. Raises AssertionError for an offer that
-        was not asked for."""
+        itself, or when the offer brings nothing beyond what the other side has, or does not fit under the leases' cap.
+        Raises AssertionError for an offer that was not asked for."""
         self.expire()
         found = self._open.get(ask)
         if found is None:
             return False
         position = len(offer.keys)
-        if position <= found.claim.start:
+        if position <= found.claim.start or not self._leases.has_room(offer.all_pages):
             self.refuse(ask)
             return False
         digest = content_digest(self._layout, offer.name, offer.keys)

@@ -1,12 +1,17 @@
 """Both roles of one engine as the scheduler sees them: see `contract.SchedulerSide`."""
 
+import logging
+
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
 from cairn.transfer.lease import LeaseState
 from cairn.transfer.params import remote_request_id
 from cairn.transfer.producer import Producer
+from cairn.types import Pages
 
 __all__ = ["Connector"]
+
+logger = logging.getLogger(__name__)
 
 
 class Connector:
@@ -21,26 +26,30 @@ class Connector:
         self._leases = producer.leases
         self._consumer = consumer
         self._nonces: dict[str, bytes] = {}
-        self._too_late: list[LeaseEnded] = []
+        self._ended: list[LeaseEnded] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open: then nobody needs to look before the next offer, pull or frame."""
         asks = self._producer.asks
-        return not (self._nonces or self._too_late or self._consumer.num_open or asks.num_open)
+        return not (self._nonces or self._ended or self._consumer.num_open or asks.num_open)
 
     @property
     def is_serving(self) -> bool:
         """Whether a peer may be reading from here: then the links need `progress`."""
         return self._leases.may_be_read
 
-    def has_room(self, num_pages: int) -> bool:
-        return self._leases.has_room(num_pages)
+    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+        return self._leases.has_room(pages, num_more)
 
     def offer(self, offer: Offer, nonce: bytes | None = None) -> str:
-        """`nonce`: 16 unpredictable bytes, never used before."""
-        nonce = self._leases.offer(offer, nonce)
-        return self._leased(offer, nonce)
+        """`nonce`: 16 unpredictable bytes, never used before. An offer that does not fit under the cap ends at once:
+        whoever made it has miscounted, and all other leases go on."""
+        nonce = self._leases.new_nonce() if nonce is None else nonce
+        if not self._leases.has_room(offer.all_pages):
+            logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(offer.all_pages))
+            return self._ended_at_once(offer, nonce)
+        return self._leased(offer, self._leases.offer(offer, nonce))
 
     def withdraw(self, remote_request_id: str) -> None:
         if (nonce := self._nonces.get(remote_request_id)) is not None:
@@ -54,9 +63,7 @@ class Connector:
         nonce = self._leases.new_nonce() if nonce is None else nonce
         if self._producer.asks.grant(ask, offer, nonce):
             return self._leased(offer, nonce)
-        reference = remote_request_id(offer.request_id, nonce)
-        self._too_late.append(LeaseEnded(reference, LeaseState.RELEASED.value))
-        return reference
+        return self._ended_at_once(offer, nonce)
 
     def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
         """`pull_id`: a number that no other pull of this engine ever had."""
@@ -69,13 +76,18 @@ class Connector:
         """Drives everything once; see also `Producer.take_frames`."""
         events: list[Event] = list(self._consumer.tick())
         events += self._producer.asks.take_asked()
-        events += self._too_late
-        self._too_late.clear()
+        events += self._ended
+        self._ended.clear()
         for ended in self._leases.take_ended():
             reference = remote_request_id(ended.request_id, ended.nonce)
             del self._nonces[reference]
             events.append(LeaseEnded(reference, ended.state.value))
         return events
+
+    def _ended_at_once(self, offer: Offer, nonce: bytes) -> str:
+        reference = remote_request_id(offer.request_id, nonce)
+        self._ended.append(LeaseEnded(reference, LeaseState.RELEASED.value))
+        return reference
 
     def _leased(self, offer: Offer, nonce: bytes) -> str:
         reference = remote_request_id(offer.request_id, nonce)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, NewType, Protocol
 
 import msgspec
+import numpy as np
 
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
@@ -105,8 +106,9 @@ class Offer:
     checkpoints: tuple[HeldCheckpoint, ...]
 
     @property
-    def num_pages(self) -> int:
-        return len(self.pages) + sum(len(checkpoint.pages) for checkpoint in self.checkpoints)
+    def all_pages(self) -> Pages:
+        """Those of the tokens and of the checkpoints."""
+        return np.concatenate([self.pages, *(checkpoint.pages for checkpoint in self.checkpoints)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +207,10 @@ Event = PullEnded | PagesFree | LeaseEnded | ContentAsked
 class SchedulerSide(Protocol):
     """The connector as the scheduler sees it."""
 
-    def has_room(self, num_pages: int) -> bool:
-        """Whether an offer of so many pages stays within the share of the pool that leases may hold. `offer` takes one
-        that is larger than all of it, too, while nothing else is leased: a long prompt must be handed over some
-        time."""
+    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+        """Whether leases of these pages, and of `num_more` that nobody leases, stay within the share of the pool that
+        leases may hold. Pages that are leased already count once. `offer` takes one that is larger than all of it,
+        too, while nothing else is leased: a long prompt must be handed over some time."""
         ...
 
     def offer(self, offer: Offer) -> str:

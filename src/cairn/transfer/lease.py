@@ -50,7 +50,7 @@ TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
-    """Times in seconds. `max_pages`: how many pages all leases together may hold. `max_age`: heartbeats prolong no
+    """Times in seconds. `max_pages`: how many distinct pages all leases may hold. `max_age`: heartbeats prolong no
     further. `remember`: how long an ended lease can still say how it ended, and `max_remembered` how many do.
     `linger`: how long a peer's link may go on reading after its lease has ended, or after its last heartbeat."""
 
@@ -81,7 +81,6 @@ class Lease:
     born: float
     until: float
     held: Offer | None
-    num_pages: int
     state: LeaseState = LeaseState.OFFERED
     claim: bytes | None = None
     generation: int = 0

@@ -11,6 +11,7 @@ from cairn.transfer.contract import HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
 from cairn.transfer.frames import pack_pages
 from cairn.transfer.lease import EndedLease, Lease, LeaseLimits, LeaseState
+from cairn.transfer.leased_pages import LeasedPages
 from cairn.transfer.wire import (
     NONCE_BYTES,
     Alive,
@@ -47,14 +48,14 @@ class LeaseBook:
         self._over: dict[bytes, Lease] = {}
         self._ended: list[EndedLease] = []
         self._generation = 0
-        self._num_pages = 0
+        self._pages = LeasedPages()
         self._read_until = clock.now()
 
     @property
     def num_pages(self) -> int:
-        """Pages under leases that have not ended."""
+        """Distinct pages under leases that have not ended."""
         self.expire()
-        return self._num_pages
+        return len(self._pages)
 
     @property
     def num_held(self) -> int:
@@ -73,9 +74,11 @@ class LeaseBook:
         its reads have ended, and some links need this side for that."""
         return bool(self._held) or self._clock.now() < self._read_until
 
-    def has_room(self, num_pages: int) -> bool:
-        """Whether so many pages more stay within the cap, or there is nothing yet that they could be too many with."""
-        return self.num_pages + num_pages <= self._limits.max_pages or not self._held
+    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+        """Whether leases of these pages, and of `num_more` that no lease has, stay within the cap, or there is nothing
+        yet that they could be too many with. Pages that are leased already count once."""
+        self.expire()
+        return self._pages.num_with(pages) + num_more <= self._limits.max_pages or not self._held
 
     def new_nonce(self) -> bytes:
         """A nonce for `offer`, for whoever must know it before."""
@@ -106,15 +109,15 @@ class LeaseBook:
         return ContentGranted(lease.request_id, nonce, granted) if claim == first else refusal(claim, Reason.USED)
 
     def _hold(self, offer: Offer, nonce: bytes | None) -> Lease:
-        if not self.has_room(offer.num_pages):
-            raise AssertionError(f"{offer.request_id}: {offer.num_pages} pages do not fit under the leases' cap")
+        if not self.has_room(offer.all_pages):
+            raise AssertionError(f"{offer.request_id}: {len(offer.all_pages)} pages do not fit under the leases' cap")
         nonce = self.new_nonce() if nonce is None else nonce
         if len(nonce) != NONCE_BYTES or nonce in self._held or nonce in self._over:
             raise AssertionError(f"{offer.request_id}: a nonce is {NONCE_BYTES} bytes that no other lease has")
         now = self._clock.now()
-        lease = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, offer.num_pages)
+        lease = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer)
         self._held[nonce] = lease
-        self._num_pages += offer.num_pages
+        self._pages.add(offer.all_pages)
         return lease
 
     def withdraw(self, nonce: bytes) -> None:
@@ -234,7 +237,8 @@ class LeaseBook:
     def _end(self, lease: Lease, state: LeaseState) -> None:
         lease.to(state)
         del self._held[lease.nonce]
-        self._num_pages -= lease.num_pages
+        assert lease.held is not None
+        self._pages.remove(lease.held.all_pages)
         lease.held, lease.granted, lease.ended = None, None, self._clock.now()
         if lease.claim is not None:
             self._read_until = lease.ended + self._limits.linger

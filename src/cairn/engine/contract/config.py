@@ -31,7 +31,9 @@ class KvTransferConfig:
     `host`, `port`: where the side channel listens, and what peers are told. `secret_file`: what peers must know, too;
     None keeps everything on loopback. `peers`: hosts, addresses and networks that may be read from besides loopback.
     `on_failure`: what becomes of a request whose pages do not arrive. `lease_seconds`: how long a prefilled prompt
-    waits for its reader. `lease_share`: most of the pool that such prompts may hold together.
+    waits for its reader, and a request for room among them. `lease_share`: most of the pool that such prompts may hold
+    together. `max_leases`: how many there may be, those that are going to be included; `max_leases_per_client`: of one
+    client.
     """
 
     host: str = "localhost"
@@ -41,6 +43,8 @@ class KvTransferConfig:
     on_failure: Literal["recompute", "fail"] = "recompute"
     lease_seconds: float = 30.0
     lease_share: float = 0.5
+    max_leases: int = 1024
+    max_leases_per_client: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

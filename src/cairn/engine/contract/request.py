@@ -100,7 +100,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_logprobs`: the same of the prompt, from its second token on. `priority`: a smaller one comes before others.
 
     `allowed_token_ids`: none but these come; None: all may. `bad_words`: the tokens of each text that may not come.
-    `client`: who asks, where limits are counted per client; empty when that is not known.
+    `client`: who asks, the API key's digest or the peer's address: what is held for other servers is bounded for each.
     """
 
     request_id: str
