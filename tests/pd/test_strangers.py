@@ -131,6 +131,23 @@ def test_a_silent_port_is_waited_for_once(world, pair):
     p.advance(20.0)
 
 
+def test_offers_that_nobody_fetches_take_their_pages_once(world, pair):
+    """One client's: what it may have at a time, each page counted once, and a plain request is answered meanwhile."""
+    p, _, rng = pair
+    before = p.stats()
+    with attacks.unfetched_offers(world, p, rng) as asked:
+        plain = p.submit([rng.randrange(20, 4000) for _ in range(30)], 3)
+        world.wait(lambda: plain.is_over, "the plain request")
+        assert plain.end.finish_reason == "length"
+        world.wait(lambda: all(each.is_over for each in asked), "all are handed over or refused")
+        refused = [each for each in asked if each.refusal is not None]
+        assert len(refused) == 100 - 63 and all("max_leases_per_client" in each.refusal for each in refused)
+        stats = p.stats()
+        assert stats.refused_hand_overs["client"] == len(refused)
+        pages = stats.leased_pages - before.leased_pages
+        assert 8000 // 16 <= pages <= 8000 // 16 + 64, "63 leases of the same pages"
+
+
 def test_without_a_secret_one_line_says_who_is_believed(world):
     server = world.server("no-secret", transfer={"secret_file": None})
     lines = [line for line in server.log.read_text().splitlines() if "without --kv-secret-file" in line]
