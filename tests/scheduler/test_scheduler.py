@@ -87,6 +87,20 @@ def test_decodes_go_on_while_a_long_prompt_is_prefilled():
     driver.run()
 
 
+def test_decodes_go_on_behind_a_long_prompt_that_comes_before_them():
+    """Its chunks leave a token to each of those behind it, also where they could take all there are."""
+    driver = Driver(max_num_batched_tokens=128, max_num_seqs=3)
+    behind = [driver.submit(TEXT[i : i + 10], max_tokens=30) for i in range(2)]
+    driver.step()
+    first = driver.submit(TEXT[:700], max_tokens=1, priority=-1)
+    for _ in range(8):
+        before = [len(driver.output(name)) for name in behind]
+        driver.step()
+        assert [len(driver.output(name)) for name in behind] == [length + 1 for length in before]
+    assert [request.id for request in driver.scheduler.books.running] == [first, *behind]
+    driver.run()
+
+
 def test_a_tiny_pool_preempts_and_every_answer_is_right():
     for exact in (False, True):
         driver = Driver(num_pages=24, exact=exact)
