@@ -1,10 +1,13 @@
 """Pages from another server: what is asked for, and that nobody gets a page that may still be written to."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from driver import Driver, alone
 
 from cairn.cache.reasons import Reason
+from cairn.scheduler.fetch import give_way
 from cairn.scheduler.request import Phase, Source
 from cairn.transfer.contract import PagesFree, PullEnded, PullId
 
@@ -165,3 +168,105 @@ def test_a_promise_that_is_not_needed_is_given_back_at_once():
         driver.step()
     assert len(side.wants) == 1 and driver.requests[name].first.reason is Reason.NONE
     assert driver.requests[hinted].first.hit == 200
+
+
+@pytest.mark.parametrize(("known", "end"), [(192, None), (200, 200)])
+def test_a_server_that_can_add_nothing_is_not_asked(known, end):
+    driver, side = Driver(), Side()
+    driver.scheduler.books.transfers.side = side
+    driver.ask(TEXT[:known], max_tokens=1)
+    prompt = [*TEXT[:known], 1, 2, 3]
+    name = driver.submit(prompt, source=replace(HINTED, end=end))
+    driver.scheduler.poll()
+    assert not side.wants and driver.requests[name].phase is Phase.WAITING
+    # one token more there may be worth it
+    other = driver.submit(prompt, source=replace(HINTED, end=known + 1))
+    driver.scheduler.abort(name)
+    driver.scheduler.poll()
+    assert len(side.wants) == 1 and driver.requests[other].phase is Phase.FETCHING
+
+
+def two_that_have_come(position, priority=0):
+    """Two requests whose pages have come, in the order of their submission, beside one that runs; one slot is free."""
+    driver, side = Driver(max_num_seqs=2), Side()
+    driver.scheduler.books.transfers.side = side
+    driver.submit(TEXT[700:710], max_tokens=50)
+    driver.scheduler.poll()
+    driver.step()
+    names = [driver.submit(TEXT[i : i + 90], source=PROMISED, priority=priority * (i > 0)) for i in (0, 200)]
+    driver.scheduler.poll()
+    pulls = {want.keys[0]: pull for pull, want in side.wants.items()}
+    for start in (0, 200):
+        pull = pulls[TEXT[start]]
+        say(driver, side, PullEnded(pull, None, position, position), PagesFree(pull))
+    assert [driver.requests[name].phase for name in names] == [Phase.READY] * 2
+    return driver, names
+
+
+@pytest.mark.parametrize("position", [90, 64])
+def test_of_those_that_have_come_the_one_whose_turn_it_is_goes_first(position):
+    driver, names = two_that_have_come(position, priority=-1)
+    driver.scheduler.plan()
+    assert [driver.requests[name].phase for name in names] == [Phase.READY, Phase.RUNNING]
+
+
+def test_of_those_that_have_come_the_youngest_gives_way():
+    driver, names = two_that_have_come(90)
+    assert give_way(driver.scheduler.books)
+    assert [driver.requests[name].phase for name in names] == [Phase.READY, Phase.WAITING]
+    assert give_way(driver.scheduler.books) and not give_way(driver.scheduler.books)
+
+
+def test_what_has_to_be_computed_here_is_fetched_from_nowhere():
+    driver, side = Driver(), Side()
+    driver.scheduler.books.transfers.side = side
+    driver.submit(TEXT[:200], source=PROMISED, prompt_logprobs=0)
+    driver.scheduler.poll()
+    (want,) = side.wants.values()
+    assert want.release_only
+
+
+def test_what_adds_nothing_to_what_is_here_is_not_used():
+    driver, side, name = fetching(HINTED, known=128)
+    (pull,) = side.wants
+    # keys and values for more, but the state of less than is here
+    say(driver, side, PullEnded(pull, None, 192, 64), PagesFree(pull))
+    assert driver.requests[name].phase is Phase.WAITING
+    driver.run()
+    assert driver.requests[name].first.hit == 128 and driver.scheduler.books.counters.external_hits == 0
+
+
+@pytest.mark.parametrize("failure", [None, "gone"])
+def test_what_is_here_already_was_not_asked_of_others(failure):
+    driver, side, _ = fetching(known=128)
+    (pull,) = side.wants
+    say(driver, side, PullEnded(pull, failure, 200, 200), PagesFree(pull))
+    counters = driver.scheduler.books.counters
+    assert (counters.external_queries, counters.external_hits) == (72, 72 if failure is None else 0)
+
+
+@pytest.mark.parametrize("source", [PROMISED, HINTED])
+def test_a_prompt_that_does_not_fit_beside_its_file_is_computed_in_shares(source):
+    driver, side = Driver(num_pages=30), Side()
+    driver.scheduler.books.transfers.side = side
+    name = driver.submit(TEXT[:460], source=source)
+    driver.scheduler.poll()
+    assert [want.release_only for want in side.wants.values()] == [True] * (source is PROMISED)
+    driver.run()
+    assert driver.output(name) == alone(TEXT[:460], False)
+
+
+def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
+    driver, side = Driver(num_pages=60), Side()
+    driver.scheduler.books.transfers.side = side
+    running = driver.submit(range(5000, 5720), max_tokens=20)
+    driver.scheduler.poll()
+    while not driver.output(running):
+        driver.step()
+    # 13 pages and a file of 3: the pages alone would have room
+    assert 13 <= 60 - driver.cache.num_held_pages() < 16
+    name = driver.submit(TEXT[:200], source=PROMISED)
+    before = dict(driver.cache.residents.evicted)
+    driver.scheduler.poll()
+    assert driver.requests[name].phase is Phase.WAITING and not side.wants
+    assert dict(driver.cache.residents.evicted) == before
