@@ -10,6 +10,7 @@ from cairn.cache.reasons import Reason
 from cairn.scheduler.fetch import give_way
 from cairn.scheduler.request import Phase, Source
 from cairn.transfer.contract import PagesFree, PullEnded, PullId
+from cairn.types import SamplingParams
 
 TEXT = list(range(100, 900))
 PROMISED = Source("p", "127.0.0.1", 5, "there", b"n" * 16)
@@ -270,3 +271,33 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
     driver.scheduler.poll()
     assert driver.requests[name].phase is Phase.WAITING and not side.wants
     assert dict(driver.cache.residents.evicted) == before
+
+
+def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_comes_before_it():
+    driver, side = Driver(max_num_seqs=2, max_num_batched_tokens=100), Side()
+    driver.scheduler.books.transfers.side = side
+    driver.submit(TEXT[:700])
+    driver.step()
+    fetched = driver.submit(range(5000, 5100), source=PROMISED)
+    driver.scheduler.poll()
+    waits = driver.submit(TEXT[:700], priority=-1)
+    driver.step()
+    assert driver.scheduler.books.in_flight.num_before(driver.requests[fetched]) == 1
+    say(driver, side, PullEnded(PullId(1), None, 100, 100), PagesFree(PullId(1)))
+    driver.scheduler.plan()
+    assert [driver.requests[name].phase for name in (fetched, waits)] == [Phase.READY, Phase.WAITING]
+
+
+def test_an_empty_plan_does_not_stop_those_that_run_while_others_are_fetched():
+    driver, side = Driver(max_in_flight=2), Side()
+    driver.scheduler.books.transfers.side = side
+    # each of its tokens has to be known before the next one is planned, so every second plan is empty
+    running = driver.submit(TEXT[:50], max_tokens=10, sampling=SamplingParams(repetition_penalty=1.5))
+    driver.step()
+    driver.submit(range(5000, 5100), source=PROMISED)
+    driver.scheduler.poll()
+    assert len(side.wants) == 1
+    for _ in range(40):
+        if driver.scheduler.has_work:
+            driver.step()
+    assert len(driver.output(running)) == 10

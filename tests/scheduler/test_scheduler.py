@@ -153,6 +153,38 @@ def test_planning_ahead_feeds_tokens_from_the_step_before(exact):
     assert driver.output(name) == alone(TEXT[:100], exact, max_tokens=30)
 
 
+@pytest.mark.parametrize(("max_tokens", "aborted", "num_saves"), [(1, False, 0), (5, False, 1), (50, True, 0)])
+def test_the_state_at_an_answers_end_is_saved_where_there_is_an_answer_that_ended_well(max_tokens, aborted, num_saves):
+    driver = Driver()
+    name = driver.submit(TEXT[:300], max_tokens=max_tokens)
+    while not driver.output(name):
+        driver.step()
+    if aborted:
+        driver.step()
+        driver.scheduler.abort(name)
+    driver.run()
+    assert sum(len(plan.saves) for plan in driver.plans) == num_saves
+    assert driver.cache.residents.taken[Kind.ANSWER_END] == num_saves
+
+
+def test_the_time_of_the_first_token_is_not_that_of_a_later_one():
+    driver = Driver()
+    name = driver.submit(TEXT[:600], max_tokens=5)
+    while driver.scheduler.has_work:
+        driver.clock.advance(1)
+        driver.step()
+    times = driver.requests[name].times
+    # 600 tokens are three steps of at most 256
+    assert (times.arrived, times.scheduled, times.first_token, times.finished) == (0, 1, 3, 7)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_no_token_is_computed_behind_the_last_one_allowed(ahead):
+    driver = Driver(max_in_flight=ahead)
+    driver.ask(TEXT[:100], max_tokens=10)
+    assert sum(row.decode for plan in driver.plans for row in plan.rows) == 9
+
+
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
 def test_a_finish_seen_late_is_trimmed(ahead):
     plain = alone(TEXT[:100], False, max_tokens=30)
