@@ -121,6 +121,57 @@ def test_what_is_over_the_quota_is_an_ordinary_checkpoint():
     assert run(sim, range(7000, 7080), Boundary(60, hold_seconds=300)).lease.held == {60}  # there is room again
 
 
+@pytest.mark.parametrize(("position", "held"), [(192, {192}), (193, set())])
+def test_the_quota_may_be_used_to_its_last_page(position, held):
+    sim = simulation(num_pages=200)
+    # a checkpoint is 2 pages of the 50, 192 tokens are 48
+    assert run(sim, LONG, Boundary(position, hold_seconds=300)).lease.held == held
+
+
+def test_each_ends_at_its_own_time():
+    sim = simulation()
+    for start, seconds in ((1000, 300), (3000, 900), (5000, 600)):
+        run(sim, range(start, start + 60), Boundary(50, hold_seconds=seconds))
+    ends = []
+    for _ in range(10):
+        sim.clock.advance(100)
+        sim.cache.residents.let_expired_go()
+        ends.append(len(sim.cache.residents.held))
+    assert ends == [3, 3, 2, 2, 2, 1, 1, 1, 0, 0]
+
+
+def test_what_was_held_for_long_is_held_anew_for_as_long_as_is_asked_for_now():
+    sim = simulation()
+    run(sim, LONG, Boundary(100, hold_seconds=3600))
+    sim.clock.advance(3600)
+    run(sim, LONG, Boundary(100, hold_seconds=300))
+    (held,) = sim.cache.residents.held
+    assert (held.hold_seconds, held.held_until) == (300, 3900)
+
+
+def test_a_use_of_what_is_above_holds_nothing_below_it_anew():
+    sim = simulation()
+    run(sim, LONG, Boundary(100, hold_seconds=300), Boundary(150, hold_seconds=300))
+    sim.clock.advance(200)
+    # what it leaves on the way to 150 is hit at 128
+    assert run(sim, (*LONG[:140], 1, 2, 3)).lease.hit == 128
+    assert {held.position: held.held_until for held in sim.cache.residents.held} == {100: 500, 150: 300}
+
+
+def test_what_is_held_goes_last_from_the_moment_on_and_no_longer():
+    sim = simulation()
+    for start in (1000, 3000):
+        run(sim, range(start, start + 60))
+    ranking, queue = sim.cache.residents.ranking, sim.cache.residents.queue
+    first, second = sorted(queue, key=lambda checkpoint: checkpoint.last_used)
+    assert ranking.hold(first, 300)
+    assert queue.pop() is second
+    ranking.use(second, hit=False)
+    sim.clock.advance(300)
+    sim.cache.residents.let_expired_go()
+    assert queue.pop() is first
+
+
 def test_tokens_that_several_share_are_counted_once():
     sim = simulation(num_pages=200)
     ends = [Boundary(p, hold_seconds=300) for p in (40, 80, 120, 144)]

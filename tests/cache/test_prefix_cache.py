@@ -12,7 +12,7 @@ from cairn.cache.lease import Namespace
 from cairn.cache.placement import Align, Auto, Junction, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.errors import AuditError, ConfigError
+from cairn.errors import ConfigError
 
 LONG = tuple(range(1000, 1200))
 
@@ -119,6 +119,45 @@ def test_a_preempted_request_reads_its_own_decode_steps_in_exact_mode():
     sim.check()
 
 
+def test_a_preempted_request_does_not_read_anothers_decode_steps_in_exact_mode():
+    sim = simulation(exact=True)
+    requests = [sim.start(name, LONG) for name in ("first", "second")]
+    for request in requests:
+        assert sim.prefill(request, len(LONG))
+        for token in range(10):
+            sim.decode(request, token)
+    first, second = requests
+    # both have computed the same; the first's keys and values are the tree's, and only it has a state at the end
+    sim.finish(first, kind=Kind.PREEMPTION)
+    sim.finish(second, Reason.PREEMPTED)
+    sim.resume(second)
+    assert (second.lease.hit, second.lease.matched) == (200, 200)
+    sim.end(second)
+    sim.resume(first)
+    assert (first.lease.hit, first.lease.matched) == (209, 209)
+    sim.end(first)
+    sim.apply()
+    sim.check()
+
+
+def test_a_preempted_request_does_not_take_anothers_decode_state_in_exact_mode():
+    sim = simulation(exact=True)
+    requests = [sim.start(name, LONG) for name in ("first", "second")]
+    for request in requests:
+        assert sim.prefill(request, len(LONG))
+        for token in range(10):
+            sim.decode(request, token)
+    first, second = requests
+    # the first's keys and values are the tree's, but the state at the end is the second's
+    sim.finish(first, Reason.PREEMPTED)
+    sim.finish(second, kind=Kind.PREEMPTION)
+    sim.resume(first)
+    assert (first.lease.hit, first.lease.matched) == (200, 209)
+    sim.end(first)
+    sim.apply()
+    sim.check()
+
+
 def test_keys_and_values_below_the_match_are_neither_written_nor_allocated_twice():
     sim = simulation(placement=Align(128, False))
     run(sim, LONG)
@@ -153,6 +192,16 @@ def test_a_writer_still_running_is_called_so():
     first = sim.start("first", LONG)
     second = sim.start("second", (*LONG[:150], 1))
     assert second.lease.reason is Reason.IN_PROGRESS
+    sim.end(first)
+    sim.end(second)
+
+
+@pytest.mark.parametrize("salt", [None, "yours"])
+def test_a_writer_of_another_salt_is_not_told_of(salt):
+    sim = simulation()
+    first = sim.start("first", LONG, namespace=Namespace(cache_salt="mine"))
+    second = sim.start("second", (*LONG[:150], 1), namespace=Namespace(cache_salt=salt))
+    assert second.lease.lost == {Reason.NEVER_SEEN: 151}
     sim.end(first)
     sim.end(second)
 
@@ -325,29 +374,6 @@ def test_limited_reach_is_refused_in_words():
     layout = CacheLayout(16, 64, 1, (AttentionGroup("window", 16, reach=128),), 8, 100, 1)
     with pytest.raises(ConfigError, match="limited reach"):
         PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))
-
-
-@pytest.mark.parametrize("what", ["count", "lock", "ghost", "barren", "queue", "pages"])
-def test_the_audit_finds_what_is_wrong(what):
-    sim = simulation(num_pages=60)
-    run(sim, LONG)
-    cache = sim.cache
-    node = next(iter(cache.residents.nodes()))
-    match what:
-        case "count":
-            cache.pool.counts[int(node.pages[0][0])] += 1
-        case "lock":
-            node.locks += 1
-        case "ghost":
-            cache.residents.runs.num_ghost_tokens += 1
-        case "barren":
-            cache.residents.runs.barren[node] = None
-        case "queue":
-            cache.residents.queue.pop()
-        case "pages":
-            node.pages = (node.pages[0][:-1],)
-    with pytest.raises(AuditError):
-        audit(cache)
 
 
 def test_the_layout_checks_itself():

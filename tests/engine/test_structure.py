@@ -266,35 +266,49 @@ def test_a_tool_may_be_of_more_types_than_objects(compiled):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "refused", "failure"),
     [
-        structure("json", {"type": "object", "properties": {"a": {"pattern": "(a+)+$", "type": "string"}}}),
-        structure("regex", "(?:.*a.{30}){20}"),
-        structure("regex", "((a{0,100}){0,100}){0,100}"),
-        structure(
-            "json",
-            {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(3)]} for i in range(14)]},
+        (structure("json", {"type": "object", "properties": {"a": {"pattern": "(a+)+$"}}}), None, None),
+        (structure("regex", "(a+)+$"), None, None),
+        (structure("regex", "(?:.*a.{30}){20}"), None, None),
+        (structure("regex", "((a{0,100}){0,100}){0,100}"), None, "lexer error: too many expressions"),
+        (
+            structure(
+                "json",
+                {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(3)]} for i in range(14)]},
+            ),
+            "schema too large",
+            None,
         ),
-        structure(
-            "json",
-            {
-                "$ref": "#/$defs/d0",
-                "$defs": {"d24": {"type": "string"}}
-                | {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(24)},
-            },
+        (
+            structure(
+                "json",
+                {
+                    "$ref": "#/$defs/d0",
+                    "$defs": {"d24": {"type": "string"}}
+                    | {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(24)},
+                },
+            ),
+            None,
+            None,
         ),
     ],
 )
-def test_what_explodes_ends(compiled, asked):
-    """Refused, or good for as many steps as there are: never a step without an end."""
-    if reason_against(asked) is not None:
+def test_what_explodes_ends(asked, refused, failure):
+    """Refused, or followed for as many steps as there are, or ended with a reason in a line."""
+    reason = reason_against(asked)
+    assert (reason is None) == (refused is None) and (refused or "") in (reason or "")
+    if refused is not None:
         return
-    constraint, random, output = compiled(asked), np.random.default_rng(0), []
-    for _ in range(60):
-        if constraint.complete or constraint.failure is not None:
-            return
-        output.append(int(random.choice(ids(constraint.allowed(output)))))
+    constraint = GrammarConstraint.compile(grammar_of(asked), byte_tokenizer(), 257)
+    output = []
+    while constraint.failure is None and len(output) < 60:
+        assert not constraint.complete
+        may = ids(constraint.allowed(output)).tolist()
+        output.append(next((byte for byte in b'a{":' if byte in may), may[0]))
         constraint.follow(output)
+    assert (len(output) < 60) == (constraint.failure is not None) == (failure is not None)
+    assert (failure or "") in (constraint.failure or "") and "<grammar>" not in (constraint.failure or "")
 
 
 # -- compiled beside the core -----------------------------------------------------------------------------------------

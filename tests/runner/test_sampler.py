@@ -65,6 +65,23 @@ def test_filters(params: SamplingParams, allowed: set[int]) -> None:
     assert found == allowed
 
 
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        (SamplingParams(top_p=0.25), {0}),
+        (SamplingParams(top_p=0.5), {0, 1}),
+        (SamplingParams(top_p=0.501), {0, 1, 2}),
+        (SamplingParams(top_k=2), {0, 1, 2, 3}),
+        (SamplingParams(min_p=1.0), {0, 1, 2, 3}),
+    ],
+)
+def test_filters_where_their_bound_is_met_exactly(params: SamplingParams, allowed: set[int]) -> None:
+    """Four tokens of a quarter each: as many as hold the share, no more; what equals the last one stays."""
+    logits = torch.zeros(5)
+    logits[4] = -torch.inf
+    assert {draw(logits, params, position) for position in range(200)} == allowed
+
+
 def test_logits_are_left_alone() -> None:
     logits = torch.randn(20)
     before = logits.clone()

@@ -50,6 +50,30 @@ def test_a_prompt_of_whole_pages_is_shared_without_a_copy():
     assert prefilled(driver) == 96
 
 
+def test_no_state_is_kept_for_answers_that_nobody_wants_any_more():
+    driver = Driver(None, max_num_batched_tokens=68)
+    name = driver.submit(PROMPT, n=3)
+    driver.step()
+    for own in names(name, 3)[1:]:
+        driver.scheduler.abort(RequestId(own))
+    driver.run()
+    assert not any(plan.keeps for plan in driver.plans)
+    assert driver.output(name) == alone(PROMPT, False)
+
+
+def test_what_is_held_for_the_last_prompt_gives_way_first():
+    driver = Driver(max_num_seqs=2)
+    prompts = [driver.submit(PROMPT[number:], max_tokens=50, n=2) for number in range(2)]
+    driver.step()
+    driver.step()
+    branches = driver.scheduler.books.branches
+    waiting = [driver.requests[names(name, 2)[1]] for name in prompts]
+    assert [branches.holds_for(request) for request in waiting] == [True, True]
+    assert branches.give_way()
+    assert [branches.holds_for(request) for request in waiting] == [True, False]
+    driver.run()
+
+
 def test_only_the_last_page_of_a_prompt_is_copied():
     driver = Driver()
     driver.submit(PROMPT, max_tokens=20, n=4)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cairn.cache.lease import Namespace
 from cairn.cache.reasons import Reason
+from cairn.scheduler import in_flight
 from cairn.scheduler.in_flight import MAX_IDLE, MAX_WAITS
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Phase
@@ -64,6 +65,17 @@ def test_without_sharing_each_of_them_computes_it():
     driver.run()
     assert prefilled(driver) == 32 * 300 and shared(driver) == (0, 0)
     assert driver.cache.counters.reasons[Reason.IN_PROGRESS] == 31
+
+
+def test_what_one_plan_may_compare_is_there_again_for_the_next(monkeypatch):
+    monkeypatch.setattr(in_flight, "MAX_COMPARED", 301)
+    driver = Driver()
+    for number in range(4):
+        prompts = [fork(number, 0, 300)] * 2
+        for prompt in prompts:
+            driver.submit(prompt)
+        driver.run()
+        assert shared(driver) == (number + 1, 300 * (number + 1))
 
 
 def test_fewer_slots_than_equal_prompts():

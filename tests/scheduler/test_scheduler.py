@@ -87,6 +87,20 @@ def test_decodes_go_on_while_a_long_prompt_is_prefilled():
     driver.run()
 
 
+def test_decodes_go_on_behind_a_long_prompt_that_comes_before_them():
+    """Its chunks leave a token to each of those behind it, also where they could take all there are."""
+    driver = Driver(max_num_batched_tokens=128, max_num_seqs=3)
+    behind = [driver.submit(TEXT[i : i + 10], max_tokens=30) for i in range(2)]
+    driver.step()
+    first = driver.submit(TEXT[:700], max_tokens=1, priority=-1)
+    for _ in range(8):
+        before = [len(driver.output(name)) for name in behind]
+        driver.step()
+        assert [len(driver.output(name)) for name in behind] == [length + 1 for length in before]
+    assert [request.id for request in driver.scheduler.books.running] == [first, *behind]
+    driver.run()
+
+
 def test_a_tiny_pool_preempts_and_every_answer_is_right():
     for exact in (False, True):
         driver = Driver(num_pages=24, exact=exact)
@@ -137,6 +151,38 @@ def test_planning_ahead_feeds_tokens_from_the_step_before(exact):
     fed = [row for plan in driver.plans for row in plan.rows if isinstance(row.tokens, FromStep)]
     assert len(fed) >= 28
     assert driver.output(name) == alone(TEXT[:100], exact, max_tokens=30)
+
+
+@pytest.mark.parametrize(("max_tokens", "aborted", "num_saves"), [(1, False, 0), (5, False, 1), (50, True, 0)])
+def test_the_state_at_an_answers_end_is_saved_where_there_is_an_answer_that_ended_well(max_tokens, aborted, num_saves):
+    driver = Driver()
+    name = driver.submit(TEXT[:300], max_tokens=max_tokens)
+    while not driver.output(name):
+        driver.step()
+    if aborted:
+        driver.step()
+        driver.scheduler.abort(name)
+    driver.run()
+    assert sum(len(plan.saves) for plan in driver.plans) == num_saves
+    assert driver.cache.residents.taken[Kind.ANSWER_END] == num_saves
+
+
+def test_the_time_of_the_first_token_is_not_that_of_a_later_one():
+    driver = Driver()
+    name = driver.submit(TEXT[:600], max_tokens=5)
+    while driver.scheduler.has_work:
+        driver.clock.advance(1)
+        driver.step()
+    times = driver.requests[name].times
+    # 600 tokens are three steps of at most 256
+    assert (times.arrived, times.scheduled, times.first_token, times.finished) == (0, 1, 3, 7)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_no_token_is_computed_behind_the_last_one_allowed(ahead):
+    driver = Driver(max_in_flight=ahead)
+    driver.ask(TEXT[:100], max_tokens=10)
+    assert sum(row.decode for plan in driver.plans for row in plan.rows) == 9
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])

@@ -176,6 +176,30 @@ def test_withdrawing_ends_what_has_not_ended(book):
     assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED]
 
 
+def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book, clock):
+    linger = LeaseLimits(max_pages=60).linger
+    unclaimed = book.offer(OFFER)
+    assert book.may_be_read
+    book.withdraw(unclaimed)
+    assert not book.may_be_read
+    nonce = book.offer(OFFER)
+    book.claim(claim(nonce))
+    book.release(Release(ME, "cmpl-1", nonce))
+    clock.advance(linger - 1)
+    assert book.may_be_read
+    # it has given up, and says that its reads have not ended yet
+    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is Reason.USED
+    clock.advance(linger - 1)
+    assert book.may_be_read
+    clock.advance(1)
+    assert not book.may_be_read
+
+
+def test_a_claim_of_no_token_at_all_is_none(book):
+    nonce = book.offer(OFFER)
+    assert reason(book.claim(claim(nonce, prompt=PROMPT[:0], last=0, checkpoint=False))) is Reason.OUT_OF_RANGE
+
+
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
     none = np.zeros(0, np.int32)
     assert len(OFFER.all_pages) == 30 and book.has_room(none, 60)

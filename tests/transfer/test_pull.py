@@ -6,7 +6,7 @@ import pytest
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
 from cairn.transfer.lease import LeaseState
 from cairn.transfer.links.memory import Fault
-from cairn.transfer.pull_states import TRANSITIONS, PullState
+from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
 from transfer.world import BLOCK, HOST, PAGE_BYTES, PORT, STATE_PAGES, World, keys
 
 PROMPT = keys(160)
@@ -290,6 +290,56 @@ def test_heartbeats_keep_a_slow_read_alive():
     assert ended(events + world.run()) == (None, 160)
 
 
+def reading(**fabric):
+    """A world whose peer has frozen in mid read, and the pull."""
+    world = World(descriptors_per_poll=1, **fabric)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.run(3)
+    world.fabric.inject(world.p.name, Fault.FROZEN)
+    return world, pull
+
+
+def test_a_heartbeat_is_sent_once_in_its_time_while_reading_and_while_given_up():
+    world, pull = reading(late_writes=True)
+    sent = world.sent
+    for number in range(4):
+        world.run(10)
+        assert world.sent == sent + number
+        world.clock.advance(PullLimits().heartbeat)
+    world.consumer.abort(pull)
+    world.run(10)
+    # the release, and the heartbeat that was due
+    sent = world.sent
+    for number in range(4):
+        world.run(10)
+        assert world.sent == sent + number
+        world.clock.advance(PullLimits().heartbeat)
+
+
+def test_a_read_that_does_not_get_on_is_given_up():
+    world, _ = reading()
+    read, beat = PullLimits().read, PullLimits().heartbeat
+    for _ in range(int(read / beat) - 1):
+        world.clock.advance(beat)
+        assert world.run(3) == []
+    world.clock.advance(beat)
+    (end,) = world.run()
+    assert end.failure == f"the read took longer than {read:g} s" and world.consumer.num_quarantined == 1
+
+
+def test_nothing_more_is_read_once_it_is_given_up():
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.run(4)
+    begun = len(world.link.moved)
+    world.consumer.abort(pull)
+    world.run()
+    # a handle holds three pages
+    assert begun > 0 and len(world.link.moved) <= begun + 6 < len(PAGES) + STATE_PAGES
+
+
 def test_a_frozen_peer_leaves_the_pages_in_quarantine_until_the_late_write_has_come():
     world = World(descriptors_per_poll=1, late_writes=True)
     ref = world.offer(PROMPT, PAGES, [FILE])
@@ -316,6 +366,7 @@ def test_a_producer_that_dies_in_mid_read_ends_it():
     world.run(3)
     world.fabric.inject(world.p.name, Fault.DEAD)
     assert ended(world.run())[0] == "the link failed while reading"
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED], "its side channel may live"
 
 
 def test_a_producer_that_restarts_before_the_confirmation_ends_it():

@@ -65,6 +65,13 @@ def test_what_was_used_last_stays_and_the_bounds_are_kept():
     assert len(recent.deepest(marks(keys(20_000, 9)))[1]) == 9984
 
 
+def test_what_has_ended_again_was_used_last():
+    recent = RecentContent(LAYOUT, max_sequences=2)
+    for seed in (0, 1, 0, 2):
+        recent.remember(PLAIN, keys(100, seed))
+    assert [recent.deepest(marks(keys(100, seed))) is not None for seed in (0, 1, 2)] == [True, False, True]
+
+
 def test_the_array_that_was_given_may_change_later():
     recent, prompt = RecentContent(LAYOUT), keys(128)
     mine = prompt.copy()

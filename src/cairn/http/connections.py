@@ -65,16 +65,12 @@ class _Timer:
     def start(self) -> None:
         """Does nothing while it runs."""
         if self._handle is None:
-            self._handle = self._loop.call_later(self._seconds, self._fire)
+            self._handle = self._loop.call_later(self._seconds, self._call)
 
     def cancel(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-
-    def _fire(self) -> None:
-        self._handle = None
-        self._call()
 
 
 class Connection(H11Protocol):
@@ -115,8 +111,6 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _head_missed(self) -> None:
-        if self.transport.is_closing() or not self._between_requests():
-            return
         if self._heard:
             self._refuse(408, f"the headers did not come within {self._deadlines.head:g} s", "request_timeout")
         self.close()
@@ -168,5 +162,6 @@ class Connection(H11Protocol):
 
     def close(self) -> None:
         """What has been written still goes out, if the client reads it."""
+        self._head.cancel()
         self.transport.close()
         self._stall.start()

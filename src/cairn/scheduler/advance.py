@@ -60,7 +60,8 @@ def _decode_ready(request: Request) -> bool:
     if waits_for_its_token(request):
         return False
     # fed by a token that a step still out samples; not if that token is the last one allowed
-    return request.sampling_step is not None and len(request.output) + 1 < request.spec.max_tokens
+    last = request.num_prompt_tokens + request.spec.max_tokens - 1
+    return request.sampling_step is not None and request.num_scheduled < last
 
 
 def _add_decode(draft: Draft, request: Request, copies: list[PageCopy]) -> None:

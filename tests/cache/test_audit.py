@@ -1,0 +1,318 @@
+"""Every check of the audit, each with a state in which all else is right."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from simulation import Simulation
+
+from cairn.cache.audit import audit
+from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.eviction import LeastRecentlyUsed
+from cairn.cache.lease import Namespace
+from cairn.cache.placement import Auto
+from cairn.cache.reuse import NO_LINEAGE, Reuse
+from cairn.cache.tree import Node
+from cairn.errors import AuditError
+from cairn.types import Boundary
+
+PROMPT = tuple(range(1000, 1100))
+
+
+class World:
+    """A cache in which everything that the audit looks at is there: runs below one another, a second branch, a
+    held checkpoint, an ordinary one, a ghost with a record, a barren run, and a request that runs."""
+
+    def __init__(self) -> None:
+        sim = self.sim = Simulation.build(200, Auto(), LeastRecentlyUsed())
+        self.cache = sim.cache
+        self.residents, self.pool, self.reuse = sim.cache.residents, sim.cache.pool, sim.cache.residents.reuse
+        self._run(tuple(range(5000, 5030)))
+        self.cache.clear()
+        self._run(PROMPT, Boundary(40, hold_seconds=300), Boundary(80))
+        self._run((*PROMPT[:80], *range(2000, 2030)))
+        barren = sim.start("barren", tuple(range(3000, 3030)))
+        assert sim.prefill(barren, 10)
+        sim.end(barren)
+        self.running = sim.start("running", (*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8, 9))
+        assert sim.prefill(self.running, 109)
+        self.lease = self.running.lease
+        sim.apply()
+        sim.check()
+
+        self.upper = self._node(PROMPT[:40])
+        self.middle = self._node(PROMPT[:80])
+        self.lower = self._node(PROMPT)
+        self.other = self._node((*PROMPT[:80], *range(2000, 2030)))
+        self.barren = self._node(tuple(range(3000, 3010)))
+        self.ghost = self._node(tuple(range(5000, 5030)))
+        self.root = self.residents.roots[Namespace()]
+        assert self.upper.parent is self.root and self.middle.locks == 1
+        assert self.lower.parent is self.other.parent is self.middle
+        assert list(self.residents.runs.barren) == [self.barren]
+        assert set(self.residents.runs.ghosts) == {self.ghost} and self.ghost.reuse is not None
+        self.held, self.ordinary = self.upper.checkpoint, self.other.checkpoint
+        assert self.ordinary is not None and list(self.residents.held) == [self.held]
+        assert self.lease.tables[0].num_shared < self.lease.tables[0].length
+
+    def _run(self, prompt: tuple[int, ...], *boundaries: Boundary) -> None:
+        request = self.sim.start("r", prompt, boundaries=boundaries)
+        assert self.sim.prefill(request, len(prompt))
+        self.sim.end(request)
+        self.sim.apply()
+
+    def _node(self, prompt: tuple[int, ...]) -> Node:
+        node = self.cache.residents.roots[Namespace()]
+        while node.end < len(prompt):
+            node = node.child(prompt[node.end])
+        assert node.end == len(prompt)
+        return node
+
+    def stray(self) -> Checkpoint:
+        """A checkpoint at a node that is in no tree."""
+        return Checkpoint(Node(None, b"", 0, 0), np.empty(0, np.int32), Kind.GRID, Origin.GRID, "nobody")
+
+
+def closed_lease(w: World) -> None:
+    w.lease.closed = True
+
+
+def count(w: World) -> None:
+    w.pool.counts[w.other.pages[0][0]] += 1
+
+
+def free_page_twice(w: World) -> None:
+    w.pool._free[0] = w.pool._free[1]
+
+
+def free_page_in_use(w: World) -> None:
+    w.pool._free[0] = w.other.pages[0][0]
+
+
+def page_never_free_again(w: World) -> None:
+    w.pool.num_free -= 1
+
+
+def start(w: World) -> None:
+    w.root.end = 1
+
+
+def no_tokens(w: World) -> None:
+    w.other._below = Node(w.other, b"", w.other.end, w.other.end)
+
+
+def key_bytes(w: World) -> None:
+    w.other.raw += b"\0"
+
+
+def first_key(w: World) -> None:
+    below = w.middle._below
+    w.middle._below = dict(zip(below, reversed(below.values()), strict=True))
+
+
+def resident_children(w: World) -> None:
+    w.middle.resident_children += 1
+
+
+def ghost_above_a_resident(w: World) -> None:
+    w.pool.release(w.middle.pages[0])
+    drop_checkpoint(w, w.middle)
+    w.middle.pages = None
+    w.middle.parent.resident_children -= 1
+    w.residents.runs.ghosts[w.middle] = None
+    w.residents.runs.num_ghost_tokens += w.middle.num_tokens
+    w.sim.end(w.running)
+
+
+def ghost_with_a_checkpoint(w: World) -> None:
+    w.residents.attach(w.ghost, w.pool.allocate(2), Kind.GRID, Origin.GRID, "nobody")
+
+
+def ghost_in_a_lease(w: World) -> None:
+    lease = w.cache.lookup(Namespace(), np.arange(10), "r")
+    lease.node = w.ghost
+    w.residents.runs.lock(w.ghost)
+
+
+def page_too_many(w: World) -> None:
+    w.other.pages = (np.append(w.other.pages[0], w.pool.allocate(1)),)
+
+
+def page_too_few(w: World) -> None:
+    w.pool.release(w.other.pages[0][-1:])
+    w.other.pages = (w.other.pages[0][:-1],)
+
+
+def page_twice_in_a_node(w: World) -> None:
+    w.pool.release(w.other.pages[0][-1:])
+    w.other.pages[0][-1] = w.other.pages[0][-2]
+    w.pool.acquire(w.other.pages[0][-1:])
+
+
+def node_of_a_checkpoint(w: World) -> None:
+    w.ordinary.node = w.lower
+
+
+def checkpoint_not_in_the_queue(w: World) -> None:
+    w.residents.queue.remove(w.ordinary)
+    w.residents.queue.push(stray := w.stray(), w.residents.ranking.facts(stray))
+
+
+def file_too_long(w: World) -> None:
+    w.ordinary.pages = np.append(w.ordinary.pages, w.pool.allocate(1))
+
+
+def file_too_short(w: World) -> None:
+    w.pool.release(w.ordinary.pages[-1:])
+    w.ordinary.pages = w.ordinary.pages[:-1]
+
+
+def ghost_not_listed(w: World) -> None:
+    del w.residents.runs.ghosts[w.ghost]
+
+
+def ghost_listed_in_no_tree(w: World) -> None:
+    w.residents.runs.ghosts[Node(None, b"", 0, 0)] = None
+
+
+def ghost_tokens(w: World) -> None:
+    w.residents.runs.num_ghost_tokens += 1
+
+
+def barren_not_listed(w: World) -> None:
+    w.residents.runs.barren.clear()
+
+
+def barren_listed_that_is_not(w: World) -> None:
+    w.residents.runs.barren[w.other] = None
+
+
+def queue_entry_too_many(w: World) -> None:
+    w.residents.queue.push(stray := w.stray(), w.residents.ranking.facts(stray))
+
+
+def node_of_a_record(w: World) -> None:
+    w.other.reuse.node = w.lower
+
+
+def checkpoint_without_a_record(w: World) -> None:
+    # a ghost less makes up for it in the count of records
+    w.reuse.forget(w.other.reuse)
+    del w.reuse._ghosts[w.ghost.reuse]
+
+
+def record_in_no_tree(w: World) -> None:
+    w.reuse._enter(Reuse(w.other, Kind.GRID, Origin.GRID, NO_LINEAGE))
+
+
+def record_not_in_the_book(w: World) -> None:
+    w.reuse._records[w.other.reuse.slot] = None
+
+
+def ghost_record_not_counted(w: World) -> None:
+    del w.reuse._ghosts[w.ghost.reuse]
+
+
+def ghost_record_counted_twice(w: World) -> None:
+    w.reuse._ghosts[Reuse(w.other, Kind.GRID, Origin.GRID, NO_LINEAGE)] = None
+
+
+def empty_root(w: World) -> None:
+    w.residents.runs.root(Namespace(cache_salt="gone"))
+
+
+def held_not_listed(w: World) -> None:
+    del w.residents.held._held[w.held]
+
+
+def listed_not_held(w: World) -> None:
+    w.residents.held._held[w.ordinary] = None
+
+
+def more_held_than_may_be(w: World) -> None:
+    w.residents.held.quota = w.residents.held.num_pages() - 1
+
+
+def tokens_without_a_page(w: World) -> None:
+    table = w.lease.tables[0]
+    w.pool.release(table.pages[-1:])
+    table.length -= 1
+
+
+def page_twice_in_a_lease(w: World) -> None:
+    pages = w.lease.tables[0].pages
+    w.pool.release(pages[-1:])
+    pages[-1] = pages[-2]
+    w.pool.acquire(pages[-1:])
+
+
+def lock(w: World) -> None:
+    w.other.locks += 1
+
+
+def lock_of_a_root(w: World) -> None:
+    w.root.locks -= 1
+
+
+def lease_in_no_tree(w: World) -> None:
+    lease = w.cache.lookup(Namespace(), np.arange(10), "r")
+    lease.node = Node(None, b"", 0, 0)
+
+
+def drop_checkpoint(w: World, node: Node) -> None:
+    if node.checkpoint is not None:
+        w.residents.queue.remove(node.checkpoint)
+        w.residents._drop(node.checkpoint)
+
+
+FAULTS: list[tuple[Callable[[World], None], str]] = [
+    (closed_lease, "closed lease still listed: running running"),
+    (count, "counts 2 references, 1 found|counts 3 references, 2 found"),
+    (free_page_twice, "the free pages are not those that nobody refers to"),
+    (free_page_in_use, "the free pages are not those that nobody refers to"),
+    (page_never_free_again, "the free pages are not those that nobody refers to"),
+    (start, "does not start where its parent ends"),
+    (no_tokens, "has no tokens"),
+    (key_bytes, "has 121 key bytes|has 241 key bytes"),
+    (first_key, "is not listed under its first key"),
+    (resident_children, "counts 3 children, has 2"),
+    (ghost_above_a_resident, "is a ghost that holds things"),
+    (ghost_with_a_checkpoint, "is a ghost that holds things"),
+    (ghost_in_a_lease, "is a ghost that holds things"),
+    (page_too_many, "lists 9 pages of group full, needs 8"),
+    (page_too_few, "lists 7 pages of group full, needs 8"),
+    (page_twice_in_a_node, "lists a page twice"),
+    (node_of_a_checkpoint, "the checkpoint of .* points elsewhere"),
+    (checkpoint_not_in_the_queue, "is not in the eviction queue"),
+    (file_too_long, "has not 2 pages"),
+    (file_too_short, "has not 2 pages"),
+    (ghost_not_listed, "the list of ghosts is not that of the tree"),
+    (ghost_listed_in_no_tree, "the list of ghosts is not that of the tree"),
+    (ghost_tokens, "ghost tokens miscounted"),
+    (barren_not_listed, "the list of barren runs is not that of the tree"),
+    (barren_listed_that_is_not, "the list of barren runs is not that of the tree"),
+    (queue_entry_too_many, "the eviction queue has not one entry for each checkpoint"),
+    (node_of_a_record, "the record of .* points elsewhere"),
+    (checkpoint_without_a_record, "the checkpoint of .* has no record"),
+    (record_in_no_tree, "the records are not those of the tree"),
+    (record_not_in_the_book, "the records are not those of the tree"),
+    (ghost_record_not_counted, "the ghosts are not the records without a checkpoint"),
+    (ghost_record_counted_twice, "the ghosts are not the records without a checkpoint"),
+    (empty_root, "an empty root was not forgotten"),
+    (held_not_listed, "the list of held checkpoints is not that of the tree"),
+    (listed_not_held, "the list of held checkpoints is not that of the tree"),
+    (more_held_than_may_be, "held checkpoints keep 12 pages, the quota is 11"),
+    (tokens_without_a_page, "running running: 27 pages for 109 tokens"),
+    (page_twice_in_a_lease, "running running: a page is listed twice"),
+    (lock, "counts 1 locks, 0 found"),
+    (lock_of_a_root, "node ending at 0 counts 0 locks, 1 found"),
+    (lease_in_no_tree, "a lease goes through a node that is not in the tree"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_the_audit_says_what_is_wrong(fault: Callable[[World], None], message: str):
+    world = World()
+    fault(world)
+    with pytest.raises(AuditError, match=message):
+        audit(world.cache)

@@ -1,0 +1,54 @@
+"""`kv_transfer_params`: what a request's mean to the scheduler."""
+
+import pytest
+
+from cairn.engine.kv_transfer import Terms, terms_of
+from cairn.errors import InvalidRequest
+from cairn.scheduler.request import Source
+from cairn.transfer.peers import PeerPolicy
+
+DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+HINT = {"engine": "d", "host": "127.0.0.1", "port": 7}
+PREFILLED = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_request_id": "r~" + "ab" * 16,
+    "remote_host": "127.0.0.1",
+    "remote_port": 5,
+    "remote_block_ids": [[1, 2]],
+}
+
+
+class Part:
+    """As much of a transfer as terms need."""
+
+    policy = PeerPolicy()
+
+
+@pytest.mark.parametrize(
+    ("params", "terms"),
+    [
+        (None, Terms()),
+        ({}, Terms()),
+        (DECODE, Terms(hand_over=True)),
+        (DECODE | {"cairn_decode_hint": HINT}, Terms(Source("d", "127.0.0.1", 7), hand_over=True)),
+        (
+            DECODE | {"cairn_decode_hint": HINT | {"num_tokens": 229}},
+            Terms(Source("d", "127.0.0.1", 7, end=229), hand_over=True),
+        ),
+        (PREFILLED, Terms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)))),
+        (
+            PREFILLED | {"remote_prefill_cached_tokens": 64},
+            Terms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)), prefill_cached_tokens=64),
+        ),
+    ],
+)
+def test_what_is_asked_for_becomes_a_source_and_a_hand_over(params, terms):
+    assert terms_of(params, Part()) == terms
+
+
+def test_without_a_part_in_transfers_only_ordinary_requests_are_taken():
+    assert terms_of(None, None) == terms_of({"do_remote_decode": False}, None) == Terms()
+    for params in (DECODE, PREFILLED):
+        with pytest.raises(InvalidRequest, match="--kv-transfer-config"):
+            terms_of(params, None)

@@ -1,0 +1,69 @@
+"""What another server is given that asks for content: what is still here, and more than it has."""
+
+import numpy as np
+import pytest
+from driver import Driver
+
+from cairn.transfer.contract import AskId, ContentAsked, ContentName
+
+TEXT = list(range(100, 400))
+
+
+class Side:
+    """The connector in a test's hands."""
+
+    def __init__(self):
+        self.news, self.answers = [], []
+
+    def has_room(self, num_pages):
+        return self.room
+
+    def answer(self, ask, offer):
+        self.answers.append(offer)
+        return None if offer is None else "reference"
+
+    def events(self):
+        news, self.news = self.news, []
+        return news
+
+
+class Known:
+    """One sequence, whatever is asked for."""
+
+    def __init__(self, name, keys):
+        self.found = name, keys
+
+    def deepest(self, marks, end=None):
+        return self.found
+
+
+def answer(start=0, adapter="", length=256, cached=True, room=True):
+    """What is answered to somebody who lacks tokens from `start` on of a sequence of so many, whose state is here."""
+    driver, side = Driver(), Side()
+    side.room = room
+    transfers = driver.scheduler.books.transfers
+    transfers.side, transfers.sequences = side, Known(ContentName(), np.array(TEXT[:length]))
+    if cached:
+        driver.ask(TEXT[:256], max_tokens=1)
+    side.news.append(ContentAsked(AskId(1), adapter, b"", start, checkpoint=True))
+    driver.scheduler.poll()
+    assert not driver.cache.leases and len(driver.cache.holds) == len(transfers.offers) == (side.answers != [None])
+    (made,) = side.answers
+    return made
+
+
+@pytest.mark.parametrize("start", [0, 64, 255])
+def test_what_is_here_is_offered_with_its_state(start):
+    made = answer(start)
+    assert len(made.keys) == 256 and len(made.pages) == 16
+    assert [checkpoint.position for checkpoint in made.checkpoints] == [256]
+
+
+def test_what_is_here_in_part_is_offered_up_to_the_grid():
+    made = answer(length=290)
+    assert len(made.keys) == 256
+
+
+@pytest.mark.parametrize("asked", [{"start": 256}, {"adapter": "other"}, {"cached": False}, {"room": False}])
+def test_nothing_is_offered_that_is_of_no_use_of_another_adapter_gone_or_without_room(asked):
+    assert answer(**asked) is None
