@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from cairn.errors import ModelError
 
@@ -16,6 +17,10 @@ class Fields:
 
     def has(self, name: str) -> bool:
         return self._raw.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """Whatever is there, unchecked."""
+        return self._raw.get(name)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """An integer in low..high. Without a default the field is required."""
