@@ -17,6 +17,7 @@ from cairn.errors import ModelError
 from cairn.models.config_fields import Fields
 
 __all__ = [
+    "MAX_LAYERS",
     "boolean",
     "facts_of",
     "integer",

@@ -3,23 +3,26 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
 from cairn.models.config_fields import Fields
-from cairn.models.config_schema import boolean, facts_of, integer, number, other, token_ids
+from cairn.models.config_schema import MAX_LAYERS, boolean, facts_of, integer, number, other, token_ids
 from cairn.models.cut import Units, check_rank
 from cairn.models.forward_sizes import ForwardSizes
-from cairn.models.layer_sizes import LayerSizes
+from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
 from cairn.models.remembered import STATE_BYTES, Remembered
 
-__all__ = ["MAX_HEADS", "MAX_LAYERS", "MAX_WIDTH", "DecoderConfig", "rope_fields", "rope_theta"]
+__all__ = ["HAS_ATTENTION", "MAX_HEADS", "MAX_LAYERS", "MAX_WIDTH", "DecoderConfig", "rope_fields", "rope_theta"]
 
-MAX_LAYERS = 512
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 24
+
+
+HAS_ATTENTION = attrgetter("has_attention")
 
 
 def _head_dim(found: Any) -> int:
@@ -35,8 +38,11 @@ def _head_dim(found: Any) -> int:
 class DecoderConfig(ABC):
     """A family's fields of config.json, checked. A family declares a field again where it differs.
 
-    `eps`: of all norms. `attention_bias`: of all four projections.
+    `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
+    `attention_bias`: of all four projections.
     """
+
+    has_attention: bool = other(lambda given, name, found: True, fact=False)
 
     vocab_size: int = integer(1, 1 << 24)
     hidden_size: int = integer(1, 1 << 20)
@@ -44,11 +50,15 @@ class DecoderConfig(ABC):
     eos_token_ids: tuple[int, ...] = token_ids(names=("eos_token_id",), fact=False)
     eps: float = number(1e-12, 1.0, default=1e-6, names=("rms_norm_eps",))
     tie_word_embeddings: bool = boolean(default=False)
-    num_attention_heads: int = integer(1, MAX_HEADS)
+    num_attention_heads: int = integer(1, MAX_HEADS, when=HAS_ATTENTION)
     num_key_value_heads: int = integer(
-        1, MAX_HEADS, default=lambda found: found.num_attention_heads, divides="num_attention_heads"
+        1,
+        MAX_HEADS,
+        default=lambda found: found.num_attention_heads,
+        divides="num_attention_heads",
+        when=HAS_ATTENTION,
     )
-    head_dim: int = integer(1, 1 << 12, default=_head_dim)
+    head_dim: int = integer(1, 1 << 12, default=_head_dim, when=HAS_ATTENTION)
     attention_bias: bool = boolean(default=False)
 
     @abstractmethod
@@ -58,6 +68,12 @@ class DecoderConfig(ABC):
     @abstractmethod
     def layers(self) -> dict[str, int]:
         """How many layers of each kind, in words."""
+
+    def feed_forward(
+        self, field: str, hidden: int | None = None, matrices: int = 3, extra_weights: int = 0
+    ) -> FeedForwardSizes:
+        """Of a feed-forward layer, or of one expert, whose inner size is `field`; `hidden` None: of hidden states."""
+        return FeedForwardSizes(field, hidden or self.hidden_size, getattr(self, field), matrices, extra_weights)
 
     @property
     def attention(self) -> AttentionSizes:

@@ -10,7 +10,7 @@ from cairn.models.config_fields import Fields
 from cairn.models.config_schema import boolean, integer, number, numbers, only, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
-from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
+from cairn.models.layer_sizes import LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config, expanded
 from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
@@ -65,14 +65,9 @@ class FalconH1Config(Mamba2Config):
         """Of one layer's Mamba2."""
         return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
 
-    @property
-    def mlp(self) -> FeedForwardSizes:
-        """Of one layer."""
-        return FeedForwardSizes("intermediate_size", self.hidden_size, self.intermediate_size)
-
     def parts(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
-        for sizes in (self.mlp, self.normed_mamba2, self.attention):
+        for sizes in (self.feed_forward("intermediate_size"), self.normed_mamba2, self.attention):
             yield self.num_hidden_layers, sizes
 
     def layers(self) -> dict[str, int]:
@@ -96,7 +91,8 @@ def build(config: FalconH1Config, b: "DecoderBuilder") -> "Decoder":
             b.scaled(attention, config.attention_out_multiplier, config.attention_in_multiplier),
         )
         second = b.norm(f"{name}.pre_ff_layernorm")
-        mlp = b.swiglu(f"{name}.feed_forward", config.mlp, bias=config.mlp_bias, gate_factor=of_gate)
+        sizes = config.feed_forward("intermediate_size")
+        mlp = b.swiglu(f"{name}.feed_forward", sizes, bias=config.mlp_bias, gate_factor=of_gate)
         layers += [(first, mixer), (second, b.scaled(mlp, of_mlp))]
     final_norm = b.norm("model.final_layernorm")
     return b.decoder(embedding, layers, final_norm, config.embedding_multiplier, config.lm_head_multiplier)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cairn.models.config_schema import integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
-from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
+from cairn.models.layer_sizes import ExpertSizes, LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
@@ -57,19 +57,14 @@ class GraniteConfig(Mamba2Config):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared expert."""
-        one = FeedForwardSizes("intermediate_size", self.hidden_size, self.intermediate_size)
+        one = self.feed_forward("intermediate_size")
         router = self.num_local_experts * self.hidden_size
         return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, one, router)
-
-    @property
-    def shared(self) -> FeedForwardSizes:
-        """The shared expert."""
-        return FeedForwardSizes("shared_intermediate_size", self.hidden_size, self.shared_intermediate_size)
 
     def parts(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         yield len(self.layer_types) if self.num_local_experts else 0, self.experts
-        yield len(self.layer_types), self.shared
+        yield len(self.layer_types), self.feed_forward("shared_intermediate_size")
         yield self.layer_types.count(MAMBA), self.mamba2
         yield self.layer_types.count(ATTENTION), self.attention
 
@@ -107,7 +102,8 @@ def _feed_forward(config: GraniteConfig, b: "DecoderBuilder", name: str) -> "Mix
         router = b.softmax_router(f"{moe}.router.layer", config.experts)
         experts = b.stacked_experts(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight", config.experts)
         mixture = router, experts
-    shared = b.fused_swiglu(f"{mlp}.input_linear", f"{mlp}.output_linear", config.shared)
+    sizes = config.feed_forward("shared_intermediate_size")
+    shared = b.fused_swiglu(f"{mlp}.input_linear", f"{mlp}.output_linear", sizes)
     return b.softmax_mixture(*mixture, shared) if mixture else shared
 
 

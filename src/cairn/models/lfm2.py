@@ -10,7 +10,7 @@ from cairn.models.config_fields import Fields
 from cairn.models.config_schema import boolean, integer, layer_kinds, number, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
+from cairn.models.layer_sizes import LayerSizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.short_conv_share import ShortConvSizes
 
@@ -66,14 +66,9 @@ class Lfm2Config(DecoderConfig):
             self.hidden_size, self.num_attention_heads, "num_attention_heads", self.conv_L_cache, self.conv_bias
         )
 
-    @property
-    def mlp(self) -> FeedForwardSizes:
-        """Of one layer."""
-        return FeedForwardSizes("intermediate_size", self.hidden_size, self.intermediate_size)
-
     def parts(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
-        yield len(self.layer_types), self.mlp
+        yield len(self.layer_types), self.feed_forward("intermediate_size")
         yield self.layer_types.count(CONV), self.conv
         yield self.layer_types.count(ATTENTION), self.attention
 
@@ -97,7 +92,8 @@ def build(config: Lfm2Config, b: "DecoderBuilder") -> "Decoder":
             norms = ("q_layernorm", "k_layernorm")
             mixer = b.attention(f"{name}.self_attn", rotary, head_norms=norms, out="out_proj")
         second = b.norm(f"{name}.ffn_norm")
-        layers += [(first, mixer), (second, b.swiglu(f"{name}.feed_forward", config.mlp, ("w1", "w3", "w2")))]
+        mlp = b.swiglu(f"{name}.feed_forward", config.feed_forward("intermediate_size"), ("w1", "w3", "w2"))
+        layers += [(first, mixer), (second, mlp)]
     return b.decoder(embedding, layers, b.norm("model.embedding_norm"))
 
 

@@ -11,7 +11,7 @@ from cairn.errors import ModelError
 from cairn.models.config_fields import Fields
 from cairn.models.config_schema import boolean, integer, interval, layer_kinds, number, only, other
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32
 from cairn.models.mamba2_share import Mamba2Sizes
@@ -65,16 +65,9 @@ class NemotronHConfig(DecoderConfig):
     eps: float = number(1e-12, 1.0, default=1e-5, names=("layer_norm_epsilon",))
     bos_token_id: int | None = integer(0, lambda found: found.vocab_size - 1, default=None, fact=False)
     pad_token_id: int | None = integer(0, lambda found: found.vocab_size - 1, default=None, fact=False)
-    # attention; the first published checkpoints say attention_head_dim
-    num_attention_heads: int = integer(1, MAX_HEADS, when=_has(ATTENTION))
-    num_key_value_heads: int = integer(
-        1,
-        MAX_HEADS,
-        default=lambda found: found.num_attention_heads,
-        divides="num_attention_heads",
-        when=_has(ATTENTION),
-    )
-    head_dim: int = integer(1, 1 << 12, names=("head_dim", "attention_head_dim"), when=_has(ATTENTION))
+    has_attention: bool = other(lambda given, name, found: ATTENTION in found.pattern, fact=False)
+    # the first published checkpoints say attention_head_dim
+    head_dim: int = integer(1, 1 << 12, names=("head_dim", "attention_head_dim"), when=HAS_ATTENTION)
     # Mamba2
     mamba_num_heads: int = integer(1, MAX_HEADS, when=_has(MAMBA))
     mamba_head_dim: int = integer(1, 1 << 12, when=_has(MAMBA))
@@ -129,25 +122,25 @@ class NemotronHConfig(DecoderConfig):
             groups_field="n_groups",
         )
 
-    def mlp(self, field: str, hidden: int) -> FeedForwardSizes:
-        """Of one MLP whose inner size config.json calls `field`."""
-        return FeedForwardSizes(field, hidden, getattr(self, field), matrices=2)
+    def mlp(self, field: str, hidden: int | None = None) -> FeedForwardSizes:
+        """Of an MLP without a gate."""
+        return self.feed_forward(field, hidden, matrices=2)
 
     @property
     def experts(self) -> ExpertSizes:
         """Of one mixture, with the way to the latent space and back, and without the shared expert."""
         latent = self.moe_latent_size
         extra = (self.n_routed_experts + 2 * (latent or 0)) * self.hidden_size
-        one = self.mlp("moe_intermediate_size", latent or self.hidden_size)
+        one = self.mlp("moe_intermediate_size", latent)
         return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, one, extra)
 
     def parts(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         count = self.pattern.count
         yield count(ATTENTION), self.attention
-        yield count(MLP), self.mlp("intermediate_size", self.hidden_size)
+        yield count(MLP), self.mlp("intermediate_size")
         yield count(MOE), self.experts
-        yield count(MOE), self.mlp("moe_shared_expert_intermediate_size", self.hidden_size)
+        yield count(MOE), self.mlp("moe_shared_expert_intermediate_size")
         yield count(MAMBA), self.mamba2
 
     def layers(self) -> dict[str, int]:
@@ -173,7 +166,7 @@ def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -
     if kind == ATTENTION:
         return b.attention(name, rotary=None)
     if kind == MLP:
-        return b.squared_relu(name, config.mlp("intermediate_size", hidden), bias)
+        return b.squared_relu(name, config.mlp("intermediate_size"), bias)
     router = b.sigmoid_router(
         f"{name}.gate",
         hidden,
@@ -187,7 +180,7 @@ def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -
     if config.moe_latent_size is not None:
         latent = b.latent(f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj", hidden, config.moe_latent_size, bias)
     experts = b.squared_relu_experts(f"{name}.experts", config.experts)
-    shared = config.mlp("moe_shared_expert_intermediate_size", hidden)
+    shared = config.mlp("moe_shared_expert_intermediate_size")
     return b.sigmoid_mixture(router, experts, b.squared_relu(f"{name}.shared_experts", shared, bias), latent)
 
 

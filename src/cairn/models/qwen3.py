@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cairn.models.config_schema import integer, layer_kinds, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
+from cairn.models.layer_sizes import LayerSizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
@@ -35,14 +35,9 @@ class Qwen3Config(DecoderConfig):
     hidden_act: str = only("silu")
     use_sliding_window: bool = only(False)
 
-    @property
-    def mlp(self) -> FeedForwardSizes:
-        """Of one layer."""
-        return FeedForwardSizes("intermediate_size", self.hidden_size, self.intermediate_size)
-
     def parts(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
-        yield len(self.layer_types), self.mlp
+        yield len(self.layer_types), self.feed_forward("intermediate_size")
         yield len(self.layer_types), self.attention
 
     def layers(self) -> dict[str, int]:
@@ -60,7 +55,7 @@ def build(config: Qwen3Config, b: "DecoderBuilder") -> "Decoder":
         first = b.norm(f"{name}.input_layernorm")
         attention = b.attention(f"{name}.self_attn", rotary, head_norms=("q_norm", "k_norm"))
         second = b.norm(f"{name}.post_attention_layernorm")
-        layers += [(first, attention), (second, b.swiglu(f"{name}.mlp", config.mlp))]
+        layers += [(first, attention), (second, b.swiglu(f"{name}.mlp", config.feed_forward("intermediate_size")))]
     return b.decoder(embedding, layers, b.norm("model.norm"))
 
 

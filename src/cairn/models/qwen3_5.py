@@ -2,7 +2,7 @@
 every layer is a gated delta net or gated attention, and then an MLP or a mixture of experts with a shared one. What
 images are read with is in `qwen3_5_vision`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +12,7 @@ from cairn.models.attention_share import AttentionSizes
 from cairn.models.config_fields import Fields
 from cairn.models.config_schema import boolean, integer, layer_kinds, only, other
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_fields
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_fields
 from cairn.models.delta_net_share import DeltaNetSizes
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
@@ -71,8 +71,8 @@ def _mrope_section(given: Fields, name: str, found: Any) -> tuple[int, ...] | No
     )
 
 
-def _has(kind: str) -> Callable[[Any], bool]:
-    return lambda found: kind in found.layer_types
+def _has_delta(found: Any) -> bool:
+    return DELTA in found.layer_types
 
 
 def _has_dense(found: Any) -> bool:
@@ -98,22 +98,19 @@ class Qwen35Config(DecoderConfig):
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
     sparse_layers: tuple[int, ...] = other(lambda given, name, found: ())
     # gated attention
-    num_attention_heads: int = integer(1, MAX_HEADS, when=_has(FULL))
-    num_key_value_heads: int = integer(
-        1, MAX_HEADS, default=lambda found: found.num_attention_heads, divides="num_attention_heads", when=_has(FULL)
-    )
-    head_dim: int = integer(2, 1 << 12, default=256, when=_has(FULL))
-    rotary_dim: int = other(_rotary_dim, when=_has(FULL))
+    has_attention: bool = other(lambda given, name, found: FULL in found.layer_types, fact=False)
+    head_dim: int = integer(2, 1 << 12, default=256, when=HAS_ATTENTION)
+    rotary_dim: int = other(_rotary_dim, when=HAS_ATTENTION)
     rope_theta: float = other(
-        lambda given, name, found: _rope_number(given, name, 1.0, 1e12, 10000.0), default=0.0, when=_has(FULL)
+        lambda given, name, found: _rope_number(given, name, 1.0, 1e12, 10000.0), default=0.0, when=HAS_ATTENTION
     )
-    mrope_section: tuple[int, int, int] | None = other(_mrope_section, default=None, when=_has(FULL))
+    mrope_section: tuple[int, int, int] | None = other(_mrope_section, default=None, when=HAS_ATTENTION)
     # gated delta net
-    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has(DELTA))
-    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_has(DELTA))
-    linear_key_head_dim: int = integer(1, 1 << 12, when=_has(DELTA))
-    linear_value_head_dim: int = integer(1, 1 << 12, when=_has(DELTA))
-    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_has(DELTA))
+    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has_delta)
+    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_has_delta)
+    linear_key_head_dim: int = integer(1, 1 << 12, when=_has_delta)
+    linear_value_head_dim: int = integer(1, 1 << 12, when=_has_delta)
+    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_has_delta)
     # MLP and mixture of experts
     intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
     num_experts: int = integer(1, 1 << 12, when=_has_sparse)
@@ -130,9 +127,8 @@ class Qwen35Config(DecoderConfig):
     @property
     def attention(self) -> AttentionSizes:
         """Of one attention layer."""
-        return AttentionSizes(
-            self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim, gated=True
-        )
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        return AttentionSizes(self.hidden_size, heads, kv_heads, self.head_dim, gated=True)
 
     @property
     def delta_net(self) -> DeltaNetSizes:
@@ -149,28 +145,22 @@ class Qwen35Config(DecoderConfig):
         )
 
     @property
-    def mlp(self) -> FeedForwardSizes:
-        """Of a layer without experts."""
-        return FeedForwardSizes("intermediate_size", self.hidden_size, self.intermediate_size)
-
-    @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared expert."""
-        one = FeedForwardSizes("moe_intermediate_size", self.hidden_size, self.moe_intermediate_size)
+        one = self.feed_forward("moe_intermediate_size")
         return ExpertSizes(self.num_experts, self.num_experts_per_tok, one, self.num_experts * self.hidden_size)
 
     @property
     def shared(self) -> FeedForwardSizes:
         """The shared expert, with the gate on its outcome."""
-        field, hidden = "shared_expert_intermediate_size", self.hidden_size
-        return FeedForwardSizes(field, hidden, self.shared_expert_intermediate_size, extra_weights=hidden)
+        return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
 
     def parts(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         sparse = len(self.sparse_layers)
         yield self.layer_types.count(FULL), self.attention
         yield self.layer_types.count(DELTA), self.delta_net
-        yield len(self.layer_types) - sparse, self.mlp
+        yield len(self.layer_types) - sparse, self.feed_forward("intermediate_size")
         yield sparse, self.experts
         yield sparse, self.shared
 
@@ -251,7 +241,7 @@ def build(config: Qwen35Config, b: "DecoderBuilder") -> "Decoder":
 
 def _feed_forward(config: Qwen35Config, b: "DecoderBuilder", name: str, sparse: bool) -> "Mixer":
     if not sparse:
-        return b.swiglu(name, config.mlp)
+        return b.swiglu(name, config.feed_forward("intermediate_size"))
     router = b.softmax_router(f"{name}.gate", config.experts, config.norm_topk_prob)
     experts = b.swiglu_experts(f"{name}.experts", config.experts)
     return b.softmax_mixture(router, experts, b.gated_shared(f"{name}.shared_expert", config.shared))
