@@ -230,6 +230,7 @@ def test_what_may_be_left_out() -> None:
     assert parsed(granite(position_embedding_type=None))[1].rope_theta == 0
     assert parsed(granite(num_local_experts=0, num_experts_per_tok=0, intermediate_size=None))[1].num_local_experts == 0
     assert parsed(falcon(mamba_d_ssm=None, mamba_d_head="auto"))[1].mamba2.inner == 64
+    assert parsed(falcon(mamba_expand=0))[1].mamba2.inner == 48  # mamba_d_ssm says it
     assert parsed(falcon(rope_theta=None, rope_parameters={"rope_theta": 1e11}))[1].rope_theta == 1e11
     assert parsed(lfm2(layer_types=None, full_attn_idxs=[1]))[1].layer_types == (
         "conv",

@@ -244,6 +244,10 @@ def test_experts_are_checked() -> None:
         parse_qwen(raw_qwen("qwen3_5_moe", num_experts_per_tok=9))
     with pytest.raises(ModelError, match="norm_topk_prob is false"):
         parse_qwen(raw_qwen("qwen3_5_moe", norm_topk_prob=False))
+    with pytest.raises(ModelError, match="norm_topk_prob must be true or false, not 1"):
+        parse_qwen(raw_qwen("qwen3_5_moe", norm_topk_prob=1))
+    with pytest.raises(ModelError, match="tie_word_embeddings must be true or false, not 0"):
+        parse_qwen(raw_qwen("qwen3_5", tie_word_embeddings=0) | {"tie_word_embeddings": False})
     with pytest.raises(ModelError, match="text_config is missing; qwen3_5_moe keeps"):
         parse_qwen({"model_type": "qwen3_5_moe"})
 

@@ -147,27 +147,41 @@ class DecoderBuilder:
         `head_norms`: what the norms over one head of queries and of keys are called; `out`: what the output projection
         is; `factors`: what a projection's results are multiplied with, by its name.
         """
-        weights, sizes, bias = self.weights, self._config.attention, self._config.attention_bias
-        share, dim, hidden = sizes.share(self.rank, self.size), sizes.head_dim, sizes.hidden_size
-        queries, key_values = (share.query_heads[0] * dim, share.query_heads[1] * dim), share.kv_heads.held(dim)
-        kv_shape = (sizes.num_kv_heads * dim, hidden)
-        projections: dict[str, Projection] = {
-            part: weights.column_parallel(f"{name}.{part}", shape, run, bias=bias)
-            for part, shape, run in (
-                ("q_proj", (sizes.num_heads * dim, hidden), queries),
-                ("k_proj", kv_shape, key_values),
-                ("v_proj", kv_shape, key_values),
-            )
-        }
-        o = weights.row_parallel(f"{name}.{out}", (hidden, sizes.num_heads * dim), queries, bias)
+        dim, kernels, layer = self._config.head_dim, self.weights.kernels, next(self._attention_layers)
+        *linears, o = self._attention_linears(name, out)
+        projections: dict[str, Projection] = dict(zip(("q_proj", "k_proj", "v_proj"), linears, strict=True))
         for part, norm in zip(projections, head_norms, strict=False):
             projections[part] = HeadNormedLinear(projections[part], self.norm(f"{name}.{norm}", dim))
         for part, factor in (factors or {}).items():
             projections[part] = ScaledLinear(projections[part], factor)
-        layer, kernels, (q, k, v) = next(self._attention_layers), weights.kernels, projections.values()
+        q, k, v = projections.values()
         if rotary is None:
             return PagedAttention(kernels, q, k, v, o, dim, layer)
         return RotaryAttention(kernels, q, k, v, o, rotary, dim, layer)
+
+    def gated_attention(self, name: str, rotary: Rotary) -> Mixer:
+        """The config's attention with a gate on every output channel, stored behind each head's query, and centred
+        norms over one head of queries and of keys."""
+        dim = self._config.head_dim
+        query_gate, k, v, o = self._attention_linears(name, query_parts=2)
+        q_norm, k_norm = (self.norm(f"{name}.{norm}", dim, centred=True) for norm in ("q_norm", "k_norm"))
+        layer = next(self._attention_layers)
+        return GatedAttention(self.weights.kernels, query_gate, k, v, o, q_norm, k_norm, rotary, dim, layer)
+
+    def _attention_linears(self, name: str, out: str = "o_proj", query_parts: int = 1) -> tuple[Linear, ...]:
+        """q, k, v and output. `query_parts`: what is stored of each head where queries are, as wide as they."""
+        weights, sizes, bias = self.weights, self._config.attention, self._config.attention_bias
+        share, dim, hidden = sizes.share(self.rank, self.size), sizes.head_dim, sizes.hidden_size
+        (first, last), key_values, queries = share.query_heads, share.kv_heads.held(dim), sizes.num_heads * dim
+        wide, kv_shape = query_parts * dim, (sizes.num_kv_heads * dim, hidden)
+        return (
+            weights.column_parallel(
+                f"{name}.q_proj", (query_parts * queries, hidden), (first * wide, last * wide), bias=bias
+            ),
+            weights.column_parallel(f"{name}.k_proj", kv_shape, key_values, bias=bias),
+            weights.column_parallel(f"{name}.v_proj", kv_shape, key_values, bias=bias),
+            weights.row_parallel(f"{name}.{out}", (hidden, queries), (first * dim, last * dim), bias),
+        )
 
     def mamba2(self, name: str, sizes: Mamba2Sizes, factors: tuple[float, ...] = ()) -> Mixer:
         """See `build_mamba2`."""
@@ -186,27 +200,6 @@ class DecoderBuilder:
             in_proj=weights.column_parallel(f"{name}.in_proj", (3 * hidden, hidden), *thirds, bias=sizes.bias),
             out_proj=weights.row_parallel(f"{name}.out_proj", (hidden, hidden), held, sizes.bias),
             layer=next(self._recurrent_layers),
-        )
-
-    def gated_attention(self, name: str, rotary: Rotary) -> Mixer:
-        """The config's attention with a gate on every output channel, stored behind each head's query, and centred
-        norms over one head of queries and of keys."""
-        weights, sizes = self.weights, self._config.attention
-        share, dim, hidden = sizes.share(self.rank, self.size), sizes.head_dim, sizes.hidden_size
-        (first, last), key_values = share.query_heads, share.kv_heads.held(sizes.head_dim)
-        queries, kv_shape = sizes.num_heads * dim, (sizes.num_kv_heads * dim, hidden)
-        both = (first * 2 * dim, last * 2 * dim)
-        return GatedAttention(
-            kernels=weights.kernels,
-            query_gate=weights.column_parallel(f"{name}.q_proj", (2 * queries, hidden), both),
-            k_proj=weights.column_parallel(f"{name}.k_proj", kv_shape, key_values),
-            v_proj=weights.column_parallel(f"{name}.v_proj", kv_shape, key_values),
-            o_proj=weights.row_parallel(f"{name}.o_proj", (hidden, queries), (first * dim, last * dim)),
-            q_norm=self.norm(f"{name}.q_norm", dim, centred=True),
-            k_norm=self.norm(f"{name}.k_norm", dim, centred=True),
-            rotary=rotary,
-            head_dim=dim,
-            layer=next(self._attention_layers),
         )
 
     def delta_net(self, name: str, sizes: DeltaNetSizes) -> Mixer:

@@ -9,8 +9,7 @@ from typing import Any
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import MAX_LAYERS, boolean, facts_of, integer, number, other, token_ids
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, facts_of, integer, number, other, token_ids
 from cairn.models.cut import Units, check_rank
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes

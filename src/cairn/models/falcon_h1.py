@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ModelError
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import boolean, integer, number, numbers, only, other
+from cairn.models.config_schema import Fields, boolean, integer, number, numbers, only, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import LayerSizes
@@ -33,6 +32,10 @@ def _normed(given: Fields, name: str, found: Any) -> bool:
     return normed
 
 
+def _inner(given: Fields, name: str, found: Any) -> int:
+    return given.integer(name, 1, MAX_WIDTH) if given.has(name) else expanded(given, name, found)
+
+
 def _multiplier() -> Any:
     return number(-1e6, 1e6, default=1.0)
 
@@ -44,7 +47,7 @@ class FalconH1Config(Mamba2Config):
     num_hidden_layers: int = integer(1, MAX_LAYERS)
     eps: float = number(1e-12, 1.0, default=1e-5, names=("rms_norm_eps",))
     rope_theta: float = rope_theta()
-    mamba_inner: int = integer(1, MAX_WIDTH, default=expanded, names=("mamba_d_ssm",))
+    mamba_inner: int = other(_inner, names=("mamba_d_ssm",))
     mamba_rms_norm: bool = other(_normed)
     projectors_bias: bool = boolean(default=False)
     intermediate_size: int = integer(1, MAX_WIDTH)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import boolean, integer, layer_kinds, number, other
+from cairn.models.config_schema import Fields, boolean, integer, layer_kinds, number, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.layer_sizes import LayerSizes

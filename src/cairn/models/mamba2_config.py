@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.errors import ModelError
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import boolean, integer, interval, other
+from cairn.models.config_schema import Fields, boolean, integer, interval, other
 from cairn.models.decoder_config import MAX_HEADS, DecoderConfig
 from cairn.models.mamba2_share import Mamba2Sizes
 
@@ -16,9 +15,9 @@ MAMBA2_FLOAT32 = ("A_log", "D", "dt_bias")
 an exponential."""
 
 
-def expanded(found: Any) -> int:
+def expanded(given: Fields, name: str, found: Any) -> int:
     """The channels of x, unless config.json says how many they are."""
-    return int(found.mamba_expand * found.hidden_size)
+    return int(given.integer("mamba_expand", 1, 64, default=2) * found.hidden_size)
 
 
 def _head_dim(given: Fields, name: str, found: Any) -> int:
@@ -33,8 +32,7 @@ def _head_dim(given: Fields, name: str, found: Any) -> int:
 class Mamba2Config(DecoderConfig):
     """A family with Mamba2 layers. `mamba_inner`: channels of x and of the gate."""
 
-    mamba_expand: int = integer(1, 64, default=2, fact=False)
-    mamba_inner: int = other(lambda given, name, found: expanded(found), fact=False)
+    mamba_inner: int = other(expanded)
     mamba_n_heads: int = integer(1, MAX_HEADS, default=128)
     mamba_n_groups: int = integer(1, MAX_HEADS, default=1, divides="mamba_n_heads")
     mamba_d_head: int = other(_head_dim)

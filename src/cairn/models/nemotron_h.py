@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ModelError
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import boolean, integer, interval, layer_kinds, number, only, other
+from cairn.models.config_schema import Fields, boolean, integer, interval, layer_kinds, number, only, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import boolean, integer, layer_kinds, only, other
+from cairn.models.config_schema import Fields, boolean, integer, layer_kinds, only, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_fields
 from cairn.models.delta_net_share import DeltaNetSizes
@@ -71,6 +70,11 @@ def _mrope_section(given: Fields, name: str, found: Any) -> tuple[int, ...] | No
     )
 
 
+def _normed(given: Fields, name: str, found: Any) -> bool:
+    given.only(name, True)
+    return given.boolean(name, default=True)
+
+
 def _has_delta(found: Any) -> bool:
     return DELTA in found.layer_types
 
@@ -117,7 +121,7 @@ class Qwen35Config(DecoderConfig):
     num_experts_per_tok: int = integer(1, lambda found: found.num_experts, when=_has_sparse)
     moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
     shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
-    norm_topk_prob: bool = only(True, when=_has_sparse, fact=True)
+    norm_topk_prob: bool = other(_normed, default=True, when=_has_sparse)
     hidden_act: str = only("silu")
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
@@ -210,11 +214,11 @@ def _text_config(raw: Mapping[str, object]) -> Mapping[str, object]:
         )
     given = [place.get("eos_token_id") for place in (raw, text)]
     ids = [each for one in given if one is not None for each in (one if isinstance(one, list) else [one])]
-    tied = raw.get("tie_word_embeddings")
+    tied = Fields(text).boolean("tie_word_embeddings", default=False)
     return {
         **text,
         "eos_token_id": ids,
-        "tie_word_embeddings": text.get("tie_word_embeddings") if tied is None else tied,
+        "tie_word_embeddings": Fields(raw).boolean("tie_word_embeddings", default=tied),
         "vision_config": raw.get("vision_config"),
     }
 

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from cairn.errors import ModelError
-from cairn.models.config_fields import Fields
-from cairn.models.config_schema import integer, only, other, read
+from cairn.models.config_schema import Fields, integer, only, other, read
 from cairn.models.contract import TensorLoader
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.loader import WeightReader, account, read_config
