@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from cairn.models.families import family_of
-from cairn.models.make_model import RECIPES, SIZES, make_model
-from cairn.models.recipe import drawn
+from cairn.models.make_model import RECIPES, SIZES, drawn, make_model
 
 __all__ = ["MODEL_SIZES", "make_sized_model"]
 

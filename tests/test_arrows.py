@@ -23,6 +23,7 @@ CACHE_DOOR = (
 
 # What a config.json says of a model, without torch.
 MODEL_NUMBERS = (
+    "cairn.models.decoder_config",
     "cairn.models.families",
     "cairn.models.forward_sizes",
     "cairn.models.served_dtype",

@@ -176,7 +176,7 @@ class Tiny:
             narrow = not name.endswith(self.family.float32_tensors)
             return self.load(name, shape, cut).to(dtype if narrow else torch.float32)
 
-        return self.family.execute(self.config, load, Execution(exact, dtype, communicator, **options))
+        return self.family.build(self.config, load, Execution(exact, dtype, communicator, **options))
 
     def driver(self, exact: bool, **options: Any) -> "TinyDriver":
         return TinyDriver(self, [self.model(exact)], exact, **options)
@@ -223,7 +223,7 @@ class TinyDriver(Driver):
 
     def __post_init__(self) -> None:
         dtype = self.model[0].spec.dtype
-        self.layout = self.config.family.layout(self.config.config, self.block_size, dtype.itemsize, len(self.model))
+        self.layout = self.config.config.layout(self.block_size, dtype.itemsize, len(self.model))
         self.seen = [[] for _ in self.model]
         runners = [
             Runner(model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observer(rank))

@@ -14,9 +14,10 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from cairn.models.families import FAMILIES
-from cairn.models.qwen3_5_config import Qwen35Config, tensors
+from cairn.models.qwen3_5 import Qwen35Config
 from models.logits_bar import Truth
 from models.wide_float import wide_float
+from runner.harness import tensors
 
 CLASSES: dict[str, tuple[str, str, ModuleType]] = {
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", modeling_qwen3_5),

@@ -1,6 +1,5 @@
 """What the ranks of a model remember, and what the transfer would move between servers of different sizes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,19 +17,17 @@ SIZES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Model:
-    """A config, and what its family says of it. `layout(block size, bytes of a number, ranks)`."""
+    """A config, and what it says of the whole model."""
 
     config: Any
-    family_units: Callable[[Any], Any]
-    family_layout: Callable[[Any, int, int, int], CacheLayout]
 
     @property
     def units(self) -> ModelUnits:
-        found = self.family_units(self.config)
+        found = self.config.units()
         return ModelUnits(found.kv_heads, found.attention_layers, found.state_units)
 
     def layout(self, block_size: int, size: int) -> CacheLayout:
-        return self.family_layout(self.config, block_size, 2, size)
+        return self.config.layout(block_size, 2, size)
 
 
 class Remembered:

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from cairn.errors import ModelError
 from cairn.models.check import CheckSettings, check, render
-from cairn.models.nemotron_h_config import parse, tensors
 from models.published import NANO
+from runner.harness import parse, tensors
 
 ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 

@@ -7,8 +7,11 @@ import pytest
 from transformers import NemotronHConfig as ReferenceConfig
 
 from cairn.errors import ModelError
-from cairn.models.nemotron_h_config import facts, layers, layout, parse, tensors
+from cairn.models.families import FAMILIES
 from models.published import NANO
+from runner.harness import tensors
+
+parse = FAMILIES["nemotron_h"].parse
 
 # One layer of each kind; no two sizes are equal by accident.
 SMALL: dict[str, Any] = {
@@ -36,19 +39,19 @@ SMALL: dict[str, Any] = {
 
 def test_published_model() -> None:
     config = parse(NANO)
-    assert layers(config) == {"Mamba2": 23, "attention": 6, "mixture of experts": 23}
+    assert config.layers() == {"Mamba2": 23, "attention": 6, "mixture of experts": 23}
     assert config.mamba2.conv_dim == 6144
     assert config.routed_scaling_factor == 2.5
     assert config.intermediate_size == 0  # no layer of that kind
-    assert facts(config).max_position_embeddings == 262144
-    assert facts(config).eos_token_ids == (2,)
+    assert config.max_position_embeddings == 262144
+    assert config.eos_token_ids == (2,)
     shapes = tensors(config)
     assert len(shapes) == 6243
     assert sum(map(math.prod, shapes.values())) == 31_577_940_288
 
 
 def test_published_layout() -> None:
-    found = layout(parse(NANO), block_size=16, dtype_bytes=2)
+    found = parse(NANO).layout(block_size=16, dtype_bytes=2)
     assert found.bytes_per_token == 6144
     assert found.page_bytes == 16 * 6144
     assert found.page_units == 2
@@ -61,7 +64,7 @@ def test_published_layout() -> None:
 
 def test_one_group_shares_b_and_c_in_the_header() -> None:
     config = parse(SMALL | {"n_groups": 1})
-    found = layout(config, block_size=16, dtype_bytes=2)
+    found = config.layout(block_size=16, dtype_bytes=2)
     columns = 4
     assert found.header_bytes == 24 * 2 + columns * 2 * 9 * 2
     assert found.state_units == 4
@@ -69,10 +72,10 @@ def test_one_group_shares_b_and_c_in_the_header() -> None:
 
 
 def test_layout_without_attention_or_state() -> None:
-    without_attention = layout(parse(SMALL | {"hybrid_override_pattern": "MM"}), 16, 4)
+    without_attention = parse(SMALL | {"hybrid_override_pattern": "MM"}).layout(16, 4)
     assert (without_attention.groups, without_attention.page_bytes, without_attention.page_units) == ((), 65536, 1)
     assert without_attention.bytes_per_token == 0
-    without_state = layout(parse(SMALL | {"hybrid_override_pattern": "*-"}), 32, 4)
+    without_state = parse(SMALL | {"hybrid_override_pattern": "*-"}).layout(32, 4)
     assert without_state.state_bytes == 0
     assert without_state.page_bytes == 32 * 3 * 2 * 10 * 4
 

@@ -146,23 +146,21 @@ def test_published_models(name: str) -> None:
     raw, parameters, token_bytes, header, state = PUBLISHED[name]
     family, config = parsed(raw)
     assert sum(map(math.prod, family.tensors(config).values())) == parameters
-    found = family.layout(config, 16, 2)
+    found = config.layout(16, 2)
     assert (found.bytes_per_token, found.header_bytes, found.state_bytes) == (token_bytes, header, state)
-    facts = family.facts(config)
-    assert facts.model_type == raw["model_type"]
-    assert facts.eos_token_ids == (raw["eos_token_id"],)
-    assert facts.max_position_embeddings == raw["max_position_embeddings"]
+    assert family.model_type == raw["model_type"]
+    assert config.eos_token_ids == (raw["eos_token_id"],)
+    assert config.max_position_embeddings == raw["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
-    family, config = parsed(PUBLISHED[name][0])
-    units = family.units(config)
+    _, config = parsed(PUBLISHED[name][0])
+    units = config.units()
     for remote, local in product((1, 2, 4), repeat=2):
         sides = [
-            geometry_of(family.layout(config, 16 if i else block_size, 2, size), size)
-            for i, size in enumerate((remote, local))
+            geometry_of(config.layout(16 if i else block_size, 2, size), size) for i, size in enumerate((remote, local))
         ]
         whole = ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
         pairings = [pair(whole, *sides, rank) for rank in range(local)]
@@ -170,7 +168,7 @@ def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> N
 
 
 def test_the_layers_in_words() -> None:
-    words = {name: (lambda each: each[0].layers(each[1]))(parsed(raw)) for name, (raw, *_) in PUBLISHED.items()}
+    words = {name: parsed(raw)[1].layers() for name, (raw, *_) in PUBLISHED.items()}
     assert words == {
         "Granite-4.0-H-Tiny": {"Mamba2 with mixture of experts": 36, "attention with mixture of experts": 4},
         "Falcon-H1-0.5B": {"Mamba2 beside attention with MLP": 36},
@@ -227,20 +225,26 @@ def test_refused(raw: dict[str, Any], message: str) -> None:
 
 
 def test_what_may_be_left_out() -> None:
-    assert parsed(granite(layer_types=None))[1].pattern == ("mamba",) * 3
-    assert parsed(granite(layer_types=None, layers_block_type=["attention"] * 3))[1].pattern == ("attention",) * 3
-    assert parsed(granite(position_embedding_type=None))[1].rope_theta is None
-    assert parsed(granite(num_local_experts=0, num_experts_per_tok=0, intermediate_size=None))[1].experts == 0
+    assert parsed(granite(layer_types=None))[1].layer_types == ("mamba",) * 3
+    assert parsed(granite(layer_types=None, layers_block_type=["attention"] * 3))[1].layer_types == ("attention",) * 3
+    assert parsed(granite(position_embedding_type=None))[1].rope_theta == 0
+    assert parsed(granite(num_local_experts=0, num_experts_per_tok=0, intermediate_size=None))[1].num_local_experts == 0
     assert parsed(falcon(mamba_d_ssm=None, mamba_d_head="auto"))[1].mamba2.inner == 64
+    assert parsed(falcon(mamba_expand=0))[1].mamba2.inner == 48  # mamba_d_ssm says it
     assert parsed(falcon(rope_theta=None, rope_parameters={"rope_theta": 1e11}))[1].rope_theta == 1e11
-    assert parsed(lfm2(layer_types=None, full_attn_idxs=[1]))[1].pattern == ("conv", "full_attention", "conv", "conv")
-    assert parsed(lfm2(layer_types=None))[1].pattern == ("full_attention",) * 4
+    assert parsed(lfm2(layer_types=None, full_attn_idxs=[1]))[1].layer_types == (
+        "conv",
+        "full_attention",
+        "conv",
+        "conv",
+    )
+    assert parsed(lfm2(layer_types=None))[1].layer_types == ("full_attention",) * 4
     assert parsed(lfm2())[1].intermediate_size == 56  # 53, and a multiple of 8
     assert (
         parsed(lfm2(block_ff_dim=None, intermediate_size=80, block_auto_adjust_ff_dim=False))[1].intermediate_size == 80
     )
-    assert parsed(lfm2())[1].text.tied
-    assert not parsed(lfm2(tie_embedding=False))[1].text.tied
+    assert parsed(lfm2())[1].tie_word_embeddings
+    assert not parsed(lfm2(tie_embedding=False))[1].tie_word_embeddings
     assert parsed(qwen3(rope_parameters={"rope_type": "default", "type": "mrope"}))[1].rope_theta == 1e6
 
 
@@ -249,7 +253,7 @@ def test_what_may_be_left_out() -> None:
 def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: bool) -> None:
     raw = lfm2(tie_embedding=inner) | ({} if outer is None else {"tie_word_embeddings": outer})
     theirs = Lfm2Config(**{name: value for name, value in raw.items() if name != "architectures"})
-    assert parsed(raw)[1].text.tied == theirs.tie_word_embeddings == inner
+    assert parsed(raw)[1].tie_word_embeddings == theirs.tie_word_embeddings == inner
 
 
 @pytest.mark.parametrize(
@@ -270,9 +274,9 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(raw: dict[str, Any], size: int, field: str) -> None:
-    family, config = parsed(raw)
+    _, config = parsed(raw)
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}.*({field})"):
-        family.layout(config, 16, 4, size)
+        config.layout(16, 4, size)
 
 
 def test_a_model_is_not_built_for_a_size_that_does_not_divide() -> None:
@@ -282,16 +286,16 @@ def test_a_model_is_not_built_for_a_size_that_does_not_divide() -> None:
 
 
 def test_layers_that_are_absent_do_not_limit_the_size() -> None:
-    family, config = parsed(granite(layer_types=["attention"] * 3, mamba_n_groups=4))
-    assert family.layout(config, 16, 4, 2).state_units == 0
+    _, config = parsed(granite(layer_types=["attention"] * 3, mamba_n_groups=4))
+    assert config.layout(16, 4, 2).state_units == 0
 
 
 @pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
-    facts = family.transfer_facts(config)
+    facts = config.transfer_facts()
     for changes in ({"max_position_embeddings": 99}, {"eos_token_id": 5}):
-        assert family.transfer_facts(family.parse(make(**changes))) == facts
+        assert family.parse(make(**changes)).transfer_facts() == facts
     changes = {
         granite: [
             {"embedding_multiplier": 2},
@@ -309,7 +313,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:
-        assert family.transfer_facts(family.parse(make(**change))) != facts, change
+        assert family.parse(make(**change)).transfer_facts() != facts, change
     assert all(isinstance(value, str | int) for value in facts.values())
 
 

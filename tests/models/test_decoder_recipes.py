@@ -51,7 +51,7 @@ def test_tiny(made_model: Callable[[str], Path], family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_has_about_300_million_parameters(family: str) -> None:
     recipe = RECIPES[family]
-    raw = recipe.config(recipe.sizes["small"], Asked("float32", 4096, 32768, 2, 0, {}))
+    raw = recipe.config("small", Asked("float32", 4096, 32768, 2, 0, {}))
     served = family_of(raw)
     shapes = served.tensors(served.parse(raw)).values()
     assert 2.7e8 < sum(map(math.prod, shapes)) < 3.5e8

@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cairn.errors import ModelError
+from cairn.layers.backend import kernels_of
+from cairn.layers.communicator import ALONE
 from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.check import check
 from cairn.models.cut import Cut
 from cairn.models.loader import WeightReader
 from cairn.models.quantization import Quantization
+from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks
@@ -101,26 +104,20 @@ def test_cuts_inside_blocks(tmp_path: Path, block: tuple[int, int] | None, dtype
             assert torch.equal(found, left_of(wide, cut).to(dtype)), cut
 
 
-def test_a_pack_of_experts_is_read_expert_by_expert(tmp_path: Path) -> None:
-    generator = torch.manual_seed(2)
-    gate_up, down = torch.randn(5, 12, 8, generator=generator), torch.randn(5, 8, 6, generator=generator)
-    save_file({"x.experts.gate_up_proj": gate_up, "x.experts.down_proj": down}, tmp_path / "model.safetensors")
-    shapes = {"gate": (6, 8), "up": (6, 8), "down": (8, 6)}
-    expected = {f"x.experts.{expert}.{part}_proj.weight": shapes[part] for expert in range(5) for part in shapes}
+@pytest.mark.parametrize(("inner", "hidden", "together"), [(4, 16, True), (4, 8, True), (3, 10, False)])
+def test_stacked_experts_stay_in_one_tensor(tmp_path: Path, inner: int, hidden: int, together: bool) -> None:
+    """Unless a matrix would begin where no memory of its own does: then its bits might depend on how it is stored."""
+    gate_up = torch.randn(5, 2 * inner, hidden, generator=torch.manual_seed(2))
+    save_file({"x.experts.gate_up_proj": gate_up}, tmp_path / "model.safetensors")
     with WeightReader(tmp_path, torch.float32) as reader:
-        reader.verify(expected)
-        for expert in range(5):
-            whole = {"gate": gate_up[expert, :6], "up": gate_up[expert, 6:], "down": down[expert]}
-            for part, wanted in whole.items():
-                name = f"x.experts.{expert}.{part}_proj.weight"
-                for cut in (None, Cut(0, ((1, 3), (5, 6))), Cut(1, ((2, 5),))):
-                    found = reader.load(name, shapes[part], cut)
-                    assert torch.equal(found, left_of(wanted, cut))
-                    assert found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
-        with pytest.raises(ModelError, match=r"experts\.5\.up_proj\.weight \[6, 8\] is missing"):
-            reader.load("x.experts.5.up_proj.weight", (6, 8))
-        with pytest.raises(ModelError, match=r"has shape \[6, 8\], config.json makes it \[8, 6\]"):
-            reader.load("x.experts.4.up_proj.weight", (8, 6))
+        for runs in ((), ((1, 3), (inner + 1, inner + 3))):
+            weights = RankWeights(reader.load, kernels_of("cpu"), ALONE)
+            found = weights.matrices("x.experts.gate_up_proj", tuple(gate_up.shape), *runs, dim=1)
+            wanted = left_of(gate_up, Cut(1, runs) if runs else None)
+            assert torch.equal(torch.stack(found), wanted)
+            assert [linear.weight.data_ptr() for linear in weights.linears] == [each.data_ptr() for each in found]
+            assert all(each.is_contiguous() and each.data_ptr() % 64 == 0 for each in found)
+            assert len({each.untyped_storage().data_ptr() for each in found}) == (1 if together else 5)
 
 
 @pytest.mark.parametrize(

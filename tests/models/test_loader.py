@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from cairn.errors import ModelError
 from cairn.models.cut import Cut
+from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
 from cairn.models.loader import WeightReader, account, read_config, read_headers, serving_dtype
 from cairn.models.make_model import make_model
@@ -250,9 +251,9 @@ def test_a_model_takes_every_tensor_of_its_checkpoint(tiny: Path, dtype: Any) ->
             asked[name] = shape
             return reader.load(name, shape, cut)
 
-        model.family.build(model.config, load, exact=False, dtype=model.dtype)
+        model.family.build(model.config, load, Execution(False, model.dtype))
     assert asked == model.family.tensors(model.config)
-    assert model.build(exact=False).vocab_size == model.facts.vocab_size == 4096
+    assert model.build(exact=False).vocab_size == model.config.vocab_size == 4096
 
 
 def test_build_accounts_for_the_checkpoint_first(tiny: Path, tmp_path: Path) -> None:

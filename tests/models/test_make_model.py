@@ -20,8 +20,9 @@ from cairn.models import make_tokenizer
 from cairn.models.check import check
 from cairn.models.loader import WeightReader
 from cairn.models.make_model import RECIPES, make_model
-from cairn.models.nemotron_h_config import layers, parse, tensors
+from cairn.models.recipe import Asked
 from cairn.models.registry import open_model
+from runner.harness import parse, tensors
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 
@@ -82,10 +83,9 @@ def test_tiny_is_tiny_and_its_checkpoints_are_worth_several_pages(tiny: Path) ->
 
 
 def test_small_has_about_300_million_parameters() -> None:
-    raw = json.loads(json.dumps(dict(RECIPES["nemotron_h"].sizes["small"])))
-    config = parse(raw | {"vocab_size": 4096, "max_position_embeddings": 32768, "conv_kernel": 4})
+    config = parse(RECIPES["nemotron_h"].config("small", Asked("float32", 4096, 32768, 2, 0, {})))
     assert 2.8e8 < sum(torch.Size(shape).numel() for shape in tensors(config).values()) < 3.2e8
-    assert set(layers(config)) == {"Mamba2", "attention", "MLP", "mixture of experts"}
+    assert set(config.layers()) == {"Mamba2", "attention", "MLP", "mixture of experts"}
 
 
 def test_same_seed_same_bytes(tiny: Path, tmp_path: Path) -> None:

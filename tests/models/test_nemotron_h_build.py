@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 
 from cairn.errors import ModelError
 from cairn.models.cut import Cut
-from cairn.models.nemotron_h import build
-from cairn.models.nemotron_h_config import parse, tensors
+from cairn.models.decoder_builder import Execution
 from models.nemotron_h_truth import logits_of, published
-from runner.harness import Driver, build_tiny, prompt, random_weights, raw_config
+from runner.harness import Driver, build_tiny, family, parse, prompt, random_weights, raw_config, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def test_every_tensor_is_asked_for_once() -> None:
         asked.append(name)
         return weights[name].clone()
 
-    build(config, load, exact=True, dtype=torch.float32)
+    family(config).build(config, load, Execution(True, torch.float32))
     assert sorted(asked) == sorted(tensors(config))
 
 
@@ -54,7 +53,7 @@ def test_what_the_loader_raises_comes_through() -> None:
         raise ModelError(f"{name} is missing")
 
     with pytest.raises(ModelError, match=r"backbone\.embeddings\.weight is missing"):
-        build(parse(RAW), load, exact=False, dtype=torch.float32)
+        family(parse(RAW)).build(parse(RAW), load, Execution(False, torch.float32))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -1,11 +1,12 @@
 """Nemotron-H's logits by every way a token can be computed: see `logits_bar`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cairn.models.nemotron_h_config import parse
+from cairn.layers.mamba2 import Mamba2
 from models.logits_bar import (
     LENGTH,
     Truth,
@@ -16,7 +17,7 @@ from models.logits_bar import (
     whole_in_chunks_and_token_by_token,
 )
 from models.nemotron_h_truth import logits_of, published
-from runner.harness import Driver, build_tiny, prompt, random_weights, raw_config
+from runner.harness import Driver, build_tiny, parse, prompt, random_weights, raw_config
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("M*-M", {}),
@@ -62,6 +63,11 @@ def test_resumed_from_a_checkpoint_at_every_position(name: str, seed: int) -> No
     resumed_at_every_position(driver, t, first, files)
 
 
+def bounded(mixer: Any, dt_min: float) -> Any:
+    """With a lower bound of the time steps in prefill, if it is Mamba2."""
+    return replace(mixer, shape=replace(mixer.shape, prefill_dt_min=dt_min)) if isinstance(mixer, Mamba2) else mixer
+
+
 def test_the_lower_bound_of_time_steps_is_transformers_own() -> None:
     """With the switch that only tests use, cairn's prefill is the unmodified transformers'; without it, it is not."""
     pattern, changes = MODELS["dense"]
@@ -72,7 +78,9 @@ def test_the_lower_bound_of_time_steps_is_transformers_own() -> None:
     t = Truth.of(tokens, *(logits_of(theirs, tokens, wide=wide) for wide in (False, True)))
     errors = []
     for dt_min in (0.001, 0.0):
-        driver = Driver(config, build_tiny(config, weights, False, dt_min=dt_min), False)
+        model = build_tiny(config, weights, False)
+        layers = tuple((norm, bounded(mixer, dt_min)) for norm, mixer in model.layers)
+        driver = Driver(config, replace(model, layers=layers), False)
         (logits,) = driver.run(driver.row(driver.sequence(0, LENGTH), tokens))
         errors.append(t.error(logits, LENGTH))
     assert errors[0] <= t.bar[-1] < errors[1] / 10

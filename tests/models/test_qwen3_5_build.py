@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cairn.errors import ConfigError, ModelError
+from cairn.models.check import check
 from cairn.models.cut import Cut
-from cairn.models.qwen3_5 import build
-from cairn.models.qwen3_5_config import layout, tensors, units
+from cairn.models.decoder_builder import Execution
 from cairn.models.registry import open_model
 from models.published_qwen3_5 import QWEN35
 from models.qwen3_5_truth import CLASSES, parse_qwen, published_qwen, qwen_logits, qwen_weights, raw_qwen
 from models.rank_shares import Model, every_pair_of_sizes_is_taken, every_share_is_found
-from runner.harness import Driver, build_tiny, left_of, prompt, ranks
+from runner.harness import Driver, build_tiny, family, left_of, prompt, ranks, tensors
 
 KINDS = list(CLASSES)
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
@@ -80,7 +80,7 @@ def test_every_tensor_is_asked_for_once(kind: str) -> None:
         asked.append(name)
         return left_of(weights[name], cut).clone()
 
-    build(config, load, exact=True, dtype=torch.float32)
+    family(config).build(config, load, Execution(True, torch.float32))
     assert sorted(asked) == sorted(tensors(config))
 
 
@@ -131,7 +131,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 def shared(name: str) -> Model:
     raw = QWEN35 if name == "published" else raw_qwen("qwen3_5", **SHARED[name])
-    return Model(parse_qwen(raw), units, layout)
+    return Model(parse_qwen(raw))
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
@@ -163,14 +163,14 @@ def test_every_share_is_found_among_the_ranks_of_any_other_size(name: str) -> No
 def test_sizes_that_do_not_divide_are_refused(size: int, changes: dict[str, Any], field: str) -> None:
     config = parse_qwen(raw_qwen("qwen3_5", **changes))
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}.*({field})"):
-        layout(config, 16, 4, size)
+        config.layout(16, 4, size)
 
 
 @pytest.mark.parametrize("field", ["moe_intermediate_size", "shared_expert_intermediate_size"])
 def test_experts_that_do_not_divide_are_refused(field: str) -> None:
     config = parse_qwen(raw_qwen("qwen3_5_moe", **{field: 25}))
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2 .*{field} 25"):
-        layout(config, 16, 4, 2)
+        config.layout(16, 4, 2)
 
 
 def rope(**changes: Any) -> dict[str, Any]:
@@ -187,7 +187,10 @@ def rope(**changes: Any) -> dict[str, Any]:
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_attention_heads": 5}, "num_attention_heads 5 must be a multiple of num_key_value_heads 2"),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 must be a multiple of linear_num_key_heads 2"),
-        ({"layer_types": ["mamba"]}, "layer_types has 'mamba'; each layer must be linear_attention or full_attention"),
+        (
+            {"layer_types": ["mamba"]},
+            "layer_types has 'mamba'; each layer must be one of linear_attention, full_attention",
+        ),
         ({"layer_types": []}, "layer_types names 0 layers"),
         ({"num_hidden_layers": 7}, "num_hidden_layers is 7, but layer_types names 3 layers"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer in 2..64"),
@@ -197,8 +200,6 @@ def rope(**changes: Any) -> dict[str, Any]:
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "settings for full_attention alone"),
         (rope(mrope_interleaved=False), "mrope_interleaved is false"),
-        (rope(mrope_section=[2, 2, 1]), r"mrope_section \[2, 2, 1\] must be three numbers that add up to 4"),
-        (rope(mrope_section=None), r"mrope_section \[11, 11, 10\] must be three numbers that add up to 4"),
         (rope(mrope_section="2,1,1"), "mrope_section must be a list of integers"),
         (rope(partial_rotary_factor=0.2), "partial_rotary_factor 0.2 of head_dim 16 must be an even number"),
         (rope(partial_rotary_factor=1.5), "partial_rotary_factor must be a number in 0..1"),
@@ -209,11 +210,44 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         parse_qwen(raw_qwen("qwen3_5_text", **changes))
 
 
+@pytest.mark.parametrize(
+    ("sections", "shown"),
+    [([2, 2, 1], r"\[2, 2, 1\]"), ([2, 2], r"\[2, 2\]"), (None, r"\[11, 11, 10\]")],
+)
+def test_positions_of_images_are_checked(sections: list[int] | None, shown: str) -> None:
+    raw = raw_qwen("qwen3_5", **rope(mrope_section=sections))
+    with pytest.raises(ModelError, match=rf"mrope_section {shown} must be three numbers that add up to 4"):
+        parse_qwen(raw | {"vision_config": VISION})
+
+
+def test_positions_of_text_are_one(tmp_path: Path) -> None:
+    """As transformers saves a text model with small heads: by its default, mrope_section adds up to 32."""
+    left_out = ("rope_parameters", "model_type")
+    sizes = {name: value for name, value in raw_qwen("qwen3_5_text").items() if name not in left_out}
+    torch.manual_seed(2)
+    theirs = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes)).eval()
+    theirs.save_pretrained(tmp_path)
+    assert theirs.config.head_dim == 16 and "mrope_section" not in theirs.config.rope_parameters
+    assert check(tmp_path).ok
+    opened = open_model(tmp_path)
+    assert (opened.config.rotary_dim, opened.config.mrope_section) == (4, None)
+    driver, tokens = Driver(opened.config, opened.build(exact=False), exact=False), prompt(70, 0)
+    (found,) = driver.run(driver.row(driver.sequence(0, 70), tokens))
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    assert wanted.std() > 0.01
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
 def test_experts_are_checked() -> None:
     with pytest.raises(ModelError, match=r"num_experts_per_tok must be an integer in 1\.\.8"):
         parse_qwen(raw_qwen("qwen3_5_moe", num_experts_per_tok=9))
     with pytest.raises(ModelError, match="norm_topk_prob is false"):
         parse_qwen(raw_qwen("qwen3_5_moe", norm_topk_prob=False))
+    with pytest.raises(ModelError, match="norm_topk_prob must be true or false, not 1"):
+        parse_qwen(raw_qwen("qwen3_5_moe", norm_topk_prob=1))
+    with pytest.raises(ModelError, match="tie_word_embeddings must be true or false, not 0"):
+        parse_qwen(raw_qwen("qwen3_5", tie_word_embeddings=0) | {"tie_word_embeddings": False})
     with pytest.raises(ModelError, match="text_config is missing; qwen3_5_moe keeps"):
         parse_qwen({"model_type": "qwen3_5_moe"})
 

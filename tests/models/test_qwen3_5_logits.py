@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels import cpu
-from cairn.models.qwen3_5_config import Qwen35Config
+from cairn.models.qwen3_5 import Qwen35Config
 from cairn.step import Image
 from models.logits_bar import (
     LENGTH,

@@ -11,7 +11,7 @@ from cairn.models.check import check
 from cairn.models.families import family_of
 from cairn.models.make_model import RECIPES, VOCAB_SIZE, make_model
 from cairn.models.make_tokenizer import MARK_TOKENS
-from cairn.models.qwen3_5_recipe import IMAGE_TOKENS
+from cairn.models.qwen3_5 import IMAGE_TOKENS
 from cairn.models.recipe import Asked
 from cairn.models.registry import open_model
 from runner.harness import Driver
@@ -49,16 +49,16 @@ def test_tiny_is_tiny_and_its_checkpoints_are_worth_several_pages(made_model, fa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_has_the_published_ratio_of_state_to_tokens(family: str) -> None:
     recipe = RECIPES[family]
-    raw = recipe.config(recipe.sizes["small"], Asked("bfloat16", VOCAB_SIZE, 32768, 1, 2, {}))
+    raw = recipe.config("small", Asked("bfloat16", VOCAB_SIZE, 32768, 1, 2, {}))
     served = family_of(raw)
     config = served.parse(raw)
-    layout = served.layout(config, 16, 2)
+    layout = config.layout(16, 2)
     tokens = layout.checkpoint_bytes / layout.bytes_per_token
     assert 2500 < tokens < 7000  # Qwen3.5-35B-A3B: 3,144
     parameters = sum(torch.Size(shape).numel() for shape in served.tensors(config).values())
     assert 2e8 < parameters < 6e8
     for size in (2, 4):
-        served.layout(config, 16, 2, size)
+        config.layout(16, 2, size)
 
 
 def test_tokenizer_has_one_id_for_each_mark(made_model) -> None:

@@ -15,15 +15,25 @@ from cairn.layers.communicator import ALONE
 from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.check import check
 from cairn.models.cut import Cut
+from cairn.models.decoder_builder import Execution
 from cairn.models.loader import WeightReader
-from cairn.models.nemotron_h_config import layout, parse, tensors, units
 from cairn.models.registry import open_model
 from cairn.step import Keep
 from models.logits_bar import LENGTH, Truth, steps
 from models.nemotron_h_truth import logits_of, published
 from models.published import NANO
 from models.rank_shares import Model, Remembered, close, every_pair_of_sizes_is_taken, every_share_is_found
-from runner.harness import Driver, build_tiny, left_of, prompt, random_weights, ranks, raw_config
+from runner.harness import (
+    Driver,
+    build_tiny,
+    left_of,
+    parse,
+    prompt,
+    random_weights,
+    ranks,
+    raw_config,
+    tensors,
+)
 
 EIGHT_GROUPS = {"n_groups": 8, "mamba_num_heads": 16, "mamba_head_dim": 6}
 ONE_GROUP = {"n_groups": 1, "mamba_num_heads": 4}
@@ -108,7 +118,7 @@ SHARED = {
 
 def shared(name: str) -> Model:
     raw = NANO if name == "published" else raw_config(SHARED[name][0], **SHARED[name][1])
-    return Model(parse(raw), units, layout)
+    return Model(parse(raw))
 
 
 @pytest.mark.parametrize("name", [*SHARED, "published"])
@@ -131,7 +141,7 @@ def test_the_ranks_files_are_one_ranks_file_cut_between_units(name: str) -> None
     header = one.layout.header_bytes
     assert two.layout.header_bytes == header
     assert 2 * two.layout.state_bytes == one.layout.state_bytes
-    assert 2 * two.layout.state_units == one.layout.state_units == units(config).state_units
+    assert 2 * two.layout.state_units == one.layout.state_units == config.units().state_units
     close(np.concatenate([two.file(0)[:header], *(two.file(rank)[header:] for rank in (0, 1))]), one.file(0))
 
 
@@ -171,7 +181,7 @@ def test_ranks_together_read_every_number_and_the_large_ones_once(tiny_model: Pa
             return reader.load(name, shape, cut)
 
         for communicator in thread_ranks(size):
-            opened.family.build(opened.config, load, exact=True, dtype=opened.dtype, communicator=communicator)
+            opened.family.build(opened.config, load, Execution(True, opened.dtype, communicator))
     assert all((counts > 0).all() for counts in read.values())
     # k and v of a head, and a group's states, are on as many ranks as share it.
     shared = {"k_proj": size // 2, "v_proj": size // 2, "in_proj": size // 2, "gate": size}
@@ -214,7 +224,7 @@ THIRDS = {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 39
 def test_sizes_that_do_not_divide_are_refused(size: int, changes: dict[str, Any], field: str) -> None:
     config = parse(raw_config("M*-E", **changes))
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size}.*({field})"):
-        layout(config, 16, 4, size)
+        config.layout(16, 4, size)
 
 
 def test_a_model_is_not_built_for_a_size_that_does_not_divide() -> None:
@@ -225,9 +235,9 @@ def test_a_model_is_not_built_for_a_size_that_does_not_divide() -> None:
 
 def test_every_size_that_divides_has_a_layout_of_the_same_units() -> None:
     config = parse(NANO)
-    whole = layout(config, 16, 2)
+    whole = config.layout(16, 2)
     for size in (1, 2, 4, 8, 16):
-        each = layout(config, 16, 2, size)
+        each = config.layout(16, 2, size)
         assert each.header_bytes == whole.header_bytes
         assert each.page_units == max(1, 2 // size)
         assert each.page_bytes * whole.page_units == whole.page_bytes * each.page_units

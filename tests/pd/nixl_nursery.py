@@ -21,7 +21,7 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.core import Core
 from cairn.engine.worker import main as work
-from cairn.models import nemotron_h
+from cairn.models import decoder_builder
 
 CLOCK = "CAIRN_TEST_CLOCK"
 """Names the file with the seconds that the clock is ahead: one float64."""
@@ -60,7 +60,7 @@ def _child(order: dict, files: list[int]) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    assert nemotron_h  # imported by now, and once
+    assert decoder_builder  # imported by now, and once
     # the forked worker imports this module by its name: it is there already
     sys.modules["nixl_nursery"] = sys.modules["__main__"]
     line = socket.socket(fileno=os.dup(0))

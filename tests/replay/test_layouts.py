@@ -81,8 +81,7 @@ and convolutions in bfloat16: from sums over the layers, matrix by matrix, and n
 
 
 def models_layout(raw, dtype_bytes=2):
-    family = family_of(raw)
-    return family.layout(family.parse(raw), 16, dtype_bytes)
+    return family_of(raw).parse(raw).layout(16, dtype_bytes)
 
 
 def test_every_family_is_here():
@@ -145,7 +144,7 @@ def test_a_dtype_that_is_not_served(dtype, tmp_path):
 @pytest.mark.parametrize(("name", "raw"), [("nemotron-3-nano", NANO), ("qwen3.5-35b-a3b", QWEN35)])
 def test_the_names_are_the_published_models(name, raw):
     assert layout_for(name) == models_layout(raw)
-    assert sizes_for(name) == family_of(raw).forward_sizes(family_of(raw).parse(raw))
+    assert sizes_for(name) == family_of(raw).parse(raw).forward_sizes()
 
 
 @pytest.mark.parametrize(

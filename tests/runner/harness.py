@@ -1,6 +1,6 @@
 """Tiny random models and a driver that plans by hand. A config's family is asked for what depends on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,10 @@ from torch import Tensor
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
 from cairn.layers.thread_ranks import thread_ranks
-from cairn.models import nemotron_h, qwen3_5
+from cairn.models.contract import Family
 from cairn.models.cut import Cut
-from cairn.models.families import FAMILIES, ServedFamily
-from cairn.models.nemotron_h_config import NemotronHConfig, parse
-from cairn.models.qwen3_5_config import Qwen35Config
+from cairn.models.decoder_builder import Execution
+from cairn.models.families import FAMILIES, family_of
 from cairn.runner.content import Vision
 from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
@@ -24,12 +23,20 @@ from cairn.types import Pages, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 
-# Families whose models can be built with more than the engine asks for, by the type of their configs.
-BUILDERS: dict[type, Any] = {NemotronHConfig: nemotron_h.build, Qwen35Config: qwen3_5.build}
+BY_CONFIG = {family.config: family for family in FAMILIES.values()}
 
 
-def family(config: Any) -> ServedFamily:
-    return FAMILIES[getattr(config, "model_type", "nemotron_h")]
+def family(config: Any) -> Family:
+    return BY_CONFIG[type(config)]
+
+
+def parse(raw: Mapping[str, Any]) -> Any:
+    """The config of a raw one, of whatever family."""
+    return family_of(raw).parse(raw)
+
+
+def tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    return family(config).tensors(config)
 
 
 def raw_config(pattern: str, **changes: Any) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def random_weights(config: Any, seed: int) -> dict[str, Tensor]:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
     weights = {}
-    for name, shape in family(config).tensors(config).items():
+    for name, shape in tensors(config).items():
         last = name.rsplit(".", 1)[1]
         if last == "A_log":
             weights[name] = uniform(shape, 0.0, 2.8)
@@ -106,8 +113,7 @@ def build_tiny(
         wanted = torch.float32 if name.endswith(family(config).float32_tensors) else dtype
         return left_of(weights[name], cut).to(wanted, copy=True)
 
-    build = BUILDERS.get(type(config)) or family(config).build
-    return build(config, load, exact=exact, dtype=dtype, **options)
+    return family(config).build(config, load, Execution(exact, dtype, **options))
 
 
 @dataclass
@@ -137,7 +143,7 @@ class Driver:
     next_page: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.layout = family(self.config).layout(self.config, self.block_size, self.model.spec.dtype.itemsize)
+        self.layout = self.config.layout(self.block_size, self.model.spec.dtype.itemsize)
         self.runner = Runner(
             self.model,
             self.layout,
@@ -214,9 +220,7 @@ class RanksDriver(Driver):
 
     def __post_init__(self) -> None:
         models = [self.model, *self.others]
-        self.layout = family(self.config).layout(
-            self.config, self.block_size, self.model.spec.dtype.itemsize, len(models)
-        )
+        self.layout = self.config.layout(self.block_size, self.model.spec.dtype.itemsize, len(models))
         self.seen: list[list[Tensor]] = [[] for _ in models]
         runners = [
             Runner(model, self.layout, self.num_pages, self.num_slots, self.exact, observe=self._observer(rank))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from cairn.models.nemotron_h_config import parse
 from runner import test_exactness as one_rank
-from runner.harness import RanksDriver, random_weights, ranks, raw_config
+from runner.harness import RanksDriver, parse, random_weights, ranks, raw_config
 from runner.test_exactness import (  # noqa: F401
     test_fork_goes_on_as_its_source,
     test_full_hit_without_a_forward_pass,

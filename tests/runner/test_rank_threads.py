@@ -4,11 +4,10 @@ import pytest
 
 from cairn.errors import EngineDead
 from cairn.layers.thread_ranks import thread_ranks
-from cairn.models.nemotron_h_config import layout, parse
 from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import PageCopy, SampledToken, StepPlan, StepResult
-from runner.harness import build_tiny, prompt, random_weights, ranks, raw_config, tiny
+from runner.harness import build_tiny, parse, prompt, random_weights, ranks, raw_config, tiny
 
 
 class Drawn:
@@ -44,7 +43,7 @@ def test_a_rank_that_is_alone_gives_up() -> None:
     config = parse(raw_config("M*"))
     rank = thread_ranks(2, seconds=0.2)[1]
     model = build_tiny(config, random_weights(config, 0), exact=False, communicator=rank)
-    alone = Runner(model, layout(config, 16, 4, 2), 64, 2, exact=False)
+    alone = Runner(model, config.layout(16, 4, 2), 64, 2, exact=False)
     driver = tiny("M*", exact=False)
     row = driver.row(driver.sequence(0, 30), prompt(30, 0))
     with pytest.raises(EngineDead, match="rank 1 has waited"):
@@ -58,7 +57,7 @@ def test_rank_0_draws_for_all() -> None:
     skewed = weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}
     communicators = thread_ranks(2)
     runners = [
-        Runner(build_tiny(config, own, False, communicator=each), layout(config, 16, 4, 2), 64, 2, exact=False)
+        Runner(build_tiny(config, own, False, communicator=each), config.layout(16, 4, 2), 64, 2, exact=False)
         for each, own in zip(communicators, (weights, skewed), strict=True)
     ]
     threads, driver = RankThreads(runners), tiny("M*", exact=False)

@@ -59,7 +59,7 @@ def build_core(
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     info = _plain_info(config, opened, layout, placement)
-    num_pages, vocab_size, eos_token_ids = info.num_pages, info.vocab_size, opened.facts.eos_token_ids
+    num_pages, vocab_size, eos_token_ids = info.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model))
     ranks = _build_ranks(config, opened, layout, num_pages, observe)
     transfer = None
@@ -71,7 +71,7 @@ def build_core(
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    journal = open_journal(config, info, layout, opened.forward_sizes(), clock)
+    journal = open_journal(config, info, layout, opened.config.forward_sizes(), clock)
     if journal is None:
         cache = PrefixCache(layout, num_pages, policy, events, clock)
     else:
@@ -100,9 +100,9 @@ def _plain_info(
     """What can be told before anything is loaded. Raises ConfigError for a pool or a length that does not fit."""
     return EngineInfo(
         model=config.model,
-        architecture=opened.facts.model_type,
+        architecture=opened.family.model_type,
         dtype=str(opened.dtype).removeprefix("torch."),
-        vocab_size=opened.facts.vocab_size,
+        vocab_size=opened.config.vocab_size,
         num_pages=_num_pages(config, layout),
         max_model_len=_max_model_len(config, opened),
         block_size=config.block_size,
@@ -199,7 +199,7 @@ def _scheduling(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:
-    units = opened.units()
+    units = opened.config.units()
     return ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
 
 
@@ -233,7 +233,7 @@ def _num_pages(config: EngineConfig, layout: CacheLayout) -> int:
 
 
 def _max_model_len(config: EngineConfig, opened: OpenModel) -> int:
-    longest = opened.facts.max_position_embeddings
+    longest = opened.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {longest}: lower it")
     return config.max_model_len or longest

@@ -83,14 +83,14 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
     model = open_model(folder, settings.dtype)
     headers = read_headers(folder)
     vision = _vision_tensors(folder)
-    expected = {**model.family.tensors(model.config), **vision}
+    expected = {**model.tensors(headers), **vision}
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
     ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
     weights = [_on_meta(model, name, shape) for name, shape in expected.items()]
     return CheckReport(
         folder=folder,
-        model_type=model.facts.model_type,
-        layers=model.family.layers(model.config),
+        model_type=model.family.model_type,
+        layers=model.config.layers(),
         settings=settings,
         accounting=account(headers, expected, ignored, model.quantization),
         num_tensors=len(headers),
@@ -99,7 +99,7 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=settings.max_model_len or model.facts.max_position_embeddings,
+        max_model_len=settings.max_model_len or model.config.max_position_embeddings,
         layout=model.layout(settings.block_size),
     )
 

@@ -1,24 +1,22 @@
-"""What a model family gives the engine: a parsed config, its tensors by name, its layout, and the model itself.
+"""A model family: what the engine asks of any of them."""
 
-A family is three steps, each usable without the next: `parse` needs only config.json, `tensors` and `layout` only the
-parsed config (so `cairn check` accounts for a checkpoint without loading it), `build` the weights.
-"""
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
-
-from cairn.cache.layout import CacheLayout
-from cairn.models.cut import Cut, Units
-from cairn.models.forward_sizes import ForwardSizes
-from cairn.models.remembered import STATE_BYTES
+from cairn.models.config_schema import read
+from cairn.models.cut import Cut
+from cairn.models.decoder_config import DecoderConfig
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Family", "ModelFacts", "TensorLoader"]
+    from cairn.layers.model import Model
+    from cairn.models.decoder import Decoder
+    from cairn.models.decoder_builder import DecoderBuilder, Execution
 
-Config = TypeVar("Config")
+__all__ = ["Family", "TensorLoader"]
 
 
 class TensorLoader(Protocol):
@@ -30,48 +28,45 @@ class TensorLoader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the engine needs to know of any model, whatever its family."""
+def _tied_output() -> Mapping[str, str]:
+    return MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family. `config`: what its config.json may say; `compose`: a model of a config, brick by brick.
+
+    `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
+    name prefixes of parts of the checkpoint that are not served; `tied_tensors`: tensors that may be stored although
+    the config does not call for them, and what they have to be equal to then. `flatten`: brings the fields of
+    config.json to where they are read.
+    """
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
+    architecture: str
+    config: type[DecoderConfig]
+    compose: "Callable[[Any, DecoderBuilder], Decoder]"
+    float32_tensors: tuple[str, ...] = ()
+    # Checkpoints with tied embeddings may carry the same numbers twice.
+    ignored_tensors: tuple[str, ...] = ("lm_head.weight",)
+    tied_tensors: Mapping[str, str] = field(default_factory=_tied_output)
+    flatten: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None
 
+    def parse(self, raw: Mapping[str, object]) -> DecoderConfig:
+        """config.json -> config, of the family's own class. Raises ModelError that names the field and the fix."""
+        return read(self.config, raw if self.flatten is None else self.flatten(raw))
 
-class Family(Protocol, Generic[Config]):
-    """One model family. Stateless; `Config` is its own frozen dataclass."""
+    def tensors(self, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint by its published name, in the order of the model, with its shape. `stored`:
+        the checkpoint's tensors, where the family is published in several forms."""
+        # Here and not above: what config.json says is known without torch.
+        from cairn.models.decoder_builder import shapes_of
 
-    model_type: str
-    architectures: tuple[str, ...]
+        return shapes_of(self.compose, config, stored)
 
-    def parse(self, raw: Mapping[str, object]) -> Config:
-        """config.json -> config. Raises ModelError that names the field and the fix."""
-        ...
+    def build(self, config: DecoderConfig, load: TensorLoader, execution: "Execution") -> "Model":
+        """One rank of the model, its weights drawn from `load`. Raises ModelError that names the tensor, or ConfigError
+        that names --tensor-parallel-size or --dtype."""
+        from cairn.models.decoder_builder import DecoderBuilder
 
-    def facts(self, config: Config) -> ModelFacts: ...
-
-    def tensors(self, config: Config) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the checkpoint, by its published name, with its shape."""
-        ...
-
-    def layout(
-        self, config: Config, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
-    ) -> CacheLayout:
-        """What one of `tp_size` ranks remembers, a number of recurrent state in `state_bytes` bytes; the same on every
-        rank. Raises ConfigError naming the flag and the field where the model cannot be cut into so many shares."""
-        ...
-
-    def units(self, config: Config) -> Units:
-        """What tensor parallelism shares out, counted over the whole model."""
-        ...
-
-    def forward_sizes(self, config: Config) -> ForwardSizes:
-        """What computing a prompt's token takes, counted over the whole model."""
-        ...
-
-    def transfer_facts(self, config: Config) -> dict[str, str | int]:
-        """All fields that decide what keys, values and states are, by name."""
-        ...
+        return self.compose(config, DecoderBuilder(config, load, execution))

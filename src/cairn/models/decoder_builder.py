@@ -1,120 +1,327 @@
-"""What decoder families are built with: one rank's tensors, drawn by name, as bricks."""
+"""What families build their models with: one rank's tensors, drawn by name in the order of the checkpoint, as bricks.
 
+Names end where the bricks' own begin: `attention("model.layers.0.self_attn", ...)` draws
+`model.layers.0.self_attn.q_proj.weight` and its like.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import torch
 
 from cairn.errors import ConfigError
 from cairn.layers.attention import PagedAttention
 from cairn.layers.backend import Backend, kernels_of
-from cairn.layers.communicator import Communicator
+from cairn.layers.blend import Mixer, Parallel, Scaled
+from cairn.layers.communicator import ALONE, Communicator
 from cairn.layers.embedding import Embedding, SpreadEmbedding, TokenVectors
-from cairn.layers.linear import Linear, Projection
+from cairn.layers.gated_attention import GatedAttention
+from cairn.layers.linear import Linear, Projection, ScaledLinear
+from cairn.layers.mlp import SquaredReluMLP
+from cairn.layers.moe import MixtureOfExperts, Router
 from cairn.layers.norms import RMSNorm
-from cairn.layers.rotary import Rotary
+from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.rotary_attention import HeadNormedLinear, RotaryAttention
+from cairn.layers.short_conv import ShortConv
+from cairn.layers.softmax_moe import GatedSharedExpert, SoftmaxMixture, SoftmaxRouter
 from cairn.layers.swiglu import SwiGLU
-from cairn.models.attention_share import AttentionShare, AttentionSizes
 from cairn.models.contract import TensorLoader
-from cairn.models.cut import Run, rows_of
+from cairn.models.cut import Cut, Run, rows_of
 from cairn.models.decoder import Decoder, Layer
+from cairn.models.decoder_config import DecoderConfig
+from cairn.models.delta_net_build import build_delta_net
+from cairn.models.delta_net_share import DeltaNetSizes
+from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes
+from cairn.models.mamba2_build import build_mamba2
+from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.rank_weights import RankWeights
-from cairn.models.remembered import Remembered
-from cairn.models.text_sizes import TextSizes
+from cairn.models.short_conv_share import ShortConvSizes
 
-__all__ = ["DecoderBuilder", "Execution"]
+__all__ = ["DecoderBuilder", "Execution", "shapes_of"]
+
+Build = Callable[[Any, "DecoderBuilder"], Decoder]
+Matrices = tuple[torch.Tensor, ...]
+"""One for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels."""
+    """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels.
+    `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart."""
 
     exact: bool
     dtype: torch.dtype
-    communicator: Communicator
+    communicator: Communicator = ALONE
     backend: Backend = "cpu"
+    stored: Collection[str] = ()
 
 
 class DecoderBuilder:
-    """Draws one rank's tensors. Raises ConfigError for `exact` in another dtype than float32, and whatever `load`
-    raises."""
+    """Draws one rank's tensors. Raises ConfigError for `exact` in another dtype than float32 and for a number of ranks
+    that the model cannot be cut among, before a tensor is drawn; and whatever `load` raises."""
 
-    def __init__(self, text: TextSizes, load: TensorLoader, execution: Execution) -> None:
+    def __init__(self, config: DecoderConfig, load: TensorLoader, execution: Execution) -> None:
         if execution.exact and execution.dtype != torch.float32:
             raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {execution.dtype}")
+        self.rank, self.size = execution.communicator.rank, execution.communicator.size
+        self.stored = execution.stored
         self.weights = RankWeights(load, kernels_of(execution.backend), execution.communicator)
-        self._text = text
+        self._spec = config.remembered(self.rank, self.size).spec(execution.dtype)
+        self._config = config
         self._execution = execution
+        self._attention_layers, self._recurrent_layers = count(), count()
 
-    def norm(self, name: str, width: int | None = None) -> RMSNorm:
-        """Over hidden states, or over `width` elements."""
-        weight = self.weights.tensor(f"{name}.weight", (width or self._text.hidden_size,))
-        return RMSNorm(self.weights.kernels, weight, self._text.eps)
-
-    def attention(
-        self, name: str, sizes: AttentionSizes, share: AttentionShare, layer: int, rotary: Rotary | None
-    ) -> PagedAttention | RotaryAttention:
-        """One rank's heads, their positions turned by `rotary` or, if None, not at all."""
-        weights, dim, (first, last) = self.weights, sizes.head_dim, share.query_heads
-        queries, key_values = (first * dim, last * dim), share.kv_heads.held(dim)
-        runs = {"q_proj": queries, "k_proj": key_values, "v_proj": key_values}
-        projections: dict[str, Projection] = {
-            part: weights.column_parallel(f"{name}.{part}", (width, sizes.hidden_size), runs[part], bias=sizes.bias)
-            for part, width in sizes.widths.items()
-        }
-        for part, norm in zip(("q_proj", "k_proj"), sizes.head_norms, strict=False):
-            projections[part] = HeadNormedLinear(projections[part], self.norm(f"{name}.{norm}", dim))
-        q, k, v = projections.values()
-        out = weights.row_parallel(
-            f"{name}.{sizes.out}", (sizes.hidden_size, sizes.num_heads * dim), queries, bias=sizes.bias
-        )
-        if rotary is None:
-            return PagedAttention(weights.kernels, q, k, v, out, dim, layer)
-        return RotaryAttention(weights.kernels, q, k, v, out, rotary, dim, layer)
-
-    def swiglu(self, names: tuple[str, str, str], inner_size: int, inner: Run, bias: bool = False) -> SwiGLU:
-        """`names`: of gate, up and down; `inner`: the rank's run of the `inner_size` channels."""
-        weights, hidden = self.weights, self._text.hidden_size
-        gate, up = (
-            weights.column_parallel(name, (inner_size, hidden), inner, bias=bias) for name in (names[0], names[1])
-        )
-        return SwiGLU(weights.kernels, gate, up, weights.row_parallel(names[2], (hidden, inner_size), inner, bias))
+    # -- the whole -----------------------------------------------------------------------------------------------------
 
     def vocabulary(self, name: str) -> torch.Tensor:
         """The rank's rows of an embedding or an output, [rows, hidden]."""
-        communicator = self._execution.communicator
-        tokens, rows = rows_of(self._text.vocab_size, communicator.rank, communicator.size)
-        shape = (self._text.vocab_size, self._text.hidden_size)
+        tokens, rows = rows_of(self._config.vocab_size, self.rank, self.size)
+        shape = (self._config.vocab_size, self._config.hidden_size)
         return self.weights.vocabulary(f"{name}.weight", shape, tokens, rows)
+
+    def norm(self, name: str, width: int | None = None, centred: bool = False) -> RMSNorm:
+        """Over hidden states, or over `width` elements. `centred`: the weight is stored less 1; the sum is kept in
+        float32, as bfloat16 would round it."""
+        weight = self.weights.tensor(f"{name}.weight", (width or self._config.hidden_size,))
+        return RMSNorm(self.weights.kernels, weight.float() + 1.0 if centred else weight, self._config.eps)
 
     def decoder(
         self,
-        remembered: Remembered,
         embedding: torch.Tensor,
-        layers: list[Layer],
+        layers: Iterable[Layer],
         final_norm: RMSNorm,
-        scales: tuple[float, float] = (1.0, 1.0),
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
     ) -> Decoder:
-        """The whole, with the output's weight, which comes last in a checkpoint. `scales`: of embedding and logits."""
-        head = embedding if self._text.tied else self.vocabulary("lm_head")
+        """The whole, with the output's weight, which comes last in a checkpoint."""
+        head = embedding if self._config.tie_word_embeddings else self.vocabulary("lm_head")
         lm_head = self.weights.collect(Linear(self.weights.kernels, head))
         return Decoder(
-            spec=remembered.spec(self._execution.dtype),
+            spec=self._spec,
             exact=self._execution.exact,
-            vocab_size=self._text.vocab_size,
+            vocab_size=self._config.vocab_size,
             communicator=self._execution.communicator,
             embedding=self._vectors(embedding),
             layers=tuple(layers),
             final_norm=final_norm,
             lm_head=lm_head,
             linears=tuple(self.weights.linears),
-            embedding_scale=scales[0],
-            logit_scale=scales[1],
+            embedding_scale=embedding_scale,
+            logit_scale=logit_scale,
         )
 
     def _vectors(self, weight: torch.Tensor) -> TokenVectors:
-        communicator = self._execution.communicator
-        if communicator.size == 1:
+        """Cut like the output, which is as large: a sum over ranks a pass against a copy on every rank."""
+        if self.size == 1:
             return Embedding(weight)
-        first = rows_of(self._text.vocab_size, communicator.rank, communicator.size)[0][0]
-        return SpreadEmbedding(weight, first, communicator)
+        first = rows_of(self._config.vocab_size, self.rank, self.size)[0][0]
+        return SpreadEmbedding(weight, first, self._execution.communicator)
+
+    # -- mixers --------------------------------------------------------------------------------------------------------
+
+    def scaled(self, mixer: Mixer, after: float, before: float = 1.0) -> Mixer:
+        """after * mixer(before * x)."""
+        return Scaled(mixer, after, before)
+
+    def parallel(self, *mixers: Mixer) -> Mixer:
+        """The sum of several mixers of the same input."""
+        return Parallel(mixers)
+
+    def rotary(self, dim: int, theta: float, sections: tuple[int, int, int] | None = None) -> Rotary:
+        """Positions for `attention`; see `make_rotary`."""
+        return make_rotary(dim, theta, sections)
+
+    def attention(
+        self,
+        name: str,
+        rotary: Rotary | None,
+        *,
+        head_norms: Sequence[str] = (),
+        out: str = "o_proj",
+        factors: Mapping[str, float] | None = None,
+    ) -> Mixer:
+        """The config's attention, its positions turned by `rotary` or, if None, not at all.
+
+        `head_norms`: what the norms over one head of queries and of keys are called; `out`: what the output projection
+        is; `factors`: what a projection's results are multiplied with, by its name.
+        """
+        dim, kernels, layer = self._config.head_dim, self.weights.kernels, next(self._attention_layers)
+        *linears, o = self._attention_linears(name, out)
+        projections: dict[str, Projection] = dict(zip(("q_proj", "k_proj", "v_proj"), linears, strict=True))
+        for part, norm in zip(projections, head_norms, strict=False):
+            projections[part] = HeadNormedLinear(projections[part], self.norm(f"{name}.{norm}", dim))
+        for part, factor in (factors or {}).items():
+            projections[part] = ScaledLinear(projections[part], factor)
+        q, k, v = projections.values()
+        if rotary is None:
+            return PagedAttention(kernels, q, k, v, o, dim, layer)
+        return RotaryAttention(kernels, q, k, v, o, rotary, dim, layer)
+
+    def gated_attention(self, name: str, rotary: Rotary) -> Mixer:
+        """The config's attention with a gate on every output channel, stored behind each head's query, and centred
+        norms over one head of queries and of keys."""
+        dim = self._config.head_dim
+        query_gate, k, v, o = self._attention_linears(name, query_parts=2)
+        q_norm, k_norm = (self.norm(f"{name}.{norm}", dim, centred=True) for norm in ("q_norm", "k_norm"))
+        layer = next(self._attention_layers)
+        return GatedAttention(self.weights.kernels, query_gate, k, v, o, q_norm, k_norm, rotary, dim, layer)
+
+    def _attention_linears(self, name: str, out: str = "o_proj", query_parts: int = 1) -> tuple[Linear, ...]:
+        """q, k, v and output. `query_parts`: what is stored of each head where queries are, as wide as they."""
+        weights, sizes, bias = self.weights, self._config.attention, self._config.attention_bias
+        share, dim, hidden = sizes.share(self.rank, self.size), sizes.head_dim, sizes.hidden_size
+        (first, last), key_values, queries = share.query_heads, share.kv_heads.held(dim), sizes.num_heads * dim
+        wide, kv_shape = query_parts * dim, (sizes.num_kv_heads * dim, hidden)
+        return (
+            weights.column_parallel(
+                f"{name}.q_proj", (query_parts * queries, hidden), (first * wide, last * wide), bias=bias
+            ),
+            weights.column_parallel(f"{name}.k_proj", kv_shape, key_values, bias=bias),
+            weights.column_parallel(f"{name}.v_proj", kv_shape, key_values, bias=bias),
+            weights.row_parallel(f"{name}.{out}", (hidden, queries), (first * dim, last * dim), bias),
+        )
+
+    def mamba2(self, name: str, sizes: Mamba2Sizes, factors: tuple[float, ...] = ()) -> Mixer:
+        """See `build_mamba2`."""
+        return build_mamba2(self.weights, name, sizes, next(self._recurrent_layers), factors)
+
+    def short_conv(self, name: str, sizes: ShortConvSizes) -> Mixer:
+        """LFM2's: convolution, and its projections to B | C | x and back."""
+        weights, share, hidden = self.weights, sizes.share(self.rank, self.size), sizes.hidden_size
+        held = share.held(sizes.unit_channels)
+        conv, bias = weights.taps(f"{name}.conv", (hidden, 1, sizes.taps), held, bias=sizes.bias)
+        thirds = (share.held(sizes.unit_channels, part * hidden) for part in range(3))
+        return ShortConv(
+            kernels=weights.kernels,
+            conv=conv,
+            conv_bias=bias,
+            in_proj=weights.column_parallel(f"{name}.in_proj", (3 * hidden, hidden), *thirds, bias=sizes.bias),
+            out_proj=weights.row_parallel(f"{name}.out_proj", (hidden, hidden), held, sizes.bias),
+            layer=next(self._recurrent_layers),
+        )
+
+    def delta_net(self, name: str, sizes: DeltaNetSizes) -> Mixer:
+        """See `build_delta_net`."""
+        return build_delta_net(self.weights, name, sizes, next(self._recurrent_layers))
+
+    # -- feed-forward --------------------------------------------------------------------------------------------------
+
+    def swiglu(
+        self,
+        name: str,
+        sizes: FeedForwardSizes,
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        bias: bool = False,
+        gate_factor: float = 1.0,
+    ) -> SwiGLU:
+        """`parts`: what gate, up and down are called; `gate_factor`: what the gate is multiplied with."""
+        weights, run, shape = self.weights, sizes.share(self.rank, self.size), (sizes.inner, sizes.hidden)
+        gate, up = (weights.column_parallel(f"{name}.{part}", shape, run, bias=bias) for part in parts[:2])
+        down = weights.row_parallel(f"{name}.{parts[2]}", shape[::-1], run, bias)
+        return SwiGLU(weights.kernels, gate if gate_factor == 1.0 else ScaledLinear(gate, gate_factor), up, down)
+
+    def fused_swiglu(self, gate_up: str, down: str, sizes: FeedForwardSizes) -> SwiGLU:
+        """Whose gate and up are stored as one matrix, in this order. Both tensors by their names."""
+        weights, run = self.weights, sizes.share(self.rank, self.size)
+        both = weights.tensor(f"{gate_up}.weight", (2 * sizes.inner, sizes.hidden), run, _behind(run, sizes.inner))
+        gate, up = (weights.collect(Linear(weights.kernels, half.clone())) for half in both.chunk(2))
+        return SwiGLU(weights.kernels, gate, up, weights.row_parallel(down, (sizes.hidden, sizes.inner), run))
+
+    def squared_relu(self, name: str, sizes: FeedForwardSizes, bias: bool = False) -> SquaredReluMLP:
+        """`up_proj` and `down_proj`."""
+        weights, run, shape = self.weights, sizes.share(self.rank, self.size), (sizes.inner, sizes.hidden)
+        up = weights.column_parallel(f"{name}.up_proj", shape, run, bias=bias)
+        return SquaredReluMLP(up, weights.row_parallel(f"{name}.down_proj", shape[::-1], run, bias))
+
+    # -- mixtures of experts -------------------------------------------------------------------------------------------
+
+    def softmax_router(self, name: str, sizes: ExpertSizes, normalize: bool = True) -> SoftmaxRouter:
+        """By a softmax over all experts; `normalize`: the chosen ones' shares add up to 1."""
+        return SoftmaxRouter(self._gate(name, sizes, sizes.one.hidden), sizes.chosen, normalize)
+
+    def sigmoid_router(self, name: str, hidden: int, sizes: ExpertSizes, **rule: Any) -> Router:
+        """By a sigmoid and a correction; `rule`: further fields of `Router`."""
+        gate = self._gate(name, sizes, hidden)
+        correction = self.weights.tensor(f"{name}.e_score_correction_bias", (sizes.count,)).float()
+        return Router(self.weights.kernels, gate, correction, top_k=sizes.chosen, **rule)
+
+    def _gate(self, name: str, sizes: ExpertSizes, hidden: int) -> Linear:
+        weight = self.weights.tensor(f"{name}.weight", (sizes.count, hidden)).float()
+        return self.weights.collect(Linear(self.weights.kernels, weight))
+
+    def stacked_experts(self, gate_up: str, down: str, sizes: ExpertSizes) -> tuple[Matrices, Matrices]:
+        """SwiGLUs in two stacks, gate and up [count, 2 * inner, hidden] and down [count, hidden, inner], by the names
+        of both tensors."""
+        one, run = sizes.one, sizes.one.share(self.rank, self.size)
+        shape = (sizes.count, 2 * one.inner, one.hidden)
+        return (
+            self.weights.matrices(gate_up, shape, run, _behind(run, one.inner), dim=1),
+            self.weights.matrices(down, (sizes.count, one.hidden, one.inner), run, dim=2),
+        )
+
+    def swiglu_experts(self, name: str, sizes: ExpertSizes) -> tuple[Matrices, Matrices]:
+        """A tensor for each expert and matrix, or two stacks where the checkpoint has those: both forms are published.
+        gate and up are one product."""
+        if f"{name}.gate_up_proj" in self.stored:
+            return self.stacked_experts(f"{name}.gate_up_proj", f"{name}.down_proj", sizes)
+        weights, run, shape = self.weights, sizes.one.share(self.rank, self.size), (sizes.one.inner, sizes.one.hidden)
+        gate_ups, downs = [], []
+        for expert in range(sizes.count):
+            base = f"{name}.{expert}"
+            halves = [weights.tensor(f"{base}.{part}_proj.weight", shape, run) for part in ("gate", "up")]
+            gate_ups.append(weights.collect(Linear(weights.kernels, torch.cat(halves))).weight)
+            downs.append(weights.row_parallel(f"{base}.down_proj", shape[::-1], run).weight)
+        return tuple(gate_ups), tuple(downs)
+
+    def squared_relu_experts(self, name: str, sizes: ExpertSizes) -> tuple[Matrices, Matrices]:
+        """A tensor for each expert and matrix."""
+        experts = [self.squared_relu(f"{name}.{expert}", sizes.one) for expert in range(sizes.count)]
+        return tuple(each.up.weight for each in experts), tuple(each.down.weight for each in experts)
+
+    def gated_shared(self, name: str, sizes: FeedForwardSizes) -> GatedSharedExpert:
+        """A SwiGLU and, called `<name>_gate`, the gate on all of its outcome."""
+        expert = self.swiglu(name, sizes)
+        gate = self.weights.whole(f"{name}_gate", (1, sizes.hidden))
+        return GatedSharedExpert(self.weights.kernels, expert, gate)
+
+    def softmax_mixture(
+        self, router: SoftmaxRouter, experts: tuple[Matrices, Matrices], shared: SwiGLU | GatedSharedExpert
+    ) -> Mixer:
+        """Routed SwiGLUs and a shared one."""
+        return SoftmaxMixture(self.weights.kernels, router, *experts, shared)
+
+    def latent(self, to: str, back: str, hidden: int, width: int, bias: bool) -> tuple[Linear, Linear]:
+        """The way to the space in which routed experts work, and back. The latter has all of its inputs, but its
+        outputs are a partial sum."""
+        to_latent = self.weights.whole(to, (width, hidden), bias)
+        return to_latent, self.weights.row_parallel(back, (hidden, width), (0, width), bias)
+
+    def sigmoid_mixture(
+        self,
+        router: Router,
+        experts: tuple[Matrices, Matrices],
+        shared: SquaredReluMLP,
+        latent: tuple[Linear, Linear] | None,
+    ) -> Mixer:
+        """Routed squared-ReLU MLPs, in a latent space if there is one, and a shared one."""
+        return MixtureOfExperts(self.weights.kernels, router, *experts, shared, *(latent or (None, None)))
+
+
+def shapes_of(build: Build, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model is built of, by its published name and with its shape in the checkpoint, in the order
+    in which they are asked for: by building the model of tensors without memory."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+        found[name] = shape
+        return torch.empty(shape if cut is None else cut.shape(shape), device="meta")
+
+    build(config, DecoderBuilder(config, note, Execution(exact=False, dtype=torch.float32, stored=stored)))
+    return found
+
+
+def _behind(gate: Run, rows: int) -> Run:
+    """Where up's rows are, if the gate's are at `gate` of the first `rows`."""
+    return gate[0] + rows, gate[1] + rows

@@ -1,76 +1,164 @@
-"""Falcon-H1 executed; see `falcon_h1_config` for the architecture."""
+"""Falcon-H1 (arXiv 2507.22448 and transformers' `models/falcon_h1`): every layer has Mamba2 and rotary attention side
+by side on the same normed input, then a SwiGLU, with constant multipliers almost everywhere."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
+from cairn.errors import ModelError
+from cairn.models.config_schema import Fields, boolean, integer, number, numbers, only, other
+from cairn.models.contract import Family
+from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
+from cairn.models.layer_sizes import LayerSizes
+from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config, expanded
+from cairn.models.mamba2_share import Mamba2Sizes
+from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
-from cairn.layers.blend import Mixer, Parallel, Scaled
-from cairn.layers.linear import ScaledLinear
-from cairn.layers.rotary import Rotary, make_rotary
-from cairn.models.contract import TensorLoader
-from cairn.models.decoder import Decoder, Layer
-from cairn.models.decoder_builder import DecoderBuilder, Execution
-from cairn.models.falcon_h1_config import FalconH1Config
-from cairn.models.mamba2_build import build_mamba2
-from cairn.models.mamba2_share import StateShare
+if TYPE_CHECKING:
+    from cairn.models.decoder import Decoder, Layer
+    from cairn.models.decoder_builder import DecoderBuilder
 
-__all__ = ["build"]
-
-
-def build(config: FalconH1Config, load: TensorLoader, execution: Execution) -> Decoder:
-    """The rank of the model with its weights drawn from `load`. Raises ConfigError for a number of ranks that the model
-    cannot be cut among, and as `DecoderBuilder` does."""
-    rank, size = execution.communicator.rank, execution.communicator.size
-    remembered = config.remembered(rank, size)
-    builder = _Layers(config, DecoderBuilder(config.text, load, execution), rank, size)
-    embedding = builder.decoder.vocabulary("model.embed_tokens")
-    layers = [layer for index in range(config.num_hidden_layers) for layer in builder.block(index)]
-    final_norm = builder.decoder.norm("model.final_layernorm")
-    scales = (config.multipliers.embedding, config.multipliers.lm_head)
-    return builder.decoder.decoder(remembered, embedding, layers, final_norm, scales)
+__all__ = ["FAMILY", "RECIPE", "FalconH1Config"]
 
 
-class _Layers:
-    def __init__(self, config: FalconH1Config, decoder: DecoderBuilder, rank: int, size: int) -> None:
-        self.decoder = decoder
-        self._config = config
-        self._attention_share = config.attention.share(rank, size)
-        self._state_share = config.mamba2.share(rank, size)
-        self._inner = config.inner(rank, size)
-        self._rotary: Rotary = make_rotary(config.attention.head_dim, config.rope_theta)
-        self._steps = _projection_multipliers(config, self._state_share)
-
-    def block(self, index: int) -> tuple[Layer, Layer]:
-        name, by = f"model.layers.{index}", self._config.multipliers
-        first = self.decoder.norm(f"{name}.input_layernorm")
-        mixers = (
-            Scaled(self._mamba2(f"{name}.mamba", index), by.ssm_out, by.ssm_in),
-            Scaled(self._attention(f"{name}.self_attn", index), by.attention_out, by.attention_in),
+def _normed(given: Fields, name: str, found: Any) -> bool:
+    normed = given.boolean(name, default=False)
+    # Where config.json is silent the norm comes first; false is always written out, as it is not the default.
+    if normed and given.boolean("mamba_norm_before_gate", default=True):
+        raise ModelError(
+            "config.json: mamba_norm_before_gate is true (which it also is where it is missing), but with "
+            "mamba_rms_norm only false is implemented"
         )
-        second = self.decoder.norm(f"{name}.pre_ff_layernorm")
-        return (first, Parallel(mixers)), (second, self._mlp(f"{name}.feed_forward"))
-
-    def _mamba2(self, name: str, layer: int) -> Mixer:
-        mamba2 = build_mamba2(self.decoder.weights, name, self._config.mamba2, self._state_share, layer)
-        return replace(mamba2, in_proj=ScaledLinear(mamba2.in_proj, self._steps))
-
-    def _attention(self, name: str, layer: int) -> Mixer:
-        attention = self.decoder.attention(name, self._config.attention, self._attention_share, layer, self._rotary)
-        return replace(attention, k_proj=ScaledLinear(attention.k_proj, self._config.multipliers.key))
-
-    def _mlp(self, name: str) -> Mixer:
-        config = self._config
-        gate, up, down = (f"{name}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
-        mlp = self.decoder.swiglu((gate, up, down), config.intermediate_size, self._inner, config.mlp_bias)
-        before, after = config.multipliers.mlp
-        return Scaled(replace(mlp, gate=ScaledLinear(mlp.gate, before)), after)
+    return normed
 
 
-def _projection_multipliers(config: FalconH1Config, share: StateShare) -> torch.Tensor:
-    """One number for each of the rank's rows of in_proj: gate | x | B | C | dt."""
-    sizes = config.mamba2
-    bc = sizes.groups * sizes.state_size
-    widths = (sizes.inner, sizes.inner, bc, bc, sizes.num_heads)
-    parts = [torch.full((width,), by) for width, by in zip(widths, config.multipliers.ssm, strict=True)]
-    whole = torch.cat(parts)
-    return torch.cat([whole[begin:end] for begin, end in share.projection_runs()])
+def _inner(given: Fields, name: str, found: Any) -> int:
+    return given.integer(name, 1, MAX_WIDTH) if given.has(name) else expanded(given, name, found)
+
+
+def _multiplier() -> Any:
+    return number(-1e6, 1e6, default=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FalconH1Config(Mamba2Config):
+    """`ssm_multipliers`: of gate, x, B, C and dt; `mlp_multipliers`: of the gate before its silu, and of the output."""
+
+    num_hidden_layers: int = integer(1, MAX_LAYERS)
+    eps: float = number(1e-12, 1.0, default=1e-5, names=("rms_norm_eps",))
+    rope_theta: float = rope_theta()
+    mamba_inner: int = other(_inner, names=("mamba_d_ssm",))
+    mamba_rms_norm: bool = other(_normed)
+    projectors_bias: bool = boolean(default=False)
+    intermediate_size: int = integer(1, MAX_WIDTH)
+    mlp_bias: bool = boolean(default=False)
+    hidden_act: str = only("silu")
+    embedding_multiplier: float = _multiplier()
+    lm_head_multiplier: float = _multiplier()
+    key_multiplier: float = _multiplier()
+    attention_in_multiplier: float = _multiplier()
+    attention_out_multiplier: float = _multiplier()
+    ssm_in_multiplier: float = _multiplier()
+    ssm_out_multiplier: float = _multiplier()
+    ssm_multipliers: tuple[float, ...] = numbers(5, -1e6, 1e6, default=1.0)
+    mlp_multipliers: tuple[float, ...] = numbers(2, -1e6, 1e6, default=1.0)
+
+    @property
+    def normed_mamba2(self) -> Mamba2Sizes:
+        """Of one layer's Mamba2."""
+        return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
+
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """See `DecoderConfig`."""
+        for sizes in (self.feed_forward("intermediate_size"), self.normed_mamba2, self.attention):
+            yield self.num_hidden_layers, sizes
+
+    def layers(self) -> dict[str, int]:
+        """See `DecoderConfig`."""
+        return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
+
+
+def build(config: FalconH1Config, b: "DecoderBuilder") -> "Decoder":
+    """The rank of the model whose tensors the builder draws."""
+    rotary = b.rotary(config.head_dim, config.rope_theta)
+    of_gate, of_mlp = config.mlp_multipliers
+    embedding = b.vocabulary("model.embed_tokens")
+    layers: list[Layer] = []
+    for index in range(config.num_hidden_layers):
+        name = f"model.layers.{index}"
+        first = b.norm(f"{name}.input_layernorm")
+        mamba2 = b.mamba2(f"{name}.mamba", config.normed_mamba2, config.ssm_multipliers)
+        attention = b.attention(f"{name}.self_attn", rotary, factors={"k_proj": config.key_multiplier})
+        mixer = b.parallel(
+            b.scaled(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
+            b.scaled(attention, config.attention_out_multiplier, config.attention_in_multiplier),
+        )
+        second = b.norm(f"{name}.pre_ff_layernorm")
+        sizes = config.feed_forward("intermediate_size")
+        mlp = b.swiglu(f"{name}.feed_forward", sizes, bias=config.mlp_bias, gate_factor=of_gate)
+        layers += [(first, mixer), (second, b.scaled(mlp, of_mlp))]
+    final_norm = b.norm("model.final_layernorm")
+    return b.decoder(embedding, layers, final_norm, config.embedding_multiplier, config.lm_head_multiplier)
+
+
+FAMILY = Family(
+    model_type="falcon_h1",
+    architecture="FalconH1ForCausalLM",
+    config=FalconH1Config,
+    compose=build,
+    float32_tensors=MAMBA2_FLOAT32,
+)
+
+LM_HEAD_MULTIPLIER = 0.25
+
+RECIPE = Recipe(
+    architecture=FAMILY.architecture,
+    model_type=FAMILY.model_type,
+    # About 5 M parameters, a checkpoint is 3 pages of 16 tokens in float32; about 300 M parameters.
+    sizes={
+        "num_hidden_layers": by_size(4, 20),
+        "hidden_size": by_size(256, 1024),
+        "num_attention_heads": by_size(4, 16),
+        "num_key_value_heads": by_size(2, 4),
+        "head_dim": 64,
+        "mamba_d_ssm": by_size(256, 2048),
+        "mamba_n_heads": by_size(8, 32),
+        "mamba_d_head": by_size(32, 64),
+        "mamba_d_state": by_size(32, 128),
+        "mamba_n_groups": 2,
+        "intermediate_size": by_size(512, 2048),
+    },
+    fields={
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375,
+        "embedding_multiplier": 4.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "key_multiplier": 0.5,
+        "lm_head_multiplier": LM_HEAD_MULTIPLIER,
+        "mamba_chunk_size": 128,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": False,
+        "mamba_rms_norm": True,
+        "mamba_use_mlp": True,
+        "mlp_bias": False,
+        "mlp_multipliers": [0.875, 0.75],
+        "num_logits_to_keep": 1,
+        "projectors_bias": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.75, 0.5, 1.0, 0.875, 0.625],
+        "ssm_out_multiplier": 0.75,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    },
+    spreads={".D": (1.0, 0.2), "embed_tokens.weight": (0.0, 0.25)},
+    gains={"lm_head.weight": LOGIT_STD / LM_HEAD_MULTIPLIER},
+)

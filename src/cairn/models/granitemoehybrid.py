@@ -1,108 +1,171 @@
-"""Granite 4.0 executed; see `granitemoehybrid_config` for the architecture."""
+"""Granite 4.0 (IBM's checkpoints and transformers' `models/granitemoehybrid`): Mamba2 or attention, with or without
+rotary positions; then a mixture of SwiGLU experts beside a shared one, or the shared one alone; constant multipliers of
+embedding, residual branches, attention scores and logits."""
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from cairn.models.config_schema import integer, layer_kinds, number, only
+from cairn.models.contract import Family
+from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
+from cairn.models.layer_sizes import ExpertSizes, LayerSizes
+from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config
+from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
-from cairn.layers.blend import Mixer, Scaled
-from cairn.layers.linear import Linear, ScaledLinear
-from cairn.layers.rotary import make_rotary
-from cairn.layers.softmax_moe import SoftmaxMixture, SoftmaxRouter
-from cairn.layers.swiglu import SwiGLU
-from cairn.models.contract import TensorLoader
-from cairn.models.cut import Run
-from cairn.models.decoder import Decoder, Layer
-from cairn.models.decoder_builder import DecoderBuilder, Execution
-from cairn.models.granitemoehybrid_config import ATTENTION, MAMBA, GraniteConfig
-from cairn.models.mamba2_build import build_mamba2
+if TYPE_CHECKING:
+    from cairn.layers.blend import Mixer
+    from cairn.models.decoder import Decoder, Layer
+    from cairn.models.decoder_builder import DecoderBuilder
 
-__all__ = ["build"]
+__all__ = ["FAMILY", "RECIPE", "GraniteConfig"]
 
+MAMBA, ATTENTION = "mamba", "attention"
 
-def build(config: GraniteConfig, load: TensorLoader, execution: Execution) -> Decoder:
-    """The rank of the model with its weights drawn from `load`. Raises ConfigError for a number of ranks that the model
-    cannot be cut among, and as `DecoderBuilder` does."""
-    rank, size = execution.communicator.rank, execution.communicator.size
-    remembered = config.remembered(rank, size)
-    builder = _Layers(config, DecoderBuilder(config.text, load, execution), rank, size)
-    embedding = builder.decoder.vocabulary("model.embed_tokens")
-    layers = [layer for index in range(len(config.pattern)) for layer in builder.block(index)]
-    final_norm = builder.decoder.norm("model.norm")
-    scales = (config.embedding_scale, config.logit_scale)
-    return builder.decoder.decoder(remembered, embedding, layers, final_norm, scales)
+KINDS = MappingProxyType(
+    {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, "full_attention": ATTENTION}
+)
 
 
-class _Layers:
-    def __init__(self, config: GraniteConfig, decoder: DecoderBuilder, rank: int, size: int) -> None:
-        self.decoder = decoder
-        self._config = config
-        self._rank, self._size = rank, size
-        dim, theta = config.attention.head_dim, config.rope_theta
-        self._rotary = None if theta is None else make_rotary(dim, theta)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteConfig(Mamba2Config):
+    """`rope_theta` 0: attention without positions. `num_local_experts` 0: no mixture."""
 
-    def block(self, index: int) -> tuple[Layer, Layer]:
-        config, name = self._config, f"model.layers.{index}"
-        kind = config.pattern[index]
-        make = {MAMBA: self._mamba2, ATTENTION: self._attention}[kind]
-        first = self.decoder.norm(f"{name}.input_layernorm")
-        mixer = make(name, config.pattern[:index].count(kind))
-        second = self.decoder.norm(f"{name}.post_attention_layernorm")
-        return (first, self._residual(mixer)), (second, self._residual(self._feed_forward(name)))
+    layer_types: tuple[str, ...] = layer_kinds(
+        KINDS,
+        names=("layer_types", "layers_block_type"),
+        default=lambda given: (MAMBA,) * given.integer("num_hidden_layers", 1, MAX_LAYERS),
+    )
+    # "nope" is what the checkpoints say, null what transformers writes.
+    position_embedding_type: str = only("nope", "rope")
+    rope_theta: float = rope_theta(when=lambda found: found.position_embedding_type == "rope")
+    attention_multiplier: float = number(1e-9, 1e6, default=1.0)
+    embedding_multiplier: float = number(1e-9, 1e6, default=1.0)
+    residual_multiplier: float = number(1e-9, 1e6, default=1.0)
+    logits_scaling: float = number(1e-9, 1e6, default=1.0)
+    num_local_experts: int = integer(0, 1 << 12, default=8)
+    num_experts_per_tok: int = integer(
+        1, lambda found: found.num_local_experts, default=2, when=lambda found: found.num_local_experts
+    )
+    intermediate_size: int = integer(1, MAX_WIDTH, when=lambda found: found.num_local_experts)
+    shared_intermediate_size: int = integer(1, MAX_WIDTH, default=1024)
+    hidden_act: str = only("silu")
+    normalization_function: str = only("rmsnorm")
 
-    def _residual(self, mixer: Mixer) -> Scaled:
-        return Scaled(mixer, self._config.residual_scale)
+    @property
+    def experts(self) -> ExpertSizes:
+        """Of one layer's mixture, without the shared expert."""
+        one = self.feed_forward("intermediate_size")
+        router = self.num_local_experts * self.hidden_size
+        return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, one, router)
 
-    def _mamba2(self, name: str, layer: int) -> Mixer:
-        sizes = self._config.mamba2
-        return build_mamba2(self.decoder.weights, f"{name}.mamba", sizes, sizes.share(self._rank, self._size), layer)
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """See `DecoderConfig`."""
+        yield len(self.layer_types) if self.num_local_experts else 0, self.experts
+        yield len(self.layer_types), self.feed_forward("shared_intermediate_size")
+        yield self.layer_types.count(MAMBA), self.mamba2
+        yield self.layer_types.count(ATTENTION), self.attention
 
-    def _attention(self, name: str, layer: int) -> Mixer:
-        sizes = self._config.attention
-        share = sizes.share(self._rank, self._size)
-        attention = self.decoder.attention(f"{name}.self_attn", sizes, share, layer, self._rotary)
-        # The kernels scale by head_dim^-0.5.
-        scale = self._config.score_scale * math.sqrt(sizes.head_dim)
-        return replace(attention, q_proj=ScaledLinear(attention.q_proj, scale))
-
-    def _feed_forward(self, name: str) -> Mixer:
-        shared = self._shared(f"{name}.shared_mlp")
-        return self._mixture(f"{name}.block_sparse_moe", shared) if self._config.experts else shared
-
-    def _shared(self, name: str) -> SwiGLU:
-        config, weights = self._config, self.decoder.weights
-        inner, shapes = config.shared_inner(self._rank, self._size), config.feed_forward_shapes()
-        rows, hidden = shapes["shared_mlp.input_linear"]
-        both = weights.tensor(f"{name}.input_linear.weight", (rows, hidden), inner, _up(inner, rows))
-        gate, up = (weights.collect(Linear(weights.kernels, half.clone())) for half in both.chunk(2))
-        return SwiGLU(
-            weights.kernels, gate, up, weights.row_parallel(f"{name}.output_linear", (hidden, rows // 2), inner)
-        )
-
-    def _mixture(self, name: str, shared: SwiGLU) -> SoftmaxMixture:
-        config, weights = self._config, self.decoder.weights
-        run, shapes = config.expert_inner(self._rank, self._size), config.feed_forward_shapes()
-        router = weights.tensor(f"{name}.router.layer.weight", shapes["block_sparse_moe.router.layer"]).float()
-        first, second = shapes["block_sparse_moe.input_linear"], shapes["block_sparse_moe.output_linear"]
-        gate_up = weights.tensor(f"{name}.input_linear.weight", first, run, _up(run, first[1]), dim=1)
-        down = weights.tensor(f"{name}.output_linear.weight", second, run, dim=2)
-        return SoftmaxMixture(
-            kernels=weights.kernels,
-            # The softmax over the chosen experts alone is that over all of them, made to sum up to 1.
-            router=SoftmaxRouter(
-                weights.collect(Linear(weights.kernels, router)), config.experts_per_token, normalize=True
-            ),
-            gate_up=self._experts(gate_up),
-            down=self._experts(down),
-            shared=shared,
-        )
-
-    def _experts(self, together: Tensor) -> tuple[Tensor, ...]:
-        """[expert, out, in] -> a matrix each, where the allocator puts it."""
-        weights = self.decoder.weights
-        return tuple(weights.collect(Linear(weights.kernels, one.clone())).weight for one in together)
+    def layers(self) -> dict[str, int]:
+        """See `DecoderConfig`."""
+        behind = "mixture of experts" if self.num_local_experts else "MLP"
+        words = {MAMBA: f"Mamba2 with {behind}", ATTENTION: f"attention with {behind}"}
+        return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def _up(gate: Run, rows: int) -> Run:
-    """Where up's rows are, if the gate's are at `gate` of the tensor's first half."""
-    return gate[0] + rows // 2, gate[1] + rows // 2
+def build(config: GraniteConfig, b: "DecoderBuilder") -> "Decoder":
+    """The rank of the model whose tensors the builder draws."""
+    rotary = b.rotary(config.head_dim, config.rope_theta) if config.rope_theta else None
+    # The kernels scale by head_dim^-0.5.
+    factors = {"q_proj": config.attention_multiplier * math.sqrt(config.head_dim)}
+    embedding = b.vocabulary("model.embed_tokens")
+    layers: list[Layer] = []
+    for index, kind in enumerate(config.layer_types):
+        name, by = f"model.layers.{index}", config.residual_multiplier
+        first = b.norm(f"{name}.input_layernorm")
+        if kind == MAMBA:
+            mixer = b.mamba2(f"{name}.mamba", config.mamba2)
+        else:
+            mixer = b.attention(f"{name}.self_attn", rotary, factors=factors)
+        second = b.norm(f"{name}.post_attention_layernorm")
+        layers += [(first, b.scaled(mixer, by)), (second, b.scaled(_feed_forward(config, b, name), by))]
+    final_norm = b.norm("model.norm")
+    return b.decoder(embedding, layers, final_norm, config.embedding_multiplier, 1 / config.logits_scaling)
+
+
+def _feed_forward(config: GraniteConfig, b: "DecoderBuilder", name: str) -> "Mixer":
+    moe, mlp = f"{name}.block_sparse_moe", f"{name}.shared_mlp"
+    mixture = None
+    if config.num_local_experts:
+        router = b.softmax_router(f"{moe}.router.layer", config.experts)
+        experts = b.stacked_experts(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight", config.experts)
+        mixture = router, experts
+    sizes = config.feed_forward("shared_intermediate_size")
+    shared = b.fused_swiglu(f"{mlp}.input_linear", f"{mlp}.output_linear", sizes)
+    return b.softmax_mixture(*mixture, shared) if mixture else shared
+
+
+FAMILY = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    config=GraniteConfig,
+    compose=build,
+    float32_tensors=MAMBA2_FLOAT32,
+)
+
+LOGITS_SCALING = 2.0
+
+RECIPE = Recipe(
+    architecture=FAMILY.architecture,
+    model_type=FAMILY.model_type,
+    # About 9 M parameters, a checkpoint is 9 pages of 16 tokens in float32; about 300 M parameters.
+    sizes={
+        "num_hidden_layers": by_size(6, 18),
+        "layer_types": by_size((["mamba"] * 2 + ["attention"]) * 2, (["mamba"] * 5 + ["attention"]) * 3),
+        "hidden_size": by_size(256, 1024),
+        "num_attention_heads": by_size(4, 16),
+        "num_key_value_heads": by_size(2, 4),
+        "attention_multiplier": 0.125,
+        "mamba_n_heads": by_size(8, 32),
+        "mamba_d_head": 64,
+        "mamba_d_state": by_size(32, 128),
+        "mamba_n_groups": 1,
+        "num_local_experts": by_size(8, 16),
+        "num_experts_per_tok": by_size(2, 4),
+        "intermediate_size": by_size(128, 192),
+        "shared_intermediate_size": by_size(256, 1024),
+    },
+    fields={
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "embedding_multiplier": 1.5,
+        "hidden_act": "silu",
+        "initializer_range": 0.1,
+        "logits_scaling": LOGITS_SCALING,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_proj_bias": False,
+        "normalization_function": "rmsnorm",
+        "output_router_logits": False,
+        "position_embedding_type": "nope",
+        "residual_multiplier": 0.8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "router_aux_loss_coef": 0.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+    },
+    spreads={".D": (1.0, 0.2)},
+    # Tied to the output; the layers are loud enough that an answer is not its last token for ever.
+    gains={
+        "embed_tokens.weight": LOGITS_SCALING * LOGIT_STD,
+        "o_proj.weight": 4.0,
+        "out_proj.weight": 4.0,
+        "output_linear.weight": 4.0,
+    },
+)

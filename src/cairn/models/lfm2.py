@@ -1,56 +1,129 @@
-"""LFM2 executed; see `lfm2_config` for the architecture."""
+"""LFM2, dense (Liquid AI's checkpoints and transformers' `models/lfm2`): a doubly gated short convolution or rotary
+attention with normed heads, then a SwiGLU. All that the convolutions remember is their last inputs."""
 
-from cairn.layers.blend import Mixer
-from cairn.layers.rotary import make_rotary
-from cairn.layers.short_conv import ShortConv
-from cairn.models.contract import TensorLoader
-from cairn.models.cut import Share
-from cairn.models.decoder import Decoder, Layer
-from cairn.models.decoder_builder import DecoderBuilder, Execution
-from cairn.models.lfm2_config import CONV, Lfm2Config
-from cairn.models.rank_weights import RankWeights
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["build"]
+from cairn.models.config_schema import Fields, boolean, integer, layer_kinds, number, other
+from cairn.models.contract import Family
+from cairn.models.decoder_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
+from cairn.models.layer_sizes import LayerSizes
+from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.short_conv_share import ShortConvSizes
 
+if TYPE_CHECKING:
+    from cairn.models.decoder import Decoder, Layer
+    from cairn.models.decoder_builder import DecoderBuilder
 
-def build(config: Lfm2Config, load: TensorLoader, execution: Execution) -> Decoder:
-    """The rank of the model with its weights drawn from `load`. Raises ConfigError for a number of ranks that the model
-    cannot be cut among, and as `DecoderBuilder` does."""
-    rank, size = execution.communicator.rank, execution.communicator.size
-    remembered = config.remembered(rank, size)
-    heads, channels = config.attention.share(rank, size), config.conv_share(rank, size)
-    builder = DecoderBuilder(config.text, load, execution)
-    rotary = make_rotary(config.attention.head_dim, config.rope_theta)
-    embedding = builder.vocabulary("model.embed_tokens")
-    layers: list[Layer] = []
-    for index, kind in enumerate(config.pattern):
-        name, number = f"model.layers.{index}", config.pattern[:index].count(kind)
-        mixer: Mixer
-        if kind == CONV:
-            mixer = _short_conv(f"{name}.conv", config, builder.weights, channels, number)
-        else:
-            mixer = builder.attention(f"{name}.self_attn", config.attention, heads, number, rotary)
-        layers.append((builder.norm(f"{name}.operator_norm"), mixer))
-        gate, up, down = (f"{name}.feed_forward.{part}" for part in ("w1", "w3", "w2"))
-        mlp = builder.swiglu((gate, up, down), config.intermediate_size, config.inner(rank, size))
-        layers.append((builder.norm(f"{name}.ffn_norm"), mlp))
-    return builder.decoder(remembered, embedding, layers, builder.norm("model.embedding_norm"))
+__all__ = ["FAMILY", "RECIPE", "Lfm2Config"]
+
+CONV, ATTENTION = "conv", "full_attention"
 
 
-def _short_conv(name: str, config: Lfm2Config, weights: RankWeights, share: Share, layer: int) -> ShortConv:
-    hidden, width, bias = config.text.hidden_size, config.unit_channels, config.conv_bias
-    held = share.held(width)
-    taps = weights.tensor(f"{name}.conv.weight", (hidden, 1, config.conv_taps), held)
-    return ShortConv(
-        kernels=weights.kernels,
-        in_proj=weights.column_parallel(
-            f"{name}.in_proj",
-            (3 * hidden, hidden),
-            *(share.held(width, part * hidden) for part in range(3)),
-            bias=bias,
-        ),
-        conv=taps[:, 0].t().float().contiguous(),
-        conv_bias=weights.tensor(f"{name}.conv.bias", (hidden,), held).float() if bias else None,
-        out_proj=weights.row_parallel(f"{name}.out_proj", (hidden, hidden), held, bias),
-        layer=layer,
+def _first_published(given: Fields) -> tuple[str, ...]:
+    """By `full_attn_idxs`, which the first published checkpoints have instead of `layer_types`."""
+    count = given.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if not given.has("full_attn_idxs"):
+        return (ATTENTION,) * count
+    attention = given.integers("full_attn_idxs", 0, count - 1)
+    return tuple(ATTENTION if index in attention else CONV for index in range(count))
+
+
+def _inner(given: Fields, name: str, found: Any) -> int:
+    """Two thirds of what is given, unless that is said to be final already."""
+    size = given.integer(name, 1, MAX_WIDTH, default=12288)
+    if not given.boolean("block_auto_adjust_ff_dim", default=True):
+        return size
+    multiple = given.integer("block_multiple_of", 1, 1 << 16, default=256)
+    size = int(given.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0) * int(2 * size / 3))
+    return multiple * -(-size // multiple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2Config(DecoderConfig):
+    """`conv_L_cache`: how many inputs the convolution sees; `conv_bias`: of convolution and projections;
+    `intermediate_size`: of SwiGLU's three matrices, as it is used."""
+
+    layer_types: tuple[str, ...] = layer_kinds(
+        MappingProxyType({CONV: CONV, ATTENTION: ATTENTION}), default=_first_published
     )
+    eps: float = number(1e-12, 1.0, default=1e-5, names=("norm_eps",))
+    # The older name counts where both are said, as in transformers.
+    tie_word_embeddings: bool = boolean(default=True, names=("tie_embedding", "tie_word_embeddings"))
+    num_attention_heads: int = integer(1, MAX_HEADS, divides="hidden_size")
+    rope_theta: float = rope_theta(default=1e6)
+    conv_L_cache: int = integer(2, 64, default=3)
+    conv_bias: bool = boolean(default=False)
+    intermediate_size: int = other(_inner, names=("block_ff_dim", "intermediate_size"))
+
+    @property
+    def conv(self) -> ShortConvSizes:
+        """Of one short convolution: as many units as query heads, so that it can be cut wherever attention can."""
+        return ShortConvSizes(
+            self.hidden_size, self.num_attention_heads, "num_attention_heads", self.conv_L_cache, self.conv_bias
+        )
+
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """See `DecoderConfig`."""
+        yield len(self.layer_types), self.feed_forward("intermediate_size")
+        yield self.layer_types.count(CONV), self.conv
+        yield self.layer_types.count(ATTENTION), self.attention
+
+    def layers(self) -> dict[str, int]:
+        """See `DecoderConfig`."""
+        words = {CONV: "short convolution with MLP", ATTENTION: "attention with MLP"}
+        return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
+
+
+def build(config: Lfm2Config, b: "DecoderBuilder") -> "Decoder":
+    """The rank of the model whose tensors the builder draws."""
+    rotary = b.rotary(config.head_dim, config.rope_theta)
+    embedding = b.vocabulary("model.embed_tokens")
+    layers: list[Layer] = []
+    for index, kind in enumerate(config.layer_types):
+        name = f"model.layers.{index}"
+        first = b.norm(f"{name}.operator_norm")
+        if kind == CONV:
+            mixer = b.short_conv(f"{name}.conv", config.conv)
+        else:
+            norms = ("q_layernorm", "k_layernorm")
+            mixer = b.attention(f"{name}.self_attn", rotary, head_norms=norms, out="out_proj")
+        second = b.norm(f"{name}.ffn_norm")
+        mlp = b.swiglu(f"{name}.feed_forward", config.feed_forward("intermediate_size"), ("w1", "w3", "w2"))
+        layers += [(first, mixer), (second, mlp)]
+    return b.decoder(embedding, layers, b.norm("model.embedding_norm"))
+
+
+FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config, compose=build)
+
+RECIPE = Recipe(
+    architecture=FAMILY.architecture,
+    model_type=FAMILY.model_type,
+    # About 6 M parameters, a checkpoint is 1 page of 16 tokens; about 300 M parameters.
+    sizes={
+        "num_hidden_layers": by_size(8, 24),
+        "layer_types": by_size([CONV, CONV, ATTENTION, CONV, CONV, ATTENTION, CONV, CONV], [CONV, CONV, ATTENTION] * 8),
+        "hidden_size": by_size(256, 1024),
+        "num_attention_heads": by_size(4, 16),
+        "num_key_value_heads": by_size(2, 8),
+        "block_ff_dim": by_size(768, 4096),
+    },
+    fields={
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "block_norm_eps": 1e-05,
+        "block_use_swiglu": True,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "initializer_range": 0.02,
+        "norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "use_cache": True,
+        "use_pos_enc": True,
+    },
+    # Tied to the output.
+    gains={"embed_tokens.weight": LOGIT_STD},
+)

@@ -86,10 +86,7 @@ def account(
     ignored: tuple[str, ...] = (),
     quantization: Quantization | None = None,
 ) -> Accounting:
-    """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served.
-
-    An expected tensor may be stored in other ways than under its name, see `stored`.
-    """
+    """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
     misshapen, unreadable, missing = [], [], []
     for name, shape in expected.items():
         source = stored(headers, name, quantization)
@@ -100,12 +97,7 @@ def account(
         elif problem := _unreadable(headers, source, name, quantization):
             unreadable.append(problem)
     used = consumed(headers, expected, quantization)
-    for name, entries in used.items():
-        if entries and headers[name].shape[0] != entries:
-            misshapen.append(
-                f"{headers[name].file}: {name} has {headers[name].shape[0]} experts, config.json makes it {entries}"
-            )
-    extra = headers.keys() - used.keys()
+    extra = headers.keys() - used
     unknown = [name for name in extra if not name.startswith(ignored)]
     return Accounting(
         missing=tuple(sorted(missing)),
@@ -126,7 +118,7 @@ def _unreadable(
 ) -> str | None:
     found = source.header
     if found.dtype == FP8:
-        problem = scale_problem(headers, source, quantization)
+        problem = scale_problem(headers, name, source, quantization)
         return f"{found.file}: {name} {problem}" if problem else None
     if found.dtype in READABLE:
         return None
@@ -195,37 +187,31 @@ class WeightReader:
         if problem := _unreadable(self.headers, source, name, self._quantization):
             raise ModelError(problem)
         try:
-            return self._read(source, name, shape, cut)
+            return self._read(name, source, shape, cut)
         except READ_ERRORS as error:
             raise ModelError(f"{self._folder / source.header.file}: {name} cannot be read: {error}") from error
 
-    def _read(self, source: Stored, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
+    def _read(self, name: str, source: Stored, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
         if cut is None:
-            return self._numbers(source, tuple(slice(0, length) for length in shape)).to(dtype, copy=True)
+            return self._numbers(name, source, tuple(slice(0, length) for length in shape)).to(dtype, copy=True)
         out = torch.empty(cut.shape(shape), dtype=dtype)
         place = 0
         for begin, end in cut.runs:
             if begin < end:
                 wanted = [slice(0, length) for length in shape]
                 wanted[cut.dim] = slice(begin, end)
-                out.narrow(cut.dim, place, end - begin).copy_(self._numbers(source, tuple(wanted)))
+                out.narrow(cut.dim, place, end - begin).copy_(self._numbers(name, source, tuple(wanted)))
             place += end - begin
         return out
 
-    def _numbers(self, source: Stored, wanted: tuple[slice, ...]) -> torch.Tensor:
+    def _numbers(self, name: str, source: Stored, wanted: tuple[slice, ...]) -> torch.Tensor:
         """These places of a tensor, as they are stored, or in float32 where they are quantized."""
         file = self._file(source.header.file)
-        if source.entry is not None:
-            first = source.first_row
-            rows = slice(first + wanted[0].start, first + wanted[0].stop)
-            entry = slice(source.entry, source.entry + 1)
-            found: torch.Tensor = file.get_slice(source.name)[entry, rows, wanted[1]]
-            return found[0]
         if all(part == slice(0, length) for part, length in zip(wanted, source.header.shape, strict=True)):
-            values: torch.Tensor = file.get_tensor(source.name)
+            values: torch.Tensor = file.get_tensor(name)
         else:
-            values = file.get_slice(source.name)[wanted]
+            values = file.get_slice(name)[wanted]
         if source.scale is None or self._quantization is None:
             return values
         scale = self._file(self.headers[source.scale].file).get_tensor(source.scale)

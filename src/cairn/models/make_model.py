@@ -19,39 +19,30 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from cairn.errors import ConfigError
-from cairn.models import (
-    falcon_h1_recipe,
-    granitemoehybrid_recipe,
-    lfm2_recipe,
-    nemotron_h_recipe,
-    qwen3_5_recipe,
-    qwen3_5_vl_recipe,
-    qwen3_recipe,
-)
+from cairn.models import falcon_h1, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5, qwen3_5_vision
 from cairn.models.families import family_of
 from cairn.models.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
-from cairn.models.recipe import Asked, Recipe, Size, drawn
+from cairn.models.recipe import SIZES, Asked, Recipe, Size
 
-__all__ = ["MADE_FAMILIES", "RECIPES", "SIZES", "make_model"]
+__all__ = ["MADE_FAMILIES", "RECIPES", "SIZES", "drawn", "make_model"]
 
 SavedDType = Literal["float32", "bfloat16"]
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "nemotron_h": nemotron_h_recipe.recipe(),
-        "qwen3_5": qwen3_5_recipe.recipe(experts=False),
-        "qwen3_5_moe": qwen3_5_recipe.recipe(experts=True),
-        "qwen3_5_vl": qwen3_5_vl_recipe.recipe(),
-        "granitemoehybrid": granitemoehybrid_recipe.recipe(),
-        "falcon_h1": falcon_h1_recipe.recipe(),
-        "lfm2": lfm2_recipe.recipe(),
-        "qwen3": qwen3_recipe.recipe(),
+        "nemotron_h": nemotron_h.RECIPE,
+        "qwen3_5": qwen3_5.DENSE_RECIPE,
+        "qwen3_5_moe": qwen3_5.MOE_RECIPE,
+        "qwen3_5_vl": qwen3_5_vision.RECIPE,
+        "granitemoehybrid": granitemoehybrid.RECIPE,
+        "falcon_h1": falcon_h1.RECIPE,
+        "lfm2": lfm2.RECIPE,
+        "qwen3": qwen3.RECIPE,
     }
 )
 """The families that can be made, one line each."""
 
 MADE_FAMILIES = tuple(RECIPES)
-SIZES: tuple[Size, ...] = ("tiny", "small")
 VOCAB_SIZE = 4096
 MAX_POSITION_EMBEDDINGS = 32768
 
@@ -88,11 +79,11 @@ def _write(out: Path, recipe: Recipe, *, size: Size, seed: int, dtype: SavedDTyp
         out, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, recipe.tokens, recipe.chat_template or CHAT_TEMPLATE
     )
     eos, pad = token_ids[END_OF_MESSAGE], token_ids[END_OF_TEXT]
-    raw = recipe.config(recipe.sizes[size], Asked(dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, eos, pad, token_ids))
+    raw = recipe.config(size, Asked(dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, eos, pad, token_ids))
     _write_weights(out, recipe, raw, size=size, seed=seed, dtype=dtype, show=show)
     _write_json(out / "generation_config.json", {"do_sample": True, "eos_token_id": [eos, pad], "pad_token_id": pad})
     for name, content in recipe.files.items():
-        _write_json(out / name, content)
+        _write_json(out / name, dict(content))
     # Last, so that a folder with config.json is a finished one.
     _write_json(out / "config.json", raw)
 
@@ -112,7 +103,9 @@ def _write_weights(
 ) -> None:
     """Shard by shard, so that one shard at a time is in memory."""
     family = family_of(raw)
-    shapes_of = family.tensors(family.parse(raw)) | dict(recipe.other_tensors(raw))
+    shapes_of = family.tensors(family.parse(raw))
+    if recipe.other_tensors is not None:
+        shapes_of |= recipe.other_tensors(raw)
     shards = _plan_shards(shapes_of, _SHARD_BYTES[size], _SAVED[dtype].itemsize)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     generator = torch.Generator().manual_seed(seed)
@@ -154,3 +147,22 @@ def _plan_shards(
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def drawn(recipe: Recipe, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """One tensor, float32. Matrices keep the variance of their input; the rest has the range trained models show."""
+    match name.rpartition(".")[2]:
+        case "A_log":
+            return torch.log(1 + 15 * torch.rand(shape, generator=generator))
+        case "dt_bias":
+            return 12 * torch.rand(shape, generator=generator) - 10
+    normal = torch.randn(shape, generator=generator)
+    for ending, (mean, deviation) in recipe.spreads.items():
+        if name.endswith(ending):
+            return normal.mul_(deviation).add_(mean)
+    if len(shape) == 1:
+        return 0.1 * normal if name.endswith("bias") else 1 + 0.1 * normal
+    gain = next((gain for ending, gain in recipe.gains.items() if name.endswith(ending)), 1.0)
+    # Three dimensions are a depthwise convolution or experts in one tensor.
+    inputs = shape[-1] if len(shape) == 3 else math.prod(shape[1:])
+    return normal.mul_(gain / math.sqrt(inputs))

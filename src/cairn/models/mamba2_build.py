@@ -1,5 +1,8 @@
 """One rank's share of a Mamba2 layer, drawn by the names that its tensors have below the layer's own."""
 
+import torch
+
+from cairn.layers.linear import Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2, Mamba2Shape, Mamba2Weights
 from cairn.layers.norms import GatedNorm, GatedRMSNorm, SpreadGatedRMSNorm
 from cairn.layers.plain_gate import PlainGate
@@ -10,14 +13,16 @@ __all__ = ["build_mamba2"]
 
 
 def build_mamba2(
-    weights: RankWeights, name: str, sizes: Mamba2Sizes, share: StateShare, layer: int, prefill_dt_min: float = 0.0
+    weights: RankWeights, name: str, sizes: Mamba2Sizes, layer: int, factors: tuple[float, ...] = ()
 ) -> Mamba2:
-    """`layer` counts the model's recurrent layers; `prefill_dt_min` as in `Mamba2Shape`. Raises whatever the weights
-    raise."""
-    in_proj = weights.column_parallel(
+    """`layer` counts the model's recurrent layers; `factors`: what gate, x, B, C and dt are multiplied with. Raises
+    ConfigError as `Mamba2Sizes.share` does, and whatever the weights raise."""
+    share = sizes.share(weights.communicator.rank, weights.communicator.size)
+    in_proj: Projection = weights.column_parallel(
         f"{name}.in_proj", (sizes.projected, sizes.hidden_size), *share.projection_runs(), bias=sizes.proj_bias
     )
-    vectors, norm = _vectors(weights, name, sizes, share), _norm(weights, f"{name}.norm.weight", sizes, share)
+    if factors:
+        in_proj = ScaledLinear(in_proj, _row_factors(sizes, share, factors))
     return Mamba2(
         kernels=weights.kernels,
         shape=Mamba2Shape(
@@ -26,11 +31,10 @@ def build_mamba2(
             num_groups=1 if share.shared_bc else share.units.count,
             state_size=sizes.state_size,
             dt_limit=sizes.dt_limit,
-            prefill_dt_min=prefill_dt_min,
         ),
-        weights=vectors,
+        weights=_vectors(weights, name, sizes, share),
         in_proj=in_proj,
-        norm=norm,
+        norm=_norm(weights, f"{name}.norm.weight", sizes, share),
         out_proj=weights.row_parallel(
             f"{name}.out_proj", (sizes.hidden_size, sizes.inner), share.units.own(share.unit_channels), sizes.out_bias
         ),
@@ -38,15 +42,21 @@ def build_mamba2(
     )
 
 
+def _row_factors(sizes: Mamba2Sizes, share: StateShare, factors: tuple[float, ...]) -> torch.Tensor:
+    """One number for each of the rank's rows of in_proj: gate | x | B | C | dt."""
+    bc = sizes.groups * sizes.state_size
+    widths = (sizes.inner, sizes.inner, bc, bc, sizes.num_heads)
+    whole = torch.cat([torch.full((width,), by) for width, by in zip(widths, factors, strict=True)])
+    return torch.cat([whole[begin:end] for begin, end in share.projection_runs()])
+
+
 def _vectors(weights: RankWeights, name: str, sizes: Mamba2Sizes, share: StateShare) -> Mamba2Weights:
-    conv, runs = f"{name}.conv1d", share.conv_runs()
-    taps = weights.tensor(f"{conv}.weight", (sizes.conv_dim, 1, sizes.conv_kernel), *runs)
-    bias = weights.tensor(f"{conv}.bias", (sizes.conv_dim,), *runs).float() if sizes.conv_bias else None
-    heads = share.units.held(share.unit_heads)
-    a_log, d, dt_bias = (
-        weights.tensor(f"{name}.{vector}", (sizes.num_heads,), heads).float() for vector in ("A_log", "D", "dt_bias")
+    runs, heads = share.conv_runs(), share.units.held(share.unit_heads)
+    conv, bias = weights.taps(f"{name}.conv1d", (sizes.conv_dim, 1, sizes.conv_kernel), *runs, bias=sizes.conv_bias)
+    dt_bias, a_log, d = (
+        weights.tensor(f"{name}.{vector}", (sizes.num_heads,), heads).float() for vector in ("dt_bias", "A_log", "D")
     )
-    return Mamba2Weights(taps[:, 0].t().float().contiguous(), bias, -a_log.exp(), d, dt_bias)
+    return Mamba2Weights(conv, bias, -a_log.exp(), d, dt_bias)
 
 
 def _norm(weights: RankWeights, name: str, sizes: Mamba2Sizes, share: StateShare) -> GatedNorm:

@@ -1,14 +1,14 @@
-"""Mamba2's part of a model: sizes, tensors by name, what a rank has of it and what is remembered of it.
+"""A Mamba2 layer's part of a model: its sizes, what a rank has of it, and what is remembered of it.
 
 Groups of heads are dealt to ranks in order, with their B and C; with one group heads are dealt, while B and C are
 everybody's.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.cut import Run, Share, deal
+from cairn.models.layer_sizes import LayerSizes
 
 __all__ = ["Mamba2Sizes", "StateShare"]
 
@@ -66,8 +66,8 @@ class StateShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Sizes:
-    """The whole model's sizes of one Mamba2 layer. `proj_bias` and `out_bias`: of the two projections; `normed`:
+class Mamba2Sizes(LayerSizes):
+    """`proj_bias` and `out_bias`: of the two projections; `normed`:
     whether the gate is followed by a norm; `dt_limit`: bounds of softplus(dt + dt_bias). `heads_field` and
     `groups_field`: what config.json calls them."""
 
@@ -101,20 +101,9 @@ class Mamba2Sizes:
         """Rows of in_proj: gate | x | B | C | dt."""
         return self.inner + self.conv_dim + self.num_heads
 
-    def tensors(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every tensor of the layer called `name`, with its shape, in the order of the published checkpoints."""
-        yield f"{name}.in_proj.weight", (self.projected, self.hidden_size)
-        if self.proj_bias:
-            yield f"{name}.in_proj.bias", (self.projected,)
-        yield f"{name}.conv1d.weight", (self.conv_dim, 1, self.conv_kernel)
-        if self.conv_bias:
-            yield f"{name}.conv1d.bias", (self.conv_dim,)
-        yield from ((f"{name}.{vector}", (self.num_heads,)) for vector in ("dt_bias", "A_log", "D"))
-        if self.normed:
-            yield f"{name}.norm.weight", (self.inner,)
-        yield f"{name}.out_proj.weight", (self.hidden_size, self.inner)
-        if self.out_bias:
-            yield f"{name}.out_proj.bias", (self.hidden_size,)
+    @property
+    def active_weights(self) -> int:
+        return self.hidden_size * (self.projected + self.inner)
 
     def share(self, rank: int, size: int) -> StateShare:
         """Raises ConfigError naming --tensor-parallel-size and the field that does not divide."""
@@ -130,11 +119,12 @@ class Mamba2Sizes:
             shared_bc=one_group,
         )
 
-    def remembered(self, layers: int, share: StateShare) -> RecurrentSpec:
-        """What a rank remembers of `layers` such layers."""
+    def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec:
+        """See `LayerSizes`."""
+        share = self.share(rank, size)
         bc = ConvPart(share.held_bc, shared=share.shared_bc)
         return RecurrentSpec(
-            num_layers=layers,
+            num_layers=num_layers,
             columns=self.conv_kernel - 1,
             parts=(ConvPart(share.channels), bc, bc),
             state=(share.num_heads, self.head_dim, self.state_size),

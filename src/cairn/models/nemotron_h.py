@@ -1,204 +1,253 @@
-"""Nemotron-H executed: its layers built from a checkpoint's tensors by their published names.
+"""Nemotron-H and Nemotron 3 (arXiv 2504.03624, NVIDIA's checkpoints and transformers' `models/nemotron_h`): a stack of
+layers with one mixer each: Mamba2 (`M`), attention without positions (`*`), a squared-ReLU MLP (`-`) or a mixture of
+such MLPs (`E`)."""
 
-Each layer is x + mixer(norm(x)) with one mixer; see `nemotron_h_config` for the architecture. On each of several ranks
-the mixer gives a partial sum, see `nemotron_h_share` for what it has.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from cairn.errors import ModelError
+from cairn.models.config_schema import Fields, boolean, integer, interval, layer_kinds, number, only, other
+from cairn.models.contract import Family
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
+from cairn.models.mamba2_config import MAMBA2_FLOAT32
+from cairn.models.mamba2_share import Mamba2Sizes
+from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
-from cairn.errors import ConfigError
-from cairn.layers.attention import PagedAttention
-from cairn.layers.backend import Backend, kernels_of
-from cairn.layers.batch import Batch
-from cairn.layers.blend import Mixer
-from cairn.layers.communicator import ALONE, Communicator
-from cairn.layers.embedding import Embedding, SpreadEmbedding, TokenVectors
-from cairn.layers.linear import Linear
-from cairn.layers.mamba2 import Mamba2
-from cairn.layers.memory import Memory, MemorySpec
-from cairn.layers.mlp import SquaredReluMLP
-from cairn.layers.moe import MixtureOfExperts, Router
-from cairn.layers.norms import RMSNorm
-from cairn.models.contract import TensorLoader
-from cairn.models.cut import Run
-from cairn.models.mamba2_build import build_mamba2
-from cairn.models.nemotron_h_config import ATTENTION, MAMBA, MLP, MOE, NemotronHConfig, remembered
-from cairn.models.nemotron_h_share import NemotronHShare, share_of
-from cairn.models.rank_weights import RankWeights
+if TYPE_CHECKING:
+    from cairn.layers.blend import Mixer
+    from cairn.models.decoder import Decoder, Layer
+    from cairn.models.decoder_builder import DecoderBuilder
 
-__all__ = ["NemotronH", "build"]
+__all__ = ["FAMILY", "RECIPE", "NemotronHConfig"]
 
+MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+"""The letters of `hybrid_override_pattern`."""
 
-@dataclass(frozen=True, slots=True)
-class NemotronH:
-    """The model, or one rank's share. `layers`: (norm, mixer) pairs. `linears`: every matrix product, experts'
-    included."""
-
-    spec: MemorySpec
-    exact: bool
-    vocab_size: int
-    communicator: Communicator
-    embedding: TokenVectors
-    layers: tuple[tuple[RMSNorm, Mixer], ...]
-    final_norm: RMSNorm
-    lm_head: Linear
-    linears: tuple[Linear, ...]
-
-    def forward(self, batch: Batch, memory: Memory) -> Tensor:
-        """See `Model.forward`."""
-        hidden = batch.replace(self.embedding(batch.tokens))
-        for norm, mixer in self.layers:
-            hidden.add_(self.communicator.gather_add(mixer(norm(hidden), batch, memory)))
-        return self.final_norm(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `Model.logits`."""
-        mine = self.lm_head.row_tiled(hidden) if self.exact else self.lm_head(hidden, None)
-        return self.communicator.gather_columns(mine)[:, : self.vocab_size].float()
+KINDS = MappingProxyType(
+    {
+        "mamba": MAMBA,
+        "linear_attention": MAMBA,
+        "attention": ATTENTION,
+        "full_attention": ATTENTION,
+        "mlp": MLP,
+        "moe": MOE,
+    }
+)
 
 
-def build(
-    config: NemotronHConfig,
-    load: TensorLoader,
-    *,
-    exact: bool,
-    dtype: torch.dtype,
-    communicator: Communicator = ALONE,
-    dt_min: float = 0.0,
-    backend: Backend = "cpu",
-) -> NemotronH:
-    """The communicator's rank of the model with its weights drawn from `load`.
+def _has(kind: str) -> Callable[[Any], bool]:
+    return lambda found: kind in found.pattern
 
-    `dt_min` is for tests: a lower bound of the time steps in prefill alone, which transformers has and cairn has not.
-    Raises ConfigError for `exact` in another dtype than float32 and for a number of ranks that the model cannot be cut
-    among, and whatever `load` raises.
+
+def _expert_groups(given: Fields, name: str, found: Any) -> int:
+    """A group is rated by the sum of its two best experts."""
+    experts = found.n_routed_experts
+    groups = given.integer(name, 1, experts, default=1)
+    if experts % groups or experts // groups < 2:
+        raise ModelError(f"config.json: n_routed_experts {experts} must make {name} {groups} equal groups of 2 or more")
+    return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemotronHConfig(DecoderConfig):
+    """Sizes of a layer kind that `pattern` does not have are 0.
+
+    Biases: `use_bias` of the Mamba2 projections, `use_conv_bias` of the convolution, `mlp_bias` of MLPs, shared expert
+    and latent projections (routed experts never have one). `moe_latent_size` None: routed experts work on
+    `hidden_size`. Fields that only steer training or a kernel's tiling (`chunk_size`, `expand`, ...) are not read.
     """
-    if exact and dtype != torch.float32:
-        raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {dtype}")
-    share = share_of(config, communicator.rank, communicator.size)
-    weights = RankWeights(load, kernels_of(backend), communicator)
-    builder = _Builder(config, share, weights, dt_min)
-    embedding = builder.embedding()
-    layers = tuple(builder.layer(index) for index in range(len(config.pattern)))
-    final_norm = builder.norm("backbone.norm_f")
-    lm_head = weights.collect(Linear(weights.kernels, builder.vocabulary("lm_head")))
-    return NemotronH(
-        spec=remembered(config, share).spec(dtype),
-        exact=exact,
-        vocab_size=config.vocab_size,
-        communicator=communicator,
-        embedding=embedding,
-        layers=layers,
-        final_norm=final_norm,
-        lm_head=lm_head,
-        linears=tuple(weights.linears),
+
+    pattern: str = layer_kinds(KINDS, names=("layers_block_type", "layer_types"), letters="hybrid_override_pattern")
+    eps: float = number(1e-12, 1.0, default=1e-5, names=("layer_norm_epsilon",))
+    bos_token_id: int | None = integer(0, lambda found: found.vocab_size - 1, default=None, fact=False)
+    pad_token_id: int | None = integer(0, lambda found: found.vocab_size - 1, default=None, fact=False)
+    has_attention: bool = other(lambda given, name, found: ATTENTION in found.pattern, fact=False)
+    # the first published checkpoints say attention_head_dim
+    head_dim: int = integer(1, 1 << 12, names=("head_dim", "attention_head_dim"), when=HAS_ATTENTION)
+    # Mamba2
+    mamba_num_heads: int = integer(1, MAX_HEADS, when=_has(MAMBA))
+    mamba_head_dim: int = integer(1, 1 << 12, when=_has(MAMBA))
+    ssm_state_size: int = integer(1, 1 << 12, when=_has(MAMBA))
+    n_groups: int = integer(1, MAX_HEADS, divides="mamba_num_heads", when=_has(MAMBA))
+    conv_kernel: int = integer(2, 64, when=_has(MAMBA))
+    use_conv_bias: bool = boolean(default=True, when=_has(MAMBA))
+    use_bias: bool = boolean(default=False, when=_has(MAMBA))
+    time_step_limit: tuple[float, float] = interval(default=(0.0, float("inf")), when=_has(MAMBA))
+    # MLP
+    intermediate_size: int = integer(1, MAX_WIDTH, when=_has(MLP))
+    mlp_bias: bool = boolean(default=False)
+    # mixture of experts
+    n_routed_experts: int = integer(2, 1 << 12, when=_has(MOE))
+    n_group: int = other(_expert_groups, default=1, when=_has(MOE))
+    topk_group: int = integer(1, lambda found: found.n_group, default=1, when=_has(MOE))
+    num_experts_per_tok: int = integer(
+        1, lambda found: found.n_routed_experts // found.n_group * found.topk_group, when=_has(MOE)
     )
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has(MOE))
+    moe_shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has(MOE))
+    moe_latent_size: int | None = integer(1, 1 << 20, default=None, when=_has(MOE))
+    norm_topk_prob: bool = boolean(default=True, when=_has(MOE))
+    routed_scaling_factor: float = number(1e-6, 1e6, default=1.0, when=_has(MOE))
+    n_shared_experts: int = only(1, when=_has(MOE))
+    # transformers reads some of these and ignores others, so that another value would change the model in one program
+    # and not in the next: better refused than guessed
+    mamba_hidden_act: str = only("silu")
+    mlp_hidden_act: str = only("relu2")
+    attention_bias: bool = only(False)
+    mamba_proj_bias: bool = only(False)
+    residual_in_fp32: bool = only(False)
+    tie_word_embeddings: bool = only(False)
+    sliding_window: None = only(None)
+
+    @property
+    def mamba2(self) -> Mamba2Sizes:
+        """Of one Mamba2 layer."""
+        return Mamba2Sizes(
+            hidden_size=self.hidden_size,
+            num_heads=self.mamba_num_heads,
+            head_dim=self.mamba_head_dim,
+            state_size=self.ssm_state_size,
+            groups=self.n_groups,
+            conv_kernel=self.conv_kernel,
+            conv_bias=self.use_conv_bias,
+            proj_bias=self.use_bias,
+            out_bias=self.use_bias,
+            eps=self.eps,
+            dt_limit=self.time_step_limit,
+            heads_field="mamba_num_heads",
+            groups_field="n_groups",
+        )
+
+    def mlp(self, field: str, hidden: int | None = None) -> FeedForwardSizes:
+        """Of an MLP without a gate."""
+        return self.feed_forward(field, hidden, matrices=2)
+
+    @property
+    def experts(self) -> ExpertSizes:
+        """Of one mixture, with the way to the latent space and back, and without the shared expert."""
+        latent = self.moe_latent_size
+        extra = (self.n_routed_experts + 2 * (latent or 0)) * self.hidden_size
+        one = self.mlp("moe_intermediate_size", latent)
+        return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, one, extra)
+
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """See `DecoderConfig`."""
+        count = self.pattern.count
+        yield count(ATTENTION), self.attention
+        yield count(MLP), self.mlp("intermediate_size")
+        yield count(MOE), self.experts
+        yield count(MOE), self.mlp("moe_shared_expert_intermediate_size")
+        yield count(MAMBA), self.mamba2
+
+    def layers(self) -> dict[str, int]:
+        """See `DecoderConfig`."""
+        words = {MAMBA: "Mamba2", ATTENTION: "attention", MLP: "MLP", MOE: "mixture of experts"}
+        return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}
 
 
-class _Builder:
-    """Draws one rank's tensors in the order of the layers."""
-
-    def __init__(self, config: NemotronHConfig, share: NemotronHShare, weights: RankWeights, dt_min: float) -> None:
-        self._config = config
-        self._share = share
-        self._weights = weights
-        self._dt_min = dt_min
-
-    def vocabulary(self, name: str) -> Tensor:
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        return self._weights.vocabulary(f"{name}.weight", shape, self._share.vocab, self._share.vocab_rows)
-
-    def embedding(self) -> TokenVectors:
-        """Cut like the output, which is as large: a sum over ranks a pass against a copy on every rank."""
-        weight, communicator = self.vocabulary("backbone.embeddings"), self._weights.communicator
-        if communicator.size == 1:
-            return Embedding(weight)
-        return SpreadEmbedding(weight, self._share.vocab[0], communicator)
-
-    def norm(self, name: str) -> RMSNorm:
-        config, weights = self._config, self._weights
-        weight = weights.tensor(f"{name}.weight", (config.hidden_size,))
-        return RMSNorm(weights.kernels, weight, config.layer_norm_epsilon)
-
-    def layer(self, index: int) -> tuple[RMSNorm, Mixer]:
-        makers: Mapping[str, Callable[[str, int], Mixer]] = {
-            MAMBA: self._mamba,
-            ATTENTION: self._attention,
-            MLP: self._mlp,
-            MOE: self._moe,
-        }
-        kind = self._config.pattern[index]
+def build(config: NemotronHConfig, b: "DecoderBuilder") -> "Decoder":
+    """The rank of the model whose tensors the builder draws."""
+    embedding = b.vocabulary("backbone.embeddings")
+    layers: list[Layer] = []
+    for index, kind in enumerate(config.pattern):
         name = f"backbone.layers.{index}"
-        return self.norm(f"{name}.norm"), makers[kind](f"{name}.mixer", self._config.pattern[:index].count(kind))
+        layers.append((b.norm(f"{name}.norm"), _mixer(config, b, kind, f"{name}.mixer")))
+    return b.decoder(embedding, layers, b.norm("backbone.norm_f"))
 
-    def _mamba(self, name: str, layer: int) -> Mamba2:
-        return build_mamba2(self._weights, name, self._config.mamba2, self._share.state, layer, self._dt_min)
 
-    def _attention(self, name: str, layer: int) -> PagedAttention:
-        config, weights, dim = self._config, self._weights, self._config.head_dim
-        first, last = self._share.query_heads
-        queries, key_values = (first * dim, last * dim), self._share.kv_heads.held(dim)
-        q_shape = (config.num_attention_heads * dim, config.hidden_size)
-        kv_shape = (config.num_key_value_heads * dim, config.hidden_size)
-        return PagedAttention(
-            kernels=weights.kernels,
-            q_proj=weights.column_parallel(f"{name}.q_proj", q_shape, queries),
-            k_proj=weights.column_parallel(f"{name}.k_proj", kv_shape, key_values),
-            v_proj=weights.column_parallel(f"{name}.v_proj", kv_shape, key_values),
-            o_proj=weights.row_parallel(f"{name}.o_proj", (q_shape[1], q_shape[0]), queries),
-            head_dim=dim,
-            layer=layer,
-        )
+def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -> "Mixer":
+    hidden, bias = config.hidden_size, config.mlp_bias
+    if kind == MAMBA:
+        return b.mamba2(name, config.mamba2)
+    if kind == ATTENTION:
+        return b.attention(name, rotary=None)
+    if kind == MLP:
+        return b.squared_relu(name, config.mlp("intermediate_size"), bias)
+    router = b.sigmoid_router(
+        f"{name}.gate",
+        hidden,
+        config.experts,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+    latent = None
+    if config.moe_latent_size is not None:
+        latent = b.latent(f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj", hidden, config.moe_latent_size, bias)
+    experts = b.squared_relu_experts(f"{name}.experts", config.experts)
+    shared = config.mlp("moe_shared_expert_intermediate_size")
+    return b.sigmoid_mixture(router, experts, b.squared_relu(f"{name}.shared_experts", shared, bias), latent)
 
-    def _feed_forward(self, name: str, inner: int, run: Run) -> SquaredReluMLP:
-        hidden, bias, weights = self._config.hidden_size, self._config.mlp_bias, self._weights
-        up = weights.column_parallel(f"{name}.up_proj", (inner, hidden), run, bias=bias)
-        return SquaredReluMLP(up, weights.row_parallel(f"{name}.down_proj", (hidden, inner), run, bias))
 
-    def _mlp(self, name: str, layer: int) -> SquaredReluMLP:
-        return self._feed_forward(name, self._config.intermediate_size, self._share.intermediate)
+FAMILY = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    config=NemotronHConfig,
+    compose=build,
+    float32_tensors=(*MAMBA2_FLOAT32, "e_score_correction_bias"),
+    ignored_tensors=("mtp.",),
+    tied_tensors=MappingProxyType({}),
+)
 
-    def _moe(self, name: str, layer: int) -> MixtureOfExperts:
-        config, weights = self._config, self._weights
-        hidden, width = config.hidden_size, config.expert_hidden_size
-        run, latent = self._share.expert_intermediate, config.moe_latent_size is not None
-        shared_inner = config.moe_shared_expert_intermediate_size
-        to_latent = weights.whole(f"{name}.fc1_latent_proj", (width, hidden), config.mlp_bias) if latent else None
-        from_latent = None
-        if latent:
-            # All of its inputs, but its outputs are a partial sum.
-            from_latent = weights.row_parallel(f"{name}.fc2_latent_proj", (hidden, width), (0, width), config.mlp_bias)
-        return MixtureOfExperts(
-            kernels=weights.kernels,
-            router=self._router(f"{name}.gate"),
-            up=self._experts(name, lambda expert, shape: weights.column_parallel(f"{expert}.up_proj", shape, run)),
-            down=self._experts(
-                name, lambda expert, shape: weights.row_parallel(f"{expert}.down_proj", shape[::-1], run)
-            ),
-            shared=self._feed_forward(f"{name}.shared_experts", shared_inner, self._share.shared_intermediate),
-            to_latent=to_latent,
-            from_latent=from_latent,
-        )
-
-    def _router(self, name: str) -> Router:
-        config, experts, weights = self._config, self._config.n_routed_experts, self._weights
-        weight = weights.tensor(f"{name}.weight", (experts, config.hidden_size)).float()
-        return Router(
-            kernels=weights.kernels,
-            gate=weights.collect(Linear(weights.kernels, weight)),
-            correction_bias=weights.tensor(f"{name}.e_score_correction_bias", (experts,)).float(),
-            top_k=config.num_experts_per_tok,
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
-
-    def _experts(self, name: str, draw: Callable[[str, tuple[int, int]], Linear]) -> tuple[Tensor, ...]:
-        """Every expert's share; `draw` gets its name and the shape of its first projection."""
-        shape = (self._config.moe_intermediate_size, self._config.expert_hidden_size)
-        return tuple(draw(f"{name}.experts.{expert}", shape).weight for expert in range(self._config.n_routed_experts))
+RECIPE = Recipe(
+    architecture=FAMILY.architecture,
+    model_type=FAMILY.model_type,
+    # About 5 M parameters, a checkpoint is 6 pages of 16 tokens in float32, 11 in bfloat16; about 300 M parameters,
+    # with the ratio of state to keys and values of the published models: a checkpoint is worth 3,000 tokens.
+    sizes={
+        "num_hidden_layers": by_size(10, 27),
+        "hybrid_override_pattern": by_size("MEM*M-MEM*", "MEMEM*EMEM-M*EMEMEM*EM-MEM*"),
+        "hidden_size": by_size(256, 1024),
+        "num_attention_heads": by_size(4, 16),
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "mamba_num_heads": by_size(8, 32),
+        "mamba_head_dim": by_size(32, 64),
+        "ssm_state_size": by_size(32, 128),
+        "n_groups": by_size(2, 8),
+        "intermediate_size": by_size(512, 4096),
+        "n_routed_experts": by_size(8, 16),
+        "num_experts_per_tok": by_size(2, 4),
+        "moe_intermediate_size": by_size(128, 512),
+        "moe_shared_expert_intermediate_size": by_size(256, 1024),
+    },
+    fields={
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "chunk_size": 128,
+        "conv_kernel": 4,
+        "expand": 2,
+        "hidden_dropout": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "mamba_ssm_cache_dtype": "float32",
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_logits_to_keep": 1,
+        "rescale_prenorm_residual": True,
+        "residual_in_fp32": False,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "time_step_floor": 0.0001,
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
+        "topk_group": 1,
+        "use_bias": False,
+        "use_cache": True,
+        "use_conv_bias": True,
+    },
+    spreads={".D": (1.0, 0.2), "e_score_correction_bias": (0.0, 0.05), "embeddings.weight": (0.0, 1.0)},
+    gains={"lm_head.weight": LOGIT_STD},
+    float32=("e_score_correction_bias",),
+)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ModelError
-from cairn.models.config_fields import Fields
+from cairn.models.config_schema import Fields
 from cairn.models.tensor_headers import read_json
 
 __all__ = ["Quantization", "read_quantization"]

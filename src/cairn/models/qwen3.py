@@ -1,29 +1,93 @@
-"""Qwen3 executed; see `qwen3_config` for the architecture."""
+"""Qwen3, dense (arXiv 2505.09388 and transformers' `models/qwen3`): attention with a norm on every head of queries and
+keys and rotary positions, then a SwiGLU. There is no recurrent state, so any matched length is a hit."""
 
-from cairn.layers.rotary import make_rotary
-from cairn.models.contract import TensorLoader
-from cairn.models.decoder import Decoder, Layer
-from cairn.models.decoder_builder import DecoderBuilder, Execution
-from cairn.models.qwen3_config import Qwen3Config
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-__all__ = ["build"]
+from cairn.models.config_schema import integer, layer_kinds, only
+from cairn.models.contract import Family
+from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
+from cairn.models.layer_sizes import LayerSizes
+from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+
+if TYPE_CHECKING:
+    from cairn.models.decoder import Decoder, Layer
+    from cairn.models.decoder_builder import DecoderBuilder
+
+__all__ = ["FAMILY", "RECIPE", "Qwen3Config"]
+
+ATTENTION = "full_attention"
 
 
-def build(config: Qwen3Config, load: TensorLoader, execution: Execution) -> Decoder:
-    """The rank of the model with its weights drawn from `load`. Raises ConfigError for a number of ranks that the model
-    cannot be cut among, and as `DecoderBuilder` does."""
-    rank, size = execution.communicator.rank, execution.communicator.size
-    remembered = config.remembered(rank, size)
-    share, inner = config.attention.share(rank, size), config.inner(rank, size)
-    builder = DecoderBuilder(config.text, load, execution)
-    rotary = make_rotary(config.attention.head_dim, config.rope_theta)
-    embedding = builder.vocabulary("model.embed_tokens")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """What config.json says, checked."""
+
+    layer_types: tuple[str, ...] = layer_kinds(
+        MappingProxyType({ATTENTION: ATTENTION}),
+        default=lambda given: (ATTENTION,) * given.integer("num_hidden_layers", 1, MAX_LAYERS),
+    )
+    head_dim: int = integer(1, 1 << 12, default=128)
+    rope_theta: float = rope_theta()
+    intermediate_size: int = integer(1, MAX_WIDTH)
+    hidden_act: str = only("silu")
+    use_sliding_window: bool = only(False)
+
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """See `DecoderConfig`."""
+        yield len(self.layer_types), self.feed_forward("intermediate_size")
+        yield len(self.layer_types), self.attention
+
+    def layers(self) -> dict[str, int]:
+        """See `DecoderConfig`."""
+        return {"attention with MLP": len(self.layer_types)}
+
+
+def build(config: Qwen3Config, b: "DecoderBuilder") -> "Decoder":
+    """The rank of the model whose tensors the builder draws."""
+    rotary = b.rotary(config.head_dim, config.rope_theta)
+    embedding = b.vocabulary("model.embed_tokens")
     layers: list[Layer] = []
-    for index in range(config.num_hidden_layers):
+    for index in range(len(config.layer_types)):
         name = f"model.layers.{index}"
-        attention = builder.attention(f"{name}.self_attn", config.attention, share, index, rotary)
-        layers.append((builder.norm(f"{name}.input_layernorm"), attention))
-        gate, up, down = (f"{name}.mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
-        mlp = builder.swiglu((gate, up, down), config.intermediate_size, inner)
-        layers.append((builder.norm(f"{name}.post_attention_layernorm"), mlp))
-    return builder.decoder(remembered, embedding, layers, builder.norm("model.norm"))
+        first = b.norm(f"{name}.input_layernorm")
+        attention = b.attention(f"{name}.self_attn", rotary, head_norms=("q_norm", "k_norm"))
+        second = b.norm(f"{name}.post_attention_layernorm")
+        layers += [(first, attention), (second, b.swiglu(f"{name}.mlp", config.feed_forward("intermediate_size")))]
+    return b.decoder(embedding, layers, b.norm("model.norm"))
+
+
+FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", config=Qwen3Config, compose=build)
+
+RECIPE = Recipe(
+    architecture=FAMILY.architecture,
+    model_type=FAMILY.model_type,
+    # About 5 M parameters, a checkpoint is 1 page of 16 tokens, a hidden state and nothing else; about 300 M.
+    sizes={
+        "num_hidden_layers": by_size(6, 22),
+        "hidden_size": by_size(256, 1024),
+        "num_attention_heads": by_size(4, 16),
+        "num_key_value_heads": by_size(2, 8),
+        "head_dim": by_size(64, 128),
+        "intermediate_size": by_size(512, 2048),
+    },
+    fields={
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_window_layers": by_size(6, 22),
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+    },
+    # Queries are long enough for attention that looks at a few tokens and not at all of them alike.
+    spreads={"embed_tokens.weight": (0.0, 1.0), "q_norm.weight": (3.0, 0.3)},
+    gains={"lm_head.weight": LOGIT_STD},
+)

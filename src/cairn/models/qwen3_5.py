@@ -1,205 +1,346 @@
-"""Qwen3.5 and Qwen3-Next executed: their layers built from a checkpoint's tensors by their published names.
+"""Qwen3.5 and Qwen3-Next (the published checkpoints and transformers' `models/qwen3_5`, `qwen3_5_moe`, `qwen3_next`):
+every layer is a gated delta net or gated attention, and then an MLP or a mixture of experts with a shared one. What
+images are read with is in `qwen3_5_vision`."""
 
-Each layer is x + mixer(norm(x)), and then the same with an MLP or a mixture of experts; see `qwen3_5_config` for the
-architecture. On each of several ranks every one of them gives a partial sum, see `qwen3_5_share` for what it has.
-"""
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from cairn.errors import ModelError
+from cairn.models.attention_share import AttentionSizes
+from cairn.models.config_schema import Fields, boolean, integer, layer_kinds, only, other
+from cairn.models.contract import Family
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_fields
+from cairn.models.delta_net_share import DeltaNetSizes
+from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
+from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
-from cairn.errors import ConfigError
-from cairn.layers.backend import Backend, kernels_of
-from cairn.layers.blend import Mixer
-from cairn.layers.communicator import ALONE, Communicator
-from cairn.layers.embedding import Embedding, SpreadEmbedding
-from cairn.layers.gated_attention import GatedAttention
-from cairn.layers.gated_delta_net import DeltaShape, DeltaWeights, GatedDeltaNet
-from cairn.layers.linear import Linear
-from cairn.layers.norms import RMSNorm
-from cairn.layers.rotary import make_rotary
-from cairn.layers.softmax_moe import GatedSharedExpert, SoftmaxMixture, SoftmaxRouter
-from cairn.layers.swiglu import SwiGLU
-from cairn.models.contract import TensorLoader
-from cairn.models.cut import Run
-from cairn.models.decoder import Decoder
-from cairn.models.qwen3_5_config import DELTA, Qwen35Config, remembered
-from cairn.models.qwen3_5_share import Qwen35Share, share_of
-from cairn.models.rank_weights import RankWeights
+if TYPE_CHECKING:
+    from cairn.layers.blend import Mixer
+    from cairn.models.decoder import Decoder, Layer
+    from cairn.models.decoder_builder import DecoderBuilder
 
-__all__ = ["build"]
+__all__ = ["DENSE_RECIPE", "FAMILIES", "IMAGE_TOKENS", "MOE_RECIPE", "Qwen35Config"]
+
+DELTA, FULL = "linear_attention", "full_attention"
 
 
-def build(
-    config: Qwen35Config,
-    load: TensorLoader,
-    *,
-    exact: bool,
-    dtype: torch.dtype,
-    communicator: Communicator = ALONE,
-    backend: Backend = "cpu",
-) -> Decoder:
-    """The communicator's rank of the model with its weights drawn from `load`.
+def _by_interval(given: Fields) -> tuple[str, ...]:
+    count = given.integer("num_hidden_layers", 1, MAX_LAYERS)
+    interval = given.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+    return tuple(DELTA if (index + 1) % interval else FULL for index in range(count))
 
-    Raises ConfigError for `exact` in another dtype than float32 and for a number of ranks that the model cannot be cut
-    among, and whatever `load` raises.
-    """
-    if exact and dtype != torch.float32:
-        raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {dtype}")
-    share = share_of(config, communicator.rank, communicator.size)
-    weights = RankWeights(load, kernels_of(backend), communicator)
-    builder = _Builder(config, share, weights)
-    vectors = builder.vocabulary(f"{config.prefix}embed_tokens")
-    layers = tuple(pair for index in range(len(config.layer_types)) for pair in builder.layer(index))
-    final_norm = builder.centred_norm(f"{config.prefix}norm", config.hidden_size)
-    output = vectors if config.tie_word_embeddings else builder.vocabulary("lm_head")
-    lm_head = weights.collect(Linear(weights.kernels, output))
-    spread = communicator.size > 1
-    return Decoder(
-        spec=remembered(config, share).spec(dtype),
-        exact=exact,
-        vocab_size=config.vocab_size,
-        communicator=communicator,
-        embedding=SpreadEmbedding(vectors, share.vocab[0], communicator) if spread else Embedding(vectors),
-        layers=layers,
-        final_norm=final_norm,
-        lm_head=lm_head,
-        linears=tuple(weights.linears),
+
+def _sparse_layers(given: Fields, name: str, found: Any) -> tuple[int, ...]:
+    count = len(found.layer_types)
+    step = given.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
+    dense = given.integers("mlp_only_layers", 0, count - 1)
+    return tuple(index for index in range(count) if index not in dense and (index + 1) % step == 0)
+
+
+def _rope_number(given: Fields, name: str, low: float, high: float, default: float) -> float:
+    return rope_fields(given).number(name, low, high, default=given.number(name, low, high, default))
+
+
+def _rotary_dim(given: Fields, name: str, found: Any) -> int:
+    share = _rope_number(given, "partial_rotary_factor", 0.0, 1.0, 0.25)
+    rotated = int(found.head_dim * share)
+    if rotated < 2 or rotated % 2:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share:g} of head_dim {found.head_dim} must be an even number of "
+            "elements"
+        )
+    return rotated
+
+
+def _mrope_section(given: Fields, name: str, found: Any) -> tuple[int, ...] | None:
+    """How many pairs turn by time, height and width. Of text all three are one: what does not fit then, as
+    transformers' default does not with small heads, changes nothing."""
+    rope = rope_fields(given)
+    rope.only("mrope_interleaved", True)
+    sections, pairs = rope.integers(name, 0, 1 << 12) or (11, 11, 10), found.rotary_dim // 2
+    if len(sections) == 3 and sum(sections) == pairs:
+        return sections
+    if not given.has("vision_config"):
+        return None
+    raise ModelError(
+        f"config.json: {name} {list(sections)} must be three numbers that add up to {pairs}, half of the rotated "
+        "elements"
     )
 
 
-class _Builder:
-    """Draws one rank's tensors in the order of the layers."""
+def _normed(given: Fields, name: str, found: Any) -> bool:
+    given.only(name, True)
+    return given.boolean(name, default=True)
 
-    def __init__(self, config: Qwen35Config, share: Qwen35Share, weights: RankWeights) -> None:
-        self._config = config
-        self._share = share
-        self._weights = weights
 
-    def vocabulary(self, name: str) -> Tensor:
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        return self._weights.vocabulary(f"{name}.weight", shape, self._share.vocab, self._share.vocab_rows)
+def _has_delta(found: Any) -> bool:
+    return DELTA in found.layer_types
 
-    def centred_norm(self, name: str, width: int) -> RMSNorm:
-        """A norm whose weight is stored less 1; the sum is kept in float32, as bfloat16 would round it."""
-        weight = self._weights.tensor(f"{name}.weight", (width,)).float() + 1.0
-        return RMSNorm(self._weights.kernels, weight, self._config.rms_norm_eps)
 
-    def layer(self, index: int) -> tuple[tuple[RMSNorm, Mixer], tuple[RMSNorm, Mixer]]:
-        config = self._config
-        name, kind = f"{config.prefix}layers.{index}", config.layer_types[index]
-        number = config.layer_types[:index].count(kind)
-        first = self.centred_norm(f"{name}.input_layernorm", config.hidden_size)
-        mixer = (
-            self._delta(f"{name}.linear_attn", number)
-            if kind == DELTA
-            else self._attention(f"{name}.self_attn", number)
+def _has_dense(found: Any) -> bool:
+    return len(found.sparse_layers) < len(found.layer_types)
+
+
+def _has_sparse(found: Any) -> bool:
+    return bool(found.sparse_layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35Config(DecoderConfig):
+    """Sizes of a layer kind that the model does not have are 0.
+
+    `nested`: the text model is a part of one that also sees, in config.json as in tensors' names; `packed`: the delta
+    net's projections are stored head by head in two tensors. `sparse_layers`: the layers that have a mixture of
+    experts. `rotary_dim`: how many elements of a head are rotated; `mrope_section` None: by one position.
+    """
+
+    nested: ClassVar[bool] = False
+    packed: ClassVar[bool] = False
+
+    layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
+    sparse_layers: tuple[int, ...] = other(lambda given, name, found: ())
+    # gated attention
+    has_attention: bool = other(lambda given, name, found: FULL in found.layer_types, fact=False)
+    head_dim: int = integer(2, 1 << 12, default=256, when=HAS_ATTENTION)
+    rotary_dim: int = other(_rotary_dim, when=HAS_ATTENTION)
+    rope_theta: float = other(
+        lambda given, name, found: _rope_number(given, name, 1.0, 1e12, 10000.0), default=0.0, when=HAS_ATTENTION
+    )
+    mrope_section: tuple[int, int, int] | None = other(_mrope_section, default=None, when=HAS_ATTENTION)
+    # gated delta net
+    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has_delta)
+    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_has_delta)
+    linear_key_head_dim: int = integer(1, 1 << 12, when=_has_delta)
+    linear_value_head_dim: int = integer(1, 1 << 12, when=_has_delta)
+    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_has_delta)
+    # MLP and mixture of experts
+    intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
+    num_experts: int = integer(1, 1 << 12, when=_has_sparse)
+    num_experts_per_tok: int = integer(1, lambda found: found.num_experts, when=_has_sparse)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
+    shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
+    norm_topk_prob: bool = other(_normed, default=True, when=_has_sparse)
+    hidden_act: str = only("silu")
+    attention_bias: bool = only(False)
+    attn_output_gate: bool = only(True)
+    mamba_ssm_dtype: str = only("float32")
+    use_sliding_window: bool = only(False)
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """Of one attention layer."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        return AttentionSizes(self.hidden_size, heads, kv_heads, self.head_dim, gated=True)
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        """Of one gated delta net."""
+        return DeltaNetSizes(
+            hidden_size=self.hidden_size,
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            conv_kernel=self.linear_conv_kernel_dim,
+            eps=self.eps,
+            packed=self.packed,
         )
-        second = self.centred_norm(f"{name}.post_attention_layernorm", config.hidden_size)
-        if index in config.sparse_layers:
-            return (first, mixer), (second, self._mixture(f"{name}.mlp"))
-        dense = self._feed_forward(f"{name}.mlp", config.intermediate_size, self._share.intermediate)
-        return (first, mixer), (second, dense)
 
-    def _delta(self, name: str, layer: int) -> GatedDeltaNet:
-        config, share, weights = self._config, self._share, self._weights
-        weight = weights.tensor(f"{name}.norm.weight", (config.linear_value_head_dim,)).float()
-        out_shape = (config.hidden_size, config.values)
-        return GatedDeltaNet(
-            kernels=weights.kernels,
-            shape=DeltaShape(
-                key_heads=share.key_heads.count,
-                key_dim=config.linear_key_head_dim,
-                value_heads=share.key_heads.count * share.unit_heads,
-                value_dim=config.linear_value_head_dim,
-            ),
-            weights=self._delta_vectors(name),
-            in_proj=weights.collect(Linear(weights.kernels, self._delta_projection(name))),
-            norm=RMSNorm(weights.kernels, weight, config.rms_norm_eps),
-            out_proj=weights.row_parallel(f"{name}.out_proj", out_shape, share.key_heads.own(share.unit_values)),
-            layer=layer,
-            own=share.own_values,
+    @property
+    def experts(self) -> ExpertSizes:
+        """Of one layer's mixture, without the shared expert."""
+        one = self.feed_forward("moe_intermediate_size")
+        return ExpertSizes(self.num_experts, self.num_experts_per_tok, one, self.num_experts * self.hidden_size)
+
+    @property
+    def shared(self) -> FeedForwardSizes:
+        """The shared expert, with the gate on its outcome."""
+        return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
+
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """See `DecoderConfig`."""
+        sparse = len(self.sparse_layers)
+        yield self.layer_types.count(FULL), self.attention
+        yield self.layer_types.count(DELTA), self.delta_net
+        yield len(self.layer_types) - sparse, self.feed_forward("intermediate_size")
+        yield sparse, self.experts
+        yield sparse, self.shared
+
+    def layers(self) -> dict[str, int]:
+        """See `DecoderConfig`."""
+        words = {DELTA: "gated delta net", FULL: "gated attention"}
+        return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35MoeConfig(Qwen35Config):
+    """Every layer that is not said to be dense has a mixture."""
+
+    sparse_layers: tuple[int, ...] = other(_sparse_layers)
+
+
+class NestedQwen35Config(Qwen35Config):
+    """Of a model that also sees."""
+
+    __slots__ = ()
+    nested: ClassVar[bool] = True
+
+
+class NestedQwen35MoeConfig(Qwen35MoeConfig):
+    """Of a model that also sees."""
+
+    __slots__ = ()
+    nested: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3NextConfig(Qwen35MoeConfig):
+    """Qwen3-Next's tensors and positions."""
+
+    packed: ClassVar[bool] = True
+
+    mrope_section: None = other(lambda given, name, found: None, default=None)
+    norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
+
+
+def _text_config(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """The text model's fields, which models that also see keep apart; how answers end is in both places."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(
+            f"config.json: text_config is missing; {raw.get('model_type')} keeps the text model's fields there"
         )
+    given = [place.get("eos_token_id") for place in (raw, text)]
+    ids = [each for one in given if one is not None for each in (one if isinstance(one, list) else [one])]
+    tied = Fields(text).boolean("tie_word_embeddings", default=False)
+    return {
+        **text,
+        "eos_token_id": ids,
+        "tie_word_embeddings": Fields(raw).boolean("tie_word_embeddings", default=tied),
+        "vision_config": raw.get("vision_config"),
+    }
 
-    def _delta_vectors(self, name: str) -> DeltaWeights:
-        config, share, weights = self._config, self._share, self._weights
-        shape = (2 * config.keys + config.values, 1, config.linear_conv_kernel_dim)
-        taps = weights.tensor(f"{name}.conv1d.weight", shape, *share.conv_runs(config))
-        heads = share.key_heads.held(share.unit_heads)
-        a_log, dt_bias = (
-            weights.tensor(f"{name}.{vector}", (config.linear_num_value_heads,), heads).float()
-            for vector in ("A_log", "dt_bias")
-        )
-        return DeltaWeights(taps[:, 0].t().float().contiguous(), -a_log.exp(), dt_bias)
 
-    def _delta_projection(self, name: str) -> Tensor:
-        """One matrix for q | k | v | gate | beta | time step, whatever the checkpoint's form."""
-        config, share, weights = self._config, self._share, self._weights
-        hidden, values, heads = config.hidden_size, config.values, config.linear_num_value_heads
-        conv = 2 * config.keys + values
-        if config.packed_projections:
-            qkvz, ba = share.packed_runs(config)
-            parts = [
-                weights.tensor(f"{name}.in_proj_qkvz.weight", (conv + values, hidden), *qkvz),
-                weights.tensor(f"{name}.in_proj_ba.weight", (2 * heads, hidden), *ba),
-            ]
+def build(config: Qwen35Config, b: "DecoderBuilder") -> "Decoder":
+    """The rank of the model whose tensors the builder draws. Norms are centred, but for the one in the delta net."""
+    rotary = (
+        b.rotary(config.rotary_dim, config.rope_theta, config.mrope_section) if FULL in config.layer_types else None
+    )
+    prefix = "model.language_model" if config.nested else "model"
+    embedding = b.vocabulary(f"{prefix}.embed_tokens")
+    layers: list[Layer] = []
+    for index in range(len(config.layer_types)):
+        name = f"{prefix}.layers.{index}"
+        first = b.norm(f"{name}.input_layernorm", centred=True)
+        if rotary is not None and config.layer_types[index] == FULL:
+            mixer = b.gated_attention(f"{name}.self_attn", rotary)
         else:
-            held = share.key_heads.held(share.unit_heads)
-            parts = [
-                weights.tensor(f"{name}.in_proj_qkv.weight", (conv, hidden), *share.conv_runs(config)),
-                weights.tensor(f"{name}.in_proj_z.weight", (values, hidden), share.key_heads.held(share.unit_values)),
-                weights.tensor(f"{name}.in_proj_b.weight", (heads, hidden), held),
-                weights.tensor(f"{name}.in_proj_a.weight", (heads, hidden), held),
-            ]
-        return torch.cat(parts)
+            mixer = b.delta_net(f"{name}.linear_attn", config.delta_net)
+        second = b.norm(f"{name}.post_attention_layernorm", centred=True)
+        layers += [(first, mixer), (second, _feed_forward(config, b, f"{name}.mlp", index in config.sparse_layers))]
+    return b.decoder(embedding, layers, b.norm(f"{prefix}.norm", centred=True))
 
-    def _attention(self, name: str, layer: int) -> GatedAttention:
-        config, weights, dim = self._config, self._weights, self._config.head_dim
-        first, last = self._share.query_heads
-        key_values = self._share.kv_heads.held(dim)
-        queries, hidden = config.num_attention_heads * dim, config.hidden_size
-        kv_shape = (config.num_key_value_heads * dim, hidden)
-        return GatedAttention(
-            kernels=weights.kernels,
-            query_gate=weights.column_parallel(
-                f"{name}.q_proj", (2 * queries, hidden), (first * 2 * dim, last * 2 * dim)
-            ),
-            k_proj=weights.column_parallel(f"{name}.k_proj", kv_shape, key_values),
-            v_proj=weights.column_parallel(f"{name}.v_proj", kv_shape, key_values),
-            o_proj=weights.row_parallel(f"{name}.o_proj", (hidden, queries), (first * dim, last * dim)),
-            q_norm=self.centred_norm(f"{name}.q_norm", dim),
-            k_norm=self.centred_norm(f"{name}.k_norm", dim),
-            rotary=make_rotary(config.rotary_dim, config.rope_theta, config.mrope_section),
-            head_dim=dim,
-            layer=layer,
-        )
 
-    def _feed_forward(self, name: str, inner: int, run: Run) -> SwiGLU:
-        hidden, weights = self._config.hidden_size, self._weights
-        gate, up = (weights.column_parallel(f"{name}.{part}_proj", (inner, hidden), run) for part in ("gate", "up"))
-        return SwiGLU(weights.kernels, gate, up, weights.row_parallel(f"{name}.down_proj", (hidden, inner), run))
+def _feed_forward(config: Qwen35Config, b: "DecoderBuilder", name: str, sparse: bool) -> "Mixer":
+    if not sparse:
+        return b.swiglu(name, config.feed_forward("intermediate_size"))
+    router = b.softmax_router(f"{name}.gate", config.experts, config.norm_topk_prob)
+    experts = b.swiglu_experts(f"{name}.experts", config.experts)
+    return b.softmax_mixture(router, experts, b.gated_shared(f"{name}.shared_expert", config.shared))
 
-    def _mixture(self, name: str) -> SoftmaxMixture:
-        config, weights = self._config, self._weights
-        hidden, width = config.hidden_size, config.shared_expert_intermediate_size
-        router = weights.tensor(f"{name}.gate.weight", (config.num_experts, hidden)).float()
-        experts = [self._expert(f"{name}.experts.{expert}") for expert in range(config.num_experts)]
-        shared = self._feed_forward(f"{name}.shared_expert", width, self._share.shared_intermediate)
-        return SoftmaxMixture(
-            kernels=weights.kernels,
-            router=SoftmaxRouter(
-                gate=weights.collect(Linear(weights.kernels, router)),
-                top_k=config.num_experts_per_tok,
-                normalize=config.norm_topk_prob,
-            ),
-            gate_up=tuple(gate_up.weight for gate_up, _ in experts),
-            down=tuple(down.weight for _, down in experts),
-            shared=GatedSharedExpert(weights.kernels, shared, weights.whole(f"{name}.shared_expert_gate", (1, hidden))),
-        )
 
-    def _expert(self, name: str) -> tuple[Linear, Linear]:
-        """gate and up as one product, and down."""
-        weights, run = self._weights, self._share.expert_intermediate
-        shape = (self._config.moe_intermediate_size, self._config.hidden_size)
-        halves = [weights.tensor(f"{name}.{part}_proj.weight", shape, run) for part in ("gate", "up")]
-        gate_up = weights.collect(Linear(weights.kernels, torch.cat(halves)))
-        return gate_up, weights.row_parallel(f"{name}.down_proj", shape[::-1], run)
+def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        config=config,
+        compose=build,
+        float32_tensors=("A_log", "dt_bias"),
+        # Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see.
+        ignored_tensors=("mtp.", "model.visual."),
+        tied_tensors=MappingProxyType({}),
+        flatten=_text_config if config.nested else None,
+    )
+
+
+FAMILIES = (
+    _family("qwen3_5", "Qwen3_5ForConditionalGeneration", NestedQwen35Config),
+    _family("qwen3_5_text", "Qwen3_5ForCausalLM", Qwen35Config),
+    _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", NestedQwen35MoeConfig),
+    _family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", Qwen35MoeConfig),
+    _family("qwen3_next", "Qwen3NextForCausalLM", Qwen3NextConfig),
+)
+
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Control tokens that Qwen3.5's tokenizer has beside those of any chat."""
+
+_SIZES = MappingProxyType(
+    {
+        "hidden_size": by_size(256, 1024),
+        "num_hidden_layers": by_size(4, 16),
+        "num_attention_heads": by_size(4, 8),
+        "num_key_value_heads": by_size(2, 1),
+        "head_dim": by_size(64, 128),
+        "linear_num_key_heads": by_size(2, 8),
+        "linear_num_value_heads": by_size(4, 16),
+        "linear_key_head_dim": by_size(32, 128),
+        "linear_value_head_dim": by_size(32, 128),
+    }
+)
+
+DENSE_RECIPE = Recipe(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    dtype_field="dtype",
+    # About 4 M parameters (7 M with experts), a checkpoint is 4 pages of 16 tokens in float32; about 300 M parameters,
+    # with the ratio of state to keys and values of the published models: a checkpoint is worth 3,000 tokens.
+    sizes={**_SIZES, "intermediate_size": by_size(512, 3584)},
+    fields={
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": by_size([DELTA, DELTA, DELTA, FULL], [DELTA, DELTA, DELTA, FULL] * 4),
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": by_size([4, 2, 2], [6, 5, 5]),
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    },
+    # Weights of norms are stored less 1, but for the one behind the delta rule.
+    spreads={
+        "layernorm.weight": (0.0, 0.1),
+        "q_norm.weight": (0.0, 0.1),
+        "k_norm.weight": (0.0, 0.1),
+        "linear_attn.norm.weight": (1.0, 0.1),
+        ".norm.weight": (0.0, 0.1),
+        "embed_tokens.weight": (0.0, 1.0),
+    },
+    gains={"lm_head.weight": LOGIT_STD},
+    float32=("A_log",),
+    tokens=IMAGE_TOKENS,
+)
+
+MOE_RECIPE = replace(
+    DENSE_RECIPE,
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    sizes={
+        **_SIZES,
+        "num_experts": by_size(8, 16),
+        "num_experts_per_tok": by_size(2, 4),
+        "moe_intermediate_size": by_size(128, 512),
+        "shared_expert_intermediate_size": by_size(256, 1024),
+    },
+)

@@ -6,8 +6,9 @@ Every image is encoded by itself, so its bits do not depend on what else is in a
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,72 +16,59 @@ from PIL import Image
 from torch import Tensor
 
 from cairn.errors import ModelError
-from cairn.models.config_fields import Fields
+from cairn.models.config_schema import Fields, integer, only, other, read
 from cairn.models.contract import TensorLoader
-from cairn.models.image_processor import Grid, ImageProcessor
+from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.loader import WeightReader, account, read_config
+from cairn.models.make_tokenizer import CHAT_TEMPLATE
+from cairn.models.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
+from cairn.models.recipe import Asked, Recipe, by_size
 
-__all__ = ["PREFIX", "VisionConfig", "VisionTower", "load_tower", "parse", "read_vision", "tensors"]
+__all__ = ["PREFIX", "RECIPE", "VisionConfig", "VisionTower", "load_tower", "parse", "read_vision", "tensors"]
 
 PREFIX = "model.visual."
 """How the names of the tower's tensors begin."""
 
 
-@dataclass(frozen=True, slots=True)
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
+
+
+def _rope_theta(given: Fields, name: str, found: Any) -> float:
+    rope = given.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError("config.json: vision_config.rope_parameters must be an object")
+    Fields(rope).only("rope_type", "default", "axial")
+    return Fields(rope).number(name, 1, 1e12, default=10_000.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """`vision_config` of config.json. `positions`: entries of the learned square grid of positions."""
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    in_channels: int
-    patch: int
-    merge: int
-    temporal: int
-    out_hidden_size: int
-    positions: int
-    hidden_act: str
-    rope_theta: float
+    depth: int = integer(1, 1024)
+    hidden_size: int = integer(1, 1 << 16)
+    intermediate_size: int = integer(1, 1 << 18)
+    num_heads: int = integer(1, 1024)
+    in_channels: int = only(3)
+    patch: int = integer(1, 256, names=("patch_size",))
+    merge: int = integer(1, 16, names=("spatial_merge_size",))
+    temporal: int = integer(1, 16, names=("temporal_patch_size",))
+    out_hidden_size: int = integer(1, 1 << 18)
+    positions: int = integer(1, 1 << 24, names=("num_position_embeddings",))
+    hidden_act: str = only(*ACTIVATIONS)
+    rope_theta: float = other(_rope_theta)
 
 
 def parse(raw: Mapping[str, object]) -> VisionConfig:
     """`vision_config` -> config. Raises ModelError that names the field."""
-    fields = Fields(raw)
-    rope = _rope(raw.get("rope_parameters"))
-    config = VisionConfig(
-        depth=fields.integer("depth", 1, 1024),
-        hidden_size=fields.integer("hidden_size", 1, 1 << 16),
-        intermediate_size=fields.integer("intermediate_size", 1, 1 << 18),
-        num_heads=fields.integer("num_heads", 1, 1024),
-        in_channels=fields.integer("in_channels", 1, 3, default=3),
-        patch=fields.integer("patch_size", 1, 256),
-        merge=fields.integer("spatial_merge_size", 1, 16),
-        temporal=fields.integer("temporal_patch_size", 1, 16),
-        out_hidden_size=fields.integer("out_hidden_size", 1, 1 << 18),
-        positions=fields.integer("num_position_embeddings", 1, 1 << 24),
-        hidden_act=fields.text("hidden_act") or "gelu_pytorch_tanh",
-        rope_theta=rope.number("rope_theta", 1, 1e12, default=10_000.0),
-    )
-    fields.only("in_channels", 3)
-    if config.hidden_act not in ("gelu_pytorch_tanh", "gelu", "silu"):
-        raise ModelError(f"config.json: vision_config.hidden_act {config.hidden_act!r} is not implemented")
+    config = read(VisionConfig, raw)
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError("config.json: vision_config.hidden_size must be a multiple of 4 x num_heads")
     if math.isqrt(config.positions) ** 2 != config.positions:
         raise ModelError("config.json: vision_config.num_position_embeddings must be a square number")
-    deepstack = raw.get("deepstack_visual_indexes")
-    if deepstack:
+    if deepstack := raw.get("deepstack_visual_indexes"):
         raise ModelError(f"config.json: vision_config.deepstack_visual_indexes {deepstack!r} is not implemented")
     return config
-
-
-def _rope(given: object) -> Fields:
-    if given is not None and not isinstance(given, Mapping):
-        raise ModelError("config.json: vision_config.rope_parameters must be an object")
-    fields = Fields(given or {})
-    fields.only("rope_type", "default", "axial")
-    return fields
 
 
 def tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
@@ -222,3 +210,82 @@ def _module(config: VisionConfig, load: TensorLoader, dtype: torch.dtype) -> Any
     module.load_state_dict(weights, strict=True, assign=True)
     module.train(False)
     return module.requires_grad_(False)
+
+
+_START, _END, _IMAGE, _VIDEO = IMAGE_TOKENS
+
+_SHOWN = (
+    "{%- macro shown(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}"
+    "{%- for part in content or [] -%}{%- if part.type == 'image' -%}{{- '"
+    + _START
+    + _IMAGE
+    + _END
+    + "' -}}{%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}\n"
+)
+"""Content as text: parts follow each other with nothing between, as in the published template."""
+
+
+def _beside_vision(raw: dict[str, Any], asked: Asked) -> dict[str, Any]:
+    """config.json of the text model's fields and the tower's."""
+    vision = raw.pop("vision_config")
+    del raw["architectures"]
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": asked.dtype,
+        "eos_token_id": asked.eos_token_id,
+        "image_token_id": asked.tokens[_IMAGE],
+        "pad_token_id": asked.pad_token_id,
+        "text_config": raw,
+        "tie_word_embeddings": False,
+        "video_token_id": asked.tokens[_VIDEO],
+        "vision_config": vision,
+        "vision_end_token_id": asked.tokens[_END],
+        "vision_start_token_id": asked.tokens[_START],
+    }
+
+
+_TOWER: Mapping[str, Any] = MappingProxyType(
+    {
+        "deepstack_visual_indexes": [],
+        "depth": by_size(2, 4),
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": by_size(64, 256),
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": by_size(128, 512),
+        "model_type": "qwen3_5",
+        "num_heads": by_size(4, 8),
+        "num_position_embeddings": 64,
+        "out_hidden_size": DENSE_RECIPE.sizes["hidden_size"],
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+)
+
+_PROCESSOR: Mapping[str, Any] = MappingProxyType(
+    {
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_size": 2,
+        "patch_size": 16,
+        "size": {"longest_edge": 1024 * 1024, "shortest_edge": 32 * 32},
+        "temporal_patch_size": 2,
+    }
+)
+"""As published, but for smaller bounds: an image has 1 to 1,024 tokens."""
+
+RECIPE: Recipe = replace(
+    DENSE_RECIPE,
+    sizes={**DENSE_RECIPE.sizes, "vision_config": _TOWER},
+    wrap=_beside_vision,
+    # The tower's own come first: its norms are not stored less 1.
+    spreads={"merger.norm.weight": (1.0, 0.1), "pos_embed.weight": (0.0, 0.5), **DENSE_RECIPE.spreads},
+    gains={"merger.linear_fc2.weight": 2.0, **DENSE_RECIPE.gains},
+    chat_template=_SHOWN + CHAT_TEMPLATE.replace("message.content", "shown(message.content)"),
+    files={FILE: _PROCESSOR},
+    other_tensors=lambda raw: tensors(parse(raw["vision_config"])),
+)
+"""Checkpoints of a text model and a vision tower."""

@@ -16,6 +16,9 @@ from cairn.models.cut import Cut, Run
 
 __all__ = ["RankWeights"]
 
+ALIGNMENT = 64
+"""Bytes to which torch aligns memory, and on which vector kernels' rounding may depend."""
+
 
 class RankWeights:
     """Draws tensors and collects the matrix products that are made of them. Raises whatever `load` raises."""
@@ -42,6 +45,22 @@ class RankWeights:
         weight = self.tensor(f"{name}.weight", shape, inputs, dim=1)
         mine = bias and self.communicator.rank == 0
         return self.collect(Linear(self.kernels, weight, self.tensor(f"{name}.bias", shape[:1]) if mine else None))
+
+    def taps(
+        self, name: str, shape: tuple[int, int, int], *channels: Run, bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """A depthwise convolution [channels, 1, W] as float32 taps [W, channels], oldest first, and its bias."""
+        weight = self.tensor(f"{name}.weight", shape, *channels)
+        added = self.tensor(f"{name}.bias", shape[:1], *channels).float() if bias else None
+        return weight[:, 0].t().float().contiguous(), added
+
+    def matrices(self, name: str, shape: tuple[int, int, int], *runs: Run, dim: int) -> tuple[Tensor, ...]:
+        """A matrix for each entry of a stack [entries, out, in], of which each has these runs of dimension `dim`. They
+        stay where the stack is, if each begins where memory of its own would."""
+        stack = self.tensor(name, shape, *runs, dim=dim)
+        aligned = stack[0].nbytes % ALIGNMENT == 0
+        entries = tuple(each if aligned else each.clone() for each in stack)
+        return tuple(self.collect(Linear(self.kernels, each)).weight for each in entries)
 
     def vocabulary(self, name: str, shape: tuple[int, int], tokens: Run, rows: int) -> Tensor:
         """The tokens' rows, with zeros up to `rows`: [rows, hidden]."""

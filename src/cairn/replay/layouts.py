@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, ModelError
-from cairn.models.families import ServedFamily, family_of
+from cairn.models.decoder_config import DecoderConfig
+from cairn.models.families import family_of
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.served_dtype import DTYPE_BYTES, served_dtype
 from cairn.models.tensor_headers import read_json
@@ -29,8 +29,7 @@ def sizes_for(name: str) -> ForwardSizes:
 
     Raises ConfigError naming --layout, the file and the field.
     """
-    model = _named(name)
-    return model.family.forward_sizes(model.config)
+    return _named(name).config.forward_sizes()
 
 
 def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) -> CacheLayout:
@@ -44,23 +43,21 @@ def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) 
     if dtype not in STATE_DTYPES:
         raise ConfigError(f"--state-dtype must be one of {', '.join(STATE_DTYPES)}, not {dtype!r}")
     model = _named(name)
-    return model.family.layout(model.config, block_size, model.dtype_bytes, state_bytes=STATE_DTYPES[dtype])
+    return model.config.layout(block_size, model.dtype_bytes, state_bytes=STATE_DTYPES[dtype])
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
     """`dtype_bytes`: of the dtype that `cairn serve` serves it in whose flags name none."""
 
-    family: ServedFamily
-    config: Any
+    config: DecoderConfig
     dtype_bytes: int
 
 
 def _named(name: str) -> _Model:
     raw = PUBLISHED.get(name) or _with_unneeded(_read(name))
     try:
-        family = family_of(raw)
-        return _Model(family, family.parse(raw), DTYPE_BYTES[served_dtype(raw)])
+        return _Model(family_of(raw).parse(raw), DTYPE_BYTES[served_dtype(raw)])
     except ModelError as error:
         raise ConfigError(f"--layout {name}: {error}") from error
 

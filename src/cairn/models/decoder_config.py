@@ -1,0 +1,150 @@
+"""What every family's config.json says, and all that follows from it without torch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from cairn.cache.layout import CacheLayout
+from cairn.errors import ModelError
+from cairn.models.attention_share import AttentionSizes
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, facts_of, integer, number, other, token_ids
+from cairn.models.cut import Units, check_rank
+from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
+from cairn.models.remembered import STATE_BYTES, Remembered
+
+__all__ = ["HAS_ATTENTION", "MAX_HEADS", "MAX_LAYERS", "MAX_WIDTH", "DecoderConfig", "rope_fields", "rope_theta"]
+
+MAX_HEADS = 1 << 16
+MAX_WIDTH = 1 << 24
+
+
+HAS_ATTENTION = attrgetter("has_attention")
+
+
+def _head_dim(found: Any) -> int:
+    if found.hidden_size % found.num_attention_heads:
+        raise ModelError(
+            f"config.json: hidden_size {found.hidden_size} must be a multiple of num_attention_heads "
+            f"{found.num_attention_heads}, unless there is head_dim"
+        )
+    return int(found.hidden_size // found.num_attention_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ABC):
+    """A family's fields of config.json, checked. A family declares a field again where it differs.
+
+    `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
+    `attention_bias`: of all four projections.
+    """
+
+    has_attention: bool = other(lambda given, name, found: True, fact=False)
+
+    vocab_size: int = integer(1, 1 << 24)
+    hidden_size: int = integer(1, 1 << 20)
+    max_position_embeddings: int = integer(1, 1 << 30, fact=False)
+    eos_token_ids: tuple[int, ...] = token_ids(names=("eos_token_id",), fact=False)
+    eps: float = number(1e-12, 1.0, default=1e-6, names=("rms_norm_eps",))
+    tie_word_embeddings: bool = boolean(default=False)
+    num_attention_heads: int = integer(1, MAX_HEADS, when=HAS_ATTENTION)
+    num_key_value_heads: int = integer(
+        1,
+        MAX_HEADS,
+        default=lambda found: found.num_attention_heads,
+        divides="num_attention_heads",
+        when=HAS_ATTENTION,
+    )
+    head_dim: int = integer(1, 1 << 12, default=_head_dim, when=HAS_ATTENTION)
+    attention_bias: bool = boolean(default=False)
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+        """How many layers of each kind there are, and their sizes."""
+
+    @abstractmethod
+    def layers(self) -> dict[str, int]:
+        """How many layers of each kind, in words."""
+
+    def feed_forward(
+        self, field: str, hidden: int | None = None, matrices: int = 3, extra_weights: int = 0
+    ) -> FeedForwardSizes:
+        """Of a feed-forward layer, or of one expert, whose inner size is `field`; `hidden` None: of hidden states."""
+        return FeedForwardSizes(field, hidden or self.hidden_size, getattr(self, field), matrices, extra_weights)
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """Of one attention layer."""
+        return AttentionSizes(self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+
+    def remembered(self, rank: int, size: int) -> Remembered:
+        """What one of `size` ranks remembers. Raises ConfigError naming --tensor-parallel-size and the field that does
+        not divide, whatever that field belongs to."""
+        check_rank(rank, size)
+        attention = recurrent = None
+        for count, sizes in self.parts():
+            if count:
+                sizes.check_size(size)
+                attention = attention or sizes.attention_spec(count, rank, size)
+                recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
+        return Remembered(self.hidden_size, recurrent, attention)
+
+    def layout(
+        self, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+    ) -> CacheLayout:
+        """What one of `tp_size` ranks remembers in bytes, the same on every rank: a number of recurrent state in
+        `state_bytes`, every other one in `dtype_bytes`. Raises ConfigError as `remembered` does."""
+        return self.remembered(0, tp_size).layout(block_size, dtype_bytes, state_bytes)
+
+    def units(self) -> Units:
+        """What tensor parallelism shares out, counted over the whole model."""
+        return self.remembered(0, 1).units()
+
+    def forward_sizes(self) -> ForwardSizes:
+        """What computing a prompt's token takes, counted over the whole model."""
+        parts = tuple(self.parts())
+        return ForwardSizes(
+            sum(count * sizes.active_weights for count, sizes in parts if count),
+            sum(count * sizes.score_numbers for count, sizes in parts if count),
+        )
+
+    def transfer_facts(self) -> dict[str, str | int]:
+        """All fields that decide what keys, values and states are: not how long a prompt may be or which ids end it."""
+        return facts_of(self)
+
+
+def rope_fields(given: Fields) -> Fields:
+    """Where the settings of rotary positions are: in transformers' `rope_parameters`, or beside the other fields, as
+    they were published first. Raises ModelError for any scaling, and for settings of their own by kind of layer."""
+    given.only("rope_scaling", None)
+    nested = given.get("rope_parameters")
+    if nested is None:
+        given.only("rope_type", "default")
+        return given
+    if not isinstance(nested, Mapping):
+        raise ModelError("config.json: rope_parameters must be an object")
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            raise ModelError(f"config.json: rope_parameters has settings for {name} alone, which is not implemented")
+    rope = Fields(nested)
+    # `type` is the older name, which transformers reads where there is no other.
+    rope.only("rope_type" if rope.has("rope_type") else "type", "default")
+    return rope
+
+
+def rope_theta(default: float = 10000.0, **options: Any) -> Any:
+    """A field: the base of unscaled rotary positions over whole heads. Any scaling is refused."""
+
+    def reader(given: Fields, name: str, found: Any) -> float:
+        rope = rope_fields(given)
+        for each in (given, rope):
+            each.only("partial_rotary_factor", 1.0)
+        if found.head_dim % 2:
+            raise ModelError(
+                f"config.json: head_dim {found.head_dim} must be even, as its elements are turned in pairs"
+            )
+        return rope.number(name, 1.0, 1e15, default=given.number(name, 1.0, 1e15, default))
+
+    return other(reader, **options)
