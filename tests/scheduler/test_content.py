@@ -15,7 +15,7 @@ class Side:
     def __init__(self):
         self.news, self.answers = [], []
 
-    def has_room(self, num_pages):
+    def has_room(self, pages, num_more=0):
         return self.room
 
     def answer(self, ask, offer):

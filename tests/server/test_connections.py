@@ -50,7 +50,8 @@ async def connected(app_seconds=0.0, app=None):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    server = web_server(app or slow, lifespan="off", deadlines=ConnectionDeadlines(head=HEAD, stall=STALL))
+    deadlines = ConnectionDeadlines(head=HEAD, stall=STALL)
+    server = web_server(app or slow, forwarded_allow_ips=(), lifespan="off", deadlines=deadlines)
     server.config.load()
     connection = server.config.http_protocol_class(config=server.config, server_state=server.server_state, app_state={})
     wire = Wire()
