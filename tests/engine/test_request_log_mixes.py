@@ -142,7 +142,7 @@ def test_several_answers_to_a_prompt_count_it_once(tmp_path):
 
 
 def test_what_came_from_another_server_is_no_hit_and_is_hit_later(tmp_path):
-    """A line of a decode server, as its log has it: `tests/pd` has real ones."""
+    """As a decode server's line has it; `tests/pd/test_request_logs.py` has real ones."""
     server = LoggedServer(tmp_path / "log")
     for index in range(2):
         server.submit(f"r{index}", [*range(100), *range(1000, 1000 + index)])
@@ -154,6 +154,20 @@ def test_what_came_from_another_server_is_no_hit_and_is_hit_later(tmp_path):
     replay = replayed(trace)
     assert replay.outcome.hits == [0, 100] and replay.cache.counters.received == 100
     assert replay.outcome.prefill_tokens == 1 and replay.outcome.forward_passes == 1
+
+
+def test_a_state_that_another_request_waits_for_stands_in_the_log(tmp_path):
+    """Two prompts at once that part off every place that the policy keeps: the second begins where they part."""
+    server = LoggedServer(tmp_path / "log", "junction", max_num_batched_tokens=128)
+    common = list(range(200))
+    server.submit("a", [*common, *range(300, 500)])
+    server.step()
+    server.submit("b", [*common, *range(600, 700)])
+    server.close()
+    trace = read_trace(tmp_path / "log")
+    first = next(request for request in trace.requests if request.name == "a")
+    assert [position for _, position in first.served.asked] == [200]
+    assert hits_by_name(trace, replayed(trace)) == logged_hits(trace) == {"a": 0, "b": 200}
 
 
 def one_by_one(path, mode, num_pages, eviction="value"):
