@@ -12,6 +12,7 @@ feasible schedule that knows the future, and the means of the ratio over the tra
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,24 +29,24 @@ POLICIES = ("auto", "align", "all", "junction", "lru")
 SIMPLE = ("align", "all", "junction", "lru")
 SHARES = (0.02, 0.05, 0.10, 0.20)
 TIMEOUT_SECONDS = 4 * 3600
+ROOT = Path(__file__).resolve().parents[1]
 
 Row = dict[str, Any]
 
 
 def replayed(trace: Path, policy: str | None, share: float, layout: str) -> list[Row]:
-    """The rows of one run of `cairn replay`, in a process of its own; policy None: the reference lines, at the price of
-    the cheapest policy."""
+    """The rows of a process of its own: of `cairn replay`, for policy None of `benchmarks.offline_line`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "cairn", "replay", str(trace), "--json", str(out), "--layout", layout]
-        command += ["--budget-fraction", str(share), "--policy", policy or "junction"]
-        command += ["--no-bounds"] if policy is not None else []
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        command = [sys.executable, "-m", *(("cairn", "replay") if policy else ("benchmarks.offline_line",)), str(trace)]
+        command += ["--json", str(out), "--layout", layout, "--budget-fraction", str(share)]
+        command += ["--policy", policy, "--no-bounds"] if policy else []
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split()])}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=found)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
         rows: list[Row] = json.loads(out.read_text())
-    wanted = ("offline", "unlimited") if policy is None else (policy,)
-    return [{**row, "share": share, "file": trace.name} for row in rows if row["policy"] in wanted]
+    return [{**row, "share": share, "file": trace.name} for row in rows]
 
 
 def all_rows(arguments: argparse.Namespace, traces: list[Path]) -> list[Row]:

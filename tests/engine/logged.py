@@ -1,5 +1,6 @@
-"""A scheduler whose requests are logged, with a runner of tags; and the replay of a log."""
+"""A real core whose requests are logged, with a runner of tags; and the replay of a log."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -7,24 +8,43 @@ import numpy as np
 from cairn.cache.audit import audit
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import placement_for
-from cairn.cache.prefix_cache import CachePolicy
-from cairn.engine.request_log import RequestJournal
-from cairn.engine.request_log_cache import LoggedCache
-from cairn.engine.request_log_file import LogFile
-from cairn.engine.request_log_lines import LogLines
-from cairn.replay.reenact import Reenactment
-from cairn.replay.request_log import LoggedTrace
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo, GenerateRequest, RequestLogConfig
+from cairn.engine.core import Core, StepRunner
+from cairn.engine.request_log_header import open_log
+from cairn.models.forward_sizes import ForwardSizes
+from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
+from cairn.replay.traces import Trace
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
-from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
-from cairn.types import ManualClock, RequestId, SamplingParams
+from cairn.types import ManualClock
 
-KEY = b"0123456789abcdef"
-SHARED_TOKENS = 1 << 20
+VOCAB = 50
+SIZES = ForwardSizes(1000, 8)
+
+
+class Ticking(ManualClock):
+    """A microsecond passes with each look: what comes later has a later time, as with a real clock."""
+
+    def now(self) -> float:
+        self.advance(1e-6)
+        return super().now()
+
+
+class _NoText:
+    """A tokenizer for those who look at ids alone."""
+
+    def stream(self, skip_special_tokens: bool = True) -> "_NoText":
+        return self
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
 
 
 def layout(block_size: int = 16, pages_per_checkpoint: int = 3) -> CacheLayout:
@@ -32,29 +52,9 @@ def layout(block_size: int = 16, pages_per_checkpoint: int = 3) -> CacheLayout:
     return CacheLayout(block_size, 64, 1, (AttentionGroup("full", block_size),), 8, state_bytes, 1)
 
 
-def first_line(sizes: CacheLayout, num_pages: int, mode: str = "auto", eviction="value", exact=False) -> dict:
-    return {
-        "name": "made",
-        "unit": sizes.block_size,
-        "source": "cairn",
-        "version": 1,
-        "layout": {
-            "block_size": sizes.block_size,
-            "page_bytes": sizes.page_bytes,
-            "page_units": sizes.page_units,
-            "groups": [{"name": group.name, "tokens_per_page": group.tokens_per_page} for group in sizes.groups],
-            "header_bytes": sizes.header_bytes,
-            "state_bytes": sizes.state_bytes,
-            "state_units": sizes.state_units,
-        },
-        "budget_bytes": num_pages * sizes.page_bytes,
-        "policy": {"placement": mode, "eviction": eviction, "exact": exact},
-        "max_num_batched_tokens": 256,
-    }
-
-
-class Logged:
-    """Turned by hand; `close` before the log is read."""
+class LoggedServer:
+    """Turned by hand; `close` before the log is read. `reports`: of requests that have ended, by name; `sequences`:
+    their prompts and what was told of their answers."""
 
     def __init__(
         self,
@@ -62,80 +62,109 @@ class Logged:
         mode: str = "auto",
         num_pages: int = 1000,
         sizes: CacheLayout | None = None,
-        exact: bool = False,
-        eviction: str = "value",
-        shared_tokens: int = SHARED_TOKENS,
+        runner: StepRunner | None = None,
         max_bytes: int = 1 << 30,
-        **config,
+        **fields,
     ) -> None:
-        config = {"max_num_seqs": 8, "max_num_batched_tokens": 256} | config
-        sizes = sizes or layout()
-        first = first_line(sizes, num_pages, mode, eviction, exact)
-        first["max_num_batched_tokens"] = config["max_num_batched_tokens"]
-        self.clock = ManualClock(100.0)
-        self.file = LogFile(path, max_bytes, lambda: LogLines(first, sizes.block_size, KEY, shared_tokens))
-        self.journal = RequestJournal(self.file, self.clock, sizes.block_size)
-        placement = None if mode == "none" else placement_for(mode, sizes.block_size, exact)
-        policy = CachePolicy(placement, eviction_for(eviction), exact)
-        self.cache = LoggedCache(sizes, num_pages, policy, self.journal, clock=self.clock)
-        scheduling = SchedulerConfig(exact=exact, **config)
-        self.scheduler = Scheduler(scheduling, self.cache, self.clock, observer=self.journal)
-        self.runner = SimulatedRunner(sizes, 50, numerics=exact)
-        self.requests: dict[str, Request] = {}
+        fields = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "mamba_cache_mode": mode} | fields
+        log = RequestLogConfig(path=str(path), max_bytes=max_bytes)
+        config = EngineConfig(model="/models/made", request_log=log, **fields)
+        sizes = sizes or layout(config.block_size)
+        placement = None if mode == "none" else placement_for(mode, sizes.block_size, config.exact)
+        info = EngineInfo(
+            model=config.model,
+            architecture="simulated",
+            dtype="float32",
+            vocab_size=1 << 30,
+            max_model_len=1 << 16,
+            block_size=sizes.block_size,
+            num_pages=num_pages,
+            page_bytes=sizes.page_bytes,
+            bytes_per_token=sizes.bytes_per_token,
+            checkpoint_bytes=sizes.checkpoint_bytes,
+            pages_per_checkpoint=sizes.pages_per_checkpoint,
+            max_num_seqs=config.max_num_seqs,
+            min_cacheable_tokens=1,
+            mamba_cache_mode=mode,
+            enable_prefix_caching=placement is not None,
+            exact=config.exact,
+        )
+        self.clock = Ticking(100.0)
+        self.log = open_log(config, info, sizes, SIZES, self.clock)
+        assert self.log is not None
+        policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
+        self.cache = PrefixCache(sizes, num_pages, policy, clock=self.clock)
+        scheduling = SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            exact=config.exact,
+        )
+        self.scheduler = Scheduler(scheduling, self.cache, self.clock, observer=self.log)
+        runner = runner or SimulatedRunner(sizes, VOCAB, numerics=config.exact)
+        self.core = Core(info, self.scheduler, runner, _NoText(), (), 0, request_log=self.log)
+        self.reports: dict[str, CacheReport] = {}
+        self.sequences: dict[str, list[int]] = {}
 
-    def submit(self, name, prompt, max_tokens=4, namespace=Namespace(), boundaries=(), n=1) -> None:  # noqa: B008
-        specs = [
-            Spec(
-                request_id=RequestId(own),
-                prompt=np.array(prompt, np.int64),
-                sampling=SamplingParams(seed=seed),
-                max_tokens=max_tokens,
-                namespace=namespace,
-                boundaries=tuple(boundaries),
-            )
-            for seed, own in enumerate([name, *(f"{name}.{i}" for i in range(1, n))])
-        ]
-        self.scheduler.submit(specs[0], specs[1:])
-        for spec in specs:
-            self.requests[spec.request_id] = self.scheduler.books.requests[spec.request_id]
+    def submit(self, name: str, prompt, max_tokens: int = 4, salt: str | None = None, **fields) -> None:
+        """Further answers, with `n`, are called NAME/1, NAME/2, ..."""
+        fields = {"temperature": 0.0, "ignore_eos": True} | fields
+        raw = np.array(prompt, np.int64).tobytes()
+        self.core.submit(GenerateRequest(request_id=name, prompt=raw, max_tokens=max_tokens, cache_salt=salt, **fields))
+        for index in range(fields.get("n", 1)):
+            self.sequences[f"{name}/{index}" if index else name] = list(prompt)
 
-    def step(self) -> None:
-        self.scheduler.apply(self.runner.run(self.scheduler.plan()))
+    def step(self) -> list[str]:
+        """Requests that have ended by it."""
+        ended = []
+        for output in self.core.step():
+            name = f"{output.request_id}/{output.index}" if output.index else output.request_id
+            self.sequences[name] += output.token_ids
+            if output.finish_reason is not None:
+                ended.append(name)
+                if output.cache is not None:
+                    self.reports[name] = output.cache
+        return ended
 
     def run(self) -> None:
-        while self.scheduler.has_work:
+        while self.core.has_work:
             self.step()
-        audit(self.cache)
+        self.core.idle()
 
     def close(self) -> None:
         self.run()
-        self.journal.close()
+        self.core.close()
 
-    def hits(self) -> dict[str, int]:
-        """Of those that were admitted, at their first admission."""
-        return {name: each.first.hit for name, each in self.requests.items() if each.first is not None}
+    @property
+    def cached_tokens(self) -> int:
+        """What the server has counted."""
+        return self.cache.counters.hits
 
 
-def replayed(trace: LoggedTrace, mode=None, budget_bytes=None, eviction=None) -> Reenactment:
+def replayed(
+    trace: Trace, mode: str | None = None, budget_bytes: int | None = None, eviction: str | None = None
+) -> Replay:
     """Under the log's own rules, but for those given."""
-    rules = trace.policy
-    mode = mode or rules.placement
-    placement = None if mode == "none" else placement_for(mode, trace.layout.block_size, rules.exact)
+    server = trace.server
+    assert server is not None
+    rules, mode = server.policy, mode or server.policy.placement
+    placement = None if mode == "none" else placement_for(mode, server.layout.block_size, rules.exact)
     policy = CachePolicy(placement, eviction_for(eviction or rules.eviction), rules.exact)
-    budget_bytes = budget_bytes or trace.budget_bytes
-    timed = TimedCache(trace.layout, budget_bytes, policy, ManualClock(), trace.max_num_batched_tokens)
-    replay = Reenactment(timed)
-    replay.run(trace)
+    budget_bytes = budget_bytes or server.budget_bytes
+    timed = TimedCache(server.layout, budget_bytes, policy, ManualClock(), server.max_num_batched_tokens)
+    replay = Replay(timed)
+    outcome = replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.leases and not replay.cache.held and not replay.cache.holds
+    assert outcome.hit_tokens + sum(outcome.lost.values()) == outcome.prompt_tokens - replay.cache.counters.received
     return replay
 
 
-def cached(trace: LoggedTrace, replay: Reenactment) -> dict[str, int]:
-    """By request id, as the replay has it."""
-    return {each.request_id: hit for each, hit in zip(trace.logged, replay.outcome.hits, strict=True)}
+def hits_by_name(trace: Trace, replay: Replay) -> Mapping[str, int]:
+    """As the replay has it."""
+    return {each.name: hit for each, hit in zip(trace.requests, replay.outcome.hits, strict=True)}
 
 
-def logged(trace: LoggedTrace) -> dict[str, int | None]:
-    """By request id, as the log has it."""
-    return {each.request_id: each.cached_tokens for each in trace.logged}
+def logged_hits(trace: Trace) -> Mapping[str, int]:
+    """As the log has it."""
+    return {each.name: each.served.cached_tokens for each in trace.requests if each.served is not None}

@@ -1,128 +1,133 @@
-"""Lines and files of the request log: sharing that is forgotten, full files, failing disks, queues that end."""
+"""Lines and files of the request log: what is said of tokens, full files, failing disks, queues that end."""
 
 import json
 import os
 import stat
 import threading
+from base64 import b64decode
 
 import numpy as np
 import pytest
-from logged import KEY, Logged, cached, first_line, layout, logged, replayed
+from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import MAX_OPS, Entry, RequestJournal
+from cairn.engine.request_log import Computed, Entry, RequestLog
 from cairn.engine.request_log_file import MAX_ENTRIES, LogFile
-from cairn.engine.request_log_lines import LogLines, Shares
+from cairn.engine.request_log_lines import LogLines
 from cairn.errors import ConfigError
+from cairn.keys import common_tokens
 from cairn.replay.traces import read_trace
-from cairn.types import Keys, ManualClock
+from cairn.scheduler.request import Request, Spec, Times
+from cairn.types import ManualClock, RequestId, SamplingParams
 
 UNIT = 16
+KEY = b"0123456789abcdef"
 
 
 def entry(number, prompt, output=(), salt=None, **fields) -> Entry:
-    fields = {"boundaries": (), "arrived": 0.0, "finish": "stop", "timings": {}, "report": None, "ops": ()} | fields
-    fields = {"gap": False, "dropped": 0} | fields
+    fields = {"boundaries": (), "finish": "stop", "timings": {}, "report": None} | fields
+    fields |= {"times": {"t": 0.0}, "computed": Computed(), "counted": True, "computed_whole": False, "dropped": 0}
     keys = np.array(prompt, np.int64)
     return Entry(number, f"r{number}", Namespace(cache_salt=salt), keys, tuple(output), **fields)
 
 
-def lines(shared_tokens=1 << 20, key=KEY) -> LogLines:
-    return LogLines(first_line(layout(), 100), UNIT, key, shared_tokens)
+def lines(known_tokens=1 << 20, key=KEY) -> LogLines:
+    return LogLines({"source": "cairn", "unit": UNIT}, UNIT, key, known_tokens)
 
 
-def keys(*tokens) -> Keys:
-    return np.array(tokens, np.int64)
+def codes(line) -> np.ndarray:
+    return np.frombuffer(b64decode(line["codes"]), "<u2").astype(np.int64)
 
 
-def alike_tokens(ours, theirs) -> int:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+def alike(ours, theirs) -> int:
+    return common_tokens(np.array(ours, np.int64), np.array(theirs, np.int64))
 
 
-def test_sharing_is_exact_against_brute_force():
-    shares, told = Shares(1 << 20), []
-    draw = np.random.default_rng(1)
-    for number in range(400):
-        tokens = draw.integers(0, 3, draw.integers(1, 30)).tolist()
-        owner, shared = shares.add(number % 2, keys(*tokens), number)
-        alike = [other for other in told if other[0] == number % 2]
-        common = [alike_tokens(other, tokens) for _, other in alike]
-        assert shared == max(common, default=0)
-        if shared:
-            assert told[owner][0] == number % 2 and told[owner][1][:shared] == tokens[:shared]
-        told.append((number % 2, tokens))
+def sequences(told) -> list[np.ndarray]:
+    """The codes of each line's tokens, put together by what the format says."""
+    ends, found = {}, []
+    for line in told:
+        before = found[ends[line["prefix"][0]]][: line["prefix"][1]] if "prefix" in line else np.empty(0, np.int64)
+        found.append(np.concatenate([before, codes(line)]))
+        ends |= dict.fromkeys(line["h"], len(found) - 1)
+    return found
 
 
-def test_what_is_remembered_of_sharing_is_bounded_and_the_oldest_goes_first():
-    shares = Shares(100)
-    for number in range(50):
-        shares.add(number, keys(*range(number, number + 30)), number)
-        assert shares.num_tokens <= 100
-        assert shares.add(number, keys(*range(number, number + 10)), number) == (number, 10)
-    assert shares.add(3, keys(*range(3, 33)), 99) == (99, 0)
-    assert len(shares._roots) <= 5
-    shares.add(0, keys(*range(500)), 100)
-    assert shares.num_tokens <= 100 or shares.num_tokens == 0
-
-
-def test_hashes_are_equal_for_equal_beginnings_alone():
-    made = lines(shared_tokens=0)
+@pytest.mark.parametrize("known_tokens", [1 << 20, 64, 0])
+def test_what_is_shared_is_said_to_the_token(known_tokens):
+    """Against the tokens themselves, whatever the log still knows of them."""
+    made, draw = lines(known_tokens), np.random.default_rng(1)
+    salts = [(None, "a")[number % 2] for number in range(120)]
+    asked = [draw.integers(0, 2, draw.integers(1, 70)).tolist() for _ in salts]
+    asked[40:] = [[*asked[number % 7], *tokens][:90] for number, tokens in enumerate(asked[40:])]
     told = [
-        json.loads(made.line(entry(number, prompt, salt=salt)))
-        for number, (prompt, salt) in enumerate(
-            [(range(48), None), ([*range(32), 1, *range(33, 48)], None), (range(48), "a"), ([5, *range(1, 48)], None)]
-        )
+        json.loads(made.line(entry(n, tokens[:-1], tokens[-1:], salt)))
+        for n, (tokens, salt) in enumerate(zip(asked, salts, strict=True))
+        if len(tokens) > 1
     ]
-    first, second, salted, other = (line["h"] for line in told)
-    assert [line["shares"] for line in told] == [[]] * 4 and len(first) == 3
-    assert first[:2] == second[:2] and first[2] != second[2]
+    asked, salts = zip(*[(one, salt) for one, salt in zip(asked, salts, strict=True) if len(one) > 1], strict=True)
+    made_again = sequences(told)
+    assert [len(each) for each in made_again] == [len(each) for each in asked]
+    for i in range(len(asked)):
+        for j in range(i):
+            expected = alike(asked[i], asked[j]) if salts[i] == salts[j] else 0
+            assert alike(made_again[i], made_again[j]) == expected
+
+
+def test_whole_units_are_said_once():
+    made = lines()
+    first, again, longer = (json.loads(made.line(entry(n, range(n_tokens)))) for n, n_tokens in enumerate((40, 40, 70)))
+    assert "prefix" not in first and len(codes(first)) == 40 and len(first["h"]) == 2
+    assert again["prefix"] == [first["h"][1], 32] and len(codes(again)) == 8 and again["h"] == []
+    assert longer["prefix"] == [first["h"][1], 32] and len(codes(longer)) == 38 and len(longer["h"]) == 2
+
+
+def test_what_is_known_of_the_file_is_bounded_and_the_oldest_goes_first():
+    made = lines(known_tokens=10 * UNIT)
+    for number in range(20):
+        made.line(entry(number, range(1000 * number, 1000 * number + 3 * UNIT)))
+        assert len(made._known) <= 10
+    newest = json.loads(made.line(entry(99, range(19_000, 19_000 + 3 * UNIT))))
+    assert newest["prefix"][1] == 3 * UNIT and newest["codes"] == ""
+    assert "prefix" not in json.loads(made.line(entry(100, range(3 * UNIT))))
+
+
+def test_digests_are_equal_for_equal_beginnings_alone():
+    def told(prompt, salt=None, key=KEY):
+        return json.loads(lines(0, key).line(entry(0, prompt, salt=salt)))["h"]
+
+    first = told(range(48))
+    assert len(first) == 3 and all(0 <= each < 1 << 52 for each in first)
+    assert told([*range(32), 1, *range(33, 48)])[:2] == first[:2] != told(range(1, 49))[:2]
     # the same unit behind another beginning is another one, and so it is in another namespace, or under another key
-    assert not set(first) & set(other) and not set(first) & set(salted)
-    assert not set(first) & set(json.loads(lines(0, b"f" * 16).line(entry(0, range(48))))["h"])
-    assert all(0 <= each < 1 << 52 for each in first)
-    # those behind what is shared are the same as if nothing were
-    exact = lines()
-    exact.line(entry(0, range(20)))
-    assert json.loads(exact.line(entry(1, range(48))))["h"] == first[1:]
+    for other in (told([5, *range(1, 48)]), told(range(48), "a"), told(range(48), key=b"f" * 16)):
+        assert not set(first) & set(other)
 
 
-def test_what_was_forgotten_is_shared_up_to_a_unit(tmp_path):
-    """With no memory at all the hashes tell units; with memory, tokens."""
-    prompt = list(range(100))
-    for shared_tokens, hit in ((1 << 20, 88), (0, 80)):
-        server = Logged(tmp_path / "log", "all", shared_tokens=shared_tokens, sizes=layout(8))
-        server.submit("a", prompt)
-        server.run()
-        server.submit("b", [*prompt[:90], 1, 2])
-        server.close()
-        trace = read_trace(tmp_path / "log")
-        replay = replayed(trace)
-        assert logged(trace) == server.hits() == {"a": 0, "b": 88}
-        assert trace.logged[1].keys()[:88].tolist() == trace.logged[0].keys()[:88].tolist()
-        assert cached(trace, replay) == {"a": 0, "b": 88}
-        # of the two tokens behind the last unit only the memory knows
-        assert (trace.logged[1].keys()[89] == trace.logged[0].keys()[89]) == (hit == 88)
+def test_images_are_told_apart_like_tokens():
+    made = lines()
+    told = [json.loads(made.line(entry(n, [1, 2, -5 - n, -6, 3]))) for n in range(2)]
+    assert alike(codes(told[0]), codes(told[1])) == 2
 
 
 def test_files_are_private_and_bounded_and_each_can_be_replayed(tmp_path):
     path = tmp_path / "log"
     path.write_text("an older one\n")
-    server = Logged(path, max_bytes=12_000)
+    server = LoggedServer(path, max_bytes=9_000)
     for index in range(60):
         server.submit(f"r{index}", range(index % 7, 40 + index % 5 * 16), max_tokens=3)
         if index % 2:
             server.run()
     server.close()
-    assert sorted(os.listdir(tmp_path)) == ["log", "log.1"] and server.file.dropped == 0
+    assert sorted(os.listdir(tmp_path)) == ["log", "log.1"] and server.log.dropped == 0
     for each in (path, tmp_path / "log.1"):
-        assert stat.S_IMODE(each.stat().st_mode) == 0o600 and each.stat().st_size <= 12_000
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600 and each.stat().st_size <= 9_000
         trace = read_trace(each)
-        assert len(trace.logged) > 5
+        assert len(trace.requests) > 3
         replayed(trace)
     # the last file was begun with a cold cache's view of things, and the server's was warm
-    hits = cached(read_trace(path), replayed(read_trace(path)))
-    assert all(hit <= logged(read_trace(path))[name] for name, hit in hits.items())
+    trace = read_trace(path)
+    assert all(hit <= logged_hits(trace)[name] for name, hit in hits_by_name(trace, replayed(trace)).items())
 
 
 def test_an_older_log_is_kept_once(tmp_path):
@@ -150,13 +155,13 @@ class Stuck(LogLines):
     """Makes no line until it is let go on."""
 
     def __init__(self) -> None:
-        super().__init__(first_line(layout(), 100), UNIT, KEY, 1 << 20)
+        super().__init__({}, UNIT, KEY, 1 << 20)
         self.go_on, self.began = threading.Event(), threading.Event()
 
-    def line(self, entry, gap=False):
+    def line(self, entry):
         self.began.set()
         assert self.go_on.wait(20)
-        return super().line(entry, gap)
+        return super().line(entry)
 
 
 def test_a_full_queue_drops_and_never_waits(tmp_path):
@@ -193,9 +198,8 @@ def test_a_line_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
     file.close()
     told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line.get("n") for line in told] == [None, 2, 3] and file.dropped == 1
-    assert told[1]["gap"] is True and "gap" not in told[2]
     # nothing may refer to the line that is not there
-    assert told[1]["shares"] == [] and told[2]["shares"] == [2, 20]
+    assert "prefix" not in told[1] and told[2]["prefix"] == [told[1]["h"][0], 16]
 
 
 def test_half_a_line_at_the_end_is_taken_back(tmp_path, monkeypatch):
@@ -228,47 +232,30 @@ class Sink:
     def close(self) -> None: ...
 
 
-def test_calls_outlive_a_line_that_was_dropped():
-    server_sink = Sink()
-    journal = RequestJournal(server_sink, ManualClock(), UNIT)
-    journal.room(1)
-    server_sink.takes = False
-    request = made_request()
-    journal.submitted(request)
-    journal.ended(request)
-    journal.room(2)
-    server_sink.takes = True
-    journal.ended(request)
-    assert [entry.ops for entry in server_sink.entries] == [(("m", 1), ("m", 2))]
-    assert server_sink.entries[0].dropped == journal.dropped == 1 and not server_sink.entries[0].gap
-    for number in range(MAX_OPS + 1):
-        journal.room(number)
-    journal.ended(request)
-    assert server_sink.entries[1].gap and server_sink.entries[1].ops == (("m", MAX_OPS),)
-    journal.ended(request)
-    assert not server_sink.entries[2].gap and not server_sink.entries[2].ops
-
-
-def made_request():
-    from cairn.scheduler.request import Request, Spec, Times
-    from cairn.types import RequestId, SamplingParams
-
-    spec = Spec(request_id=RequestId("a"), prompt=np.arange(3), sampling=SamplingParams(), max_tokens=1)
-    return Request(spec, Times(0.0), arrival=1)
-
-
-def test_who_waits_in_vain_is_noted_once():
+def test_a_request_that_was_dropped_is_counted_in_the_next_line():
     sink = Sink()
-    journal = RequestJournal(sink, ManualClock(), UNIT)
-    request = made_request()
-    journal.submitted(request)
-    for _ in range(5):
-        journal.note("l", "a", 3, 0, 0)
-        journal.note("r", "a", None)
-    journal.room(1)
-    journal.note("l", "a", 3, 0, 0)
-    journal.note("r", "a", None)
-    journal.note("l", "unknown", 3, 0, 0)
-    journal.ended(request)
-    tried = [("l", 1, 3, 0, 0), ("r", 1, None)]
-    assert sink.entries[0].ops == (*tried, ("m", 1), *tried)
+    log = RequestLog(sink, ManualClock(), UNIT)
+    for takes in (False, True):
+        sink.takes = takes
+        spec = Spec(request_id=RequestId("a"), prompt=np.arange(3), sampling=SamplingParams(), max_tokens=1)
+        request = Request(spec, Times(0.0), arrival=1)
+        log.submitted(request)
+        log.ended(request)
+    assert [entry.dropped for entry in sink.entries] == [1] and log.dropped == 1
+    assert json.loads(lines().line(sink.entries[0]))["dropped"] == 1
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(tmp_path):
+    server = LoggedServer(tmp_path / "log")
+    for index in range(5):
+        server.submit(f"r{index}", range(100), max_tokens=20)
+    server.step()
+    server.core.abort("r4")
+    assert len(server.log._computed) == 4
+    server.close()
+    assert not server.log._computed
+    told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()[1:]]
+    assert sorted(line["id"] for line in told) == [f"r{index}" for index in range(5)]
+    # it never had pages: that is all that there is to tell
+    (waited,) = [line for line in told if "started" not in line]
+    assert waited["id"] == "r4" and waited["finish"] == "abort" and waited["chunks"] == []

@@ -1,4 +1,4 @@
-"""The best schedule of a tiny trace, by trying everything: the rules of `cairn.replay.bounds`, stated once more.
+"""The best schedule of a tiny trace, by trying everything: the rules of `benchmarks.offline_line`, stated once more.
 
 Positions are all full units, prefixes are tuples of ids, and nothing is shared with the code under test.
 """

@@ -5,12 +5,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from benchmarks.offline_ledger import Hold, Ledger, Spans
+from benchmarks.offline_line import offline_hits, offline_schedule
+from benchmarks.offline_schedule import STEPS, Schedule
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.replay.bounds import footprint_bytes, offline_hits, offline_schedule, unlimited_hits
-from cairn.replay.ledger import Hold, Ledger, Spans
+from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.paths import Paths
-from cairn.replay.schedule import STEPS, Schedule
 from replay.brute_force import best_hit_units, held_bytes, make_trace, seen_units, whole
 
 UNIT = 4

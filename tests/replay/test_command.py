@@ -43,8 +43,8 @@ def test_table_and_json(trace, tmp_path, capsys):
     file = tmp_path / "out.json"
     assert run(trace, "--policy", ",".join(POLICIES), "--sweep", "5%,0.2", "--json", file) == 0
     results = json.loads(file.read_text())
-    assert [result["policy"] for result in results] == [*POLICIES, "offline", "unlimited"] * 2
-    assert [round(result["budget_fraction"], 3) for result in results] == [0.05] * 7 + [0.2] * 7
+    assert [result["policy"] for result in results] == [*POLICIES, "unlimited"] * 2
+    assert [round(result["budget_fraction"], 3) for result in results] == [0.05] * 6 + [0.2] * 6
     shown = capsys.readouterr().out
     for result in results:
         assert result["policy"] in shown and f"{result['token_hit_rate']:.4f}" in shown
@@ -55,8 +55,8 @@ def test_table_and_json(trace, tmp_path, capsys):
             assert result["forward_passes"] >= result["requests"] > 0
             assert 0 < result["peak_bytes"] <= result["budget_bytes"] and result["microseconds_per_request"] > 0
             assert sum(result["checkpoints_taken"].values()) >= sum(result["checkpoints_evicted"].values())
-    by_name = {result["policy"]: result["token_hit_rate"] for result in results[7:]}
-    assert 0 < by_name["auto"] <= by_name["unlimited"] and by_name["offline"] <= by_name["unlimited"]
+    by_name = {result["policy"]: result["token_hit_rate"] for result in results[6:]}
+    assert 0 < by_name["auto"] <= by_name["unlimited"]
     assert by_name["align"] < by_name["auto"]
 
 
@@ -79,7 +79,7 @@ def test_flops_are_those_of_the_hits(trace, tmp_path):
     file, sizes = tmp_path / "out.json", sizes_for("qwen3-next-80b-a3b")
     run(trace, "--layout", "qwen3-next-80b-a3b", "--per-request", "--json", file, "--policy", "auto,align")
     results = json.loads(file.read_text())
-    assert [result["policy"] for result in results] == ["auto", "align", "offline", "unlimited"]
+    assert [result["policy"] for result in results] == ["auto", "align", "unlimited"]
     for result in results:
         rows = result["per_request"]
         assert [row["request"] for row in rows] == list(range(result["requests"]))
@@ -112,8 +112,8 @@ def test_a_plot(trace, tmp_path, suffix):
     alone = tmp_path / "alone.svg"
     run(trace, "--policy", "auto", "--no-bounds", "--sweep", "2%,10%", "--plot", alone)
     fewer = [each for each in ElementTree.parse(alone).iter() if each.get("id", "").startswith("line2d")]
-    # lru, offline and unlimited have a line and a sign in the legend each
-    assert len(lines) >= len(fewer) + 3
+    # lru and unlimited have a line and a sign in the legend each
+    assert len(lines) >= len(fewer) + 4
 
 
 def test_a_plot_without_matplotlib_names_the_fix(trace, tmp_path, monkeypatch):

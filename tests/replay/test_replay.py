@@ -21,7 +21,7 @@ from cairn.replay.paths import Paths
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest
-from cairn.types import ManualClock
+from cairn.types import Boundary, ManualClock
 
 UNIT = 16
 CHUNK = 256
@@ -42,7 +42,9 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
 def made_trace(rows, behind=0):
     """A trace of (path ids, answer ids, boundaries), with `behind` tokens after each path."""
     requests = [
-        TraceRequest(float(t), len(p) * UNIT + behind, np.array(p, np.int64), np.array(a, np.int64), tuple(ends))
+        TraceRequest(
+            float(t), len(p) * UNIT + behind, np.array(p, np.int64), np.array(a, np.int64), tuple(map(Boundary, ends))
+        )
         for t, (p, a, ends) in enumerate(rows)
     ]
     return Trace("made", UNIT, tuple(requests))
@@ -98,7 +100,7 @@ def as_trace(told):
         line = [ids.setdefault(tuple(computed[: end + UNIT]), len(ids)) for end in range(0, len(computed), UNIT)]
         units = len(prompt) // UNIT
         line = np.array(line, np.int64)
-        requests.append(TraceRequest(float(index), len(prompt), line[:units], line[units:], tuple(ends)))
+        requests.append(TraceRequest(float(index), len(prompt), line[:units], line[units:], tuple(map(Boundary, ends))))
     return Trace("served", UNIT, tuple(requests))
 
 

@@ -36,7 +36,7 @@ def test_the_own_form(tmp_path, zipped):
     first, second = trace.requests
     assert first.arrived == 1.5 and first.num_prompt_tokens == 40
     assert first.path.tolist() == [5, 6] and second.path.tolist() == [5, 6, 90, 91, 92, 93]
-    assert second.boundaries == (16, 32, 96)
+    assert [end.position for end in second.boundaries] == [16, 32, 96]
     # 40 + 20 tokens fill units 2, and 100 + 20 unit 6: nobody extends them, so they are their own
     assert first.answer.tolist() == [-1] and second.answer.tolist() == [-2]
 

@@ -20,8 +20,7 @@ from cairn.engine.kv_transfer import KvTransfer
 from cairn.engine.rank_transfer import RankSockets, rank_service
 from cairn.engine.rank_wire import RankConfig, RankService
 from cairn.engine.ranks import build_ranked
-from cairn.engine.request_log_cache import LoggedCache
-from cairn.engine.request_log_header import open_journal
+from cairn.engine.request_log_header import open_log
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.engine.vocabulary import grammar_tokenizer
 from cairn.errors import ConfigError
@@ -71,13 +70,10 @@ def build_core(
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    journal = open_journal(config, info, layout, opened.config.forward_sizes(), clock)
-    if journal is None:
-        cache = PrefixCache(layout, num_pages, policy, events, clock)
-    else:
-        cache = LoggedCache(layout, num_pages, policy, journal, events, clock)
+    cache = PrefixCache(layout, num_pages, policy, events, clock)
+    request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, info.max_model_len), cache, clock, transfers, journal)
+    scheduler = Scheduler(_scheduling(config, info.max_model_len), cache, clock, transfers, request_log)
     return Core(
         info,
         scheduler,
@@ -89,7 +85,7 @@ def build_core(
         events=publisher,
         image_keys=image_keys,
         image_counts=ranks.own.image_counts,
-        request_log=journal,
+        request_log=request_log,
         grammars=_grammars(tokenizer, vocab_size, eos_token_ids, clock),
     )
 

@@ -51,7 +51,7 @@ class StepRunner(Protocol):
 
 
 class RequestLog(Protocol):
-    """What is written down of requests: `cairn.engine.request_log.RequestJournal`."""
+    """What is written down of requests: `cairn.engine.request_log.RequestLog`."""
 
     @property
     def dropped(self) -> int:

@@ -1,30 +1,16 @@
-"""The request log: for each request what became of it, and all that a replay needs to go through the same once more.
+"""The request log: a line for each request, with what became of it and all that a replay needs.
 
     {"name", "unit", "source": "cairn", "version", "layout", "forward_sizes", "budget_bytes", "policy", ...}
-    {"n", "id", "t", "in", "out", "finish", "timings", "cached_tokens", ..., "shares", "h", "b", "ops"}
+    {"n", "id", "t", "in", "out", "finish", "timings", "cached_tokens", ..., "h", "codes", "chunks", ...}
     ...
 
 The first line says what was served and by which rules: bytes are those of one rank, `forward_sizes` are the whole
-model's. Then comes one line a request when it ends (`LogLines`). The scheduler's thread only takes down calls and hands
-an `Entry` over; hashing, writing and all else is done by the thread of `LogFile`. `ops` lists what has happened at the
-cache's door, to any request, since the line before:
-
-    ["l", n, tokens, resumed, passed_by]   lookup of the first tokens    ["a", n, resumed]    admitted after it
-    ["x", n, tokens, done]       extend                                  ["h", n]             hold_breakpoints
-    ["p", step, [[n, end, kind], ...]]   a plan: rows that end there (kind 1 prefill, 2 decode, 3 no row but a save,
-                                 0 neither); of decode rows only those that may touch the cache
-    ["c", n, tokens, kept]       commit, of checkpoints, too             ["s", step]          step_applied
-    ["w", n, position, kind, done]       want outside a plan             ["r", n, loss]       release
-    ["f", n, position, done]     want_always                             ["v", n, tokens, wanted, position]   received
-    ["k", n]                     hold of the state at its prompt's end   ["g", n]             let_go of it
-    ["b", new, from, n]          branch of a lease at the state of n     ["m", pages]         make_room
-    ["t", seconds]               the time of what follows
-
-`n` numbers requests as they arrived; what else has a lease has a number below 0. Where checkpoints are placed and what
-is evicted is not in it: that is for the replay to decide anew.
+model's. The others are written as requests end. The scheduler's thread only hands an `Entry` over; hashing, writing and
+all else is done by the thread of `LogFile`. Where checkpoints are placed and what is evicted is not in it: that is for
+the replay to decide anew.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -34,24 +20,31 @@ from cairn.engine.contract import CacheReport
 from cairn.engine.core_report import cache_report
 from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.request import Request
-from cairn.step import GRID
+from cairn.step import GRID, Row
 from cairn.types import Boundary, Clock, Keys
 
-__all__ = ["Entry", "EntrySink", "Op", "RequestJournal", "reported"]
+__all__ = ["Computed", "Entry", "EntrySink", "RequestLog", "reported"]
 
-MAX_OPS = 1 << 18
-"""Calls kept while no line takes them along; beyond it they are forgotten, and the next line says so."""
+_NANOSECOND = 1e-9
 
-Op = tuple[object, ...]
 
-_NO_ROW, _PREFILL, _DECODE, _SAVE = 0, 1, 2, 3
+@dataclass(slots=True)
+class Computed:
+    """How a request was computed. `chunks`: when the step of each was planned, in seconds since the log's start, and
+    how many tokens were computed then. `asked`: positions whose state is kept because another request needs it,
+    whatever the policy says, and when a file was seen to be set aside."""
+
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    asked: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One request that has ended, and the calls since the entry before. Times in seconds.
+    """One request that has ended. `times`: when it arrived (`t`), had pages (`started`) if it ever had, was answered
+    (`finished`) and gave its pages back (`released`), in seconds since the log's start.
 
-    `gap`: calls are missing before these. `dropped`: entries so far that nobody took.
+    `counted`: its prompt is in the counters, which count that of several answers once. `computed_whole`: nothing was
+    looked up for it, because all of its prompt had to be computed. `dropped`: entries so far that nobody took.
     """
 
     number: int
@@ -60,12 +53,13 @@ class Entry:
     prompt: Keys
     output: tuple[int, ...]
     boundaries: tuple[Boundary, ...]
-    arrived: float
+    times: dict[str, float]
     finish: str
     timings: dict[str, float]
     report: CacheReport | None
-    ops: tuple[Op, ...]
-    gap: bool
+    computed: Computed
+    counted: bool
+    computed_whole: bool
     dropped: int
 
     @property
@@ -88,19 +82,16 @@ class EntrySink(Protocol):
     def close(self) -> None: ...
 
 
-class RequestJournal:
-    """Takes down what scheduler and cache do (`RequestObserver`, `DoorNotes`). One thread only; O(1) a call."""
+class RequestLog:
+    """Takes down what the scheduler does (`RequestObserver`). One thread only."""
 
     def __init__(self, sink: EntrySink, clock: Clock, block_size: int) -> None:
         self._sink = sink
-        self._clock = clock
-        self._start = self._noted = clock.now()
         self._block_size = block_size
-        self._numbers: dict[str, int] = {}
-        self._others = 0
-        self._planned: set[int] = set()
-        self._ops: list[Op] = []
-        self._gap = False
+        self._clock = clock
+        self._start = clock.now()
+        self._planned = 0.0
+        self._computed: dict[str, Computed] = {}
 
     @property
     def dropped(self) -> int:
@@ -110,92 +101,63 @@ class RequestJournal:
     def close(self) -> None:
         self._sink.close()
 
-    # -- what the scheduler tells --------------------------------------------------------------------------------
-
     def submitted(self, request: Request) -> None:
-        self._numbers[request.id] = request.arrival
+        self._computed[request.id] = Computed()
 
     def planned(self, draft: Draft) -> None:
-        parts = [self._part(part, draft) for part in draft.parts if self._matters(part, draft)]
-        if parts:
-            self._planned.add(draft.step)
-            self._add(("p", draft.step, parts))
+        now = self._clock.now() - self._start
+        grown = self._before_admissions(draft, now)
+        for part in draft.parts:
+            row, lease = None if part.row is None else draft.rows[part.row], part.request.lease
+            computed = self._computed[part.request.id]
+            if row is not None and (not row.decode or self._matters(row, part)):
+                # pages are given to those that run before others come in, and files when all rows have their pages
+                when = grown if row.decode and self._needs_page(row, part) else now
+                computed.chunks.append((when, part.end))
+            if lease is not None:
+                for position in lease.files.keys() - lease.kept:
+                    computed.asked.setdefault(position, now)
+
+    def _matters(self, row: Row, part: Part) -> bool:
+        """Of an answer the first token and that of each page, which pages are needed for, and where states are kept."""
+        return self._needs_page(row, part) or bool(part.kept) or row.end % GRID == 0
+
+    def _needs_page(self, row: Row, part: Part) -> bool:
+        return row.start % self._block_size == 0 or row.start == part.request.num_prompt_tokens
+
+    def _before_admissions(self, draft: Draft, now: float) -> float:
+        """When those that ran already were given their pages: before new ones were."""
+        started = [part.request.times.scheduled for part in draft.parts]
+        new = [when - self._start for when in started if when is not None and when - self._start > self._planned]
+        self._planned = now
+        return min([now, *(when - _NANOSECOND for when in new)])
 
     def ended(self, request: Request) -> None:
-        entry = Entry(
-            number=self._numbers.pop(request.id, request.arrival),
-            request_id=request.id,
-            namespace=request.spec.namespace,
-            prompt=request.spec.prompt,
-            output=tuple(request.output),
-            boundaries=request.spec.boundaries,
-            arrived=request.times.arrived - self._start,
-            finish=request.finish or "error",
-            timings=_timings(request),
-            report=cache_report(request, None),
-            ops=tuple(self._ops),
-            gap=self._gap,
-            dropped=self._sink.dropped,
+        spec, trunk, went = request.spec, request.trunk, request.times
+        times = {
+            "t": went.arrived,
+            "started": went.scheduled,
+            "finished": went.finished,
+            "released": self._clock.now(),
+        }
+        self._sink.put(
+            Entry(
+                number=request.arrival,
+                request_id=request.id,
+                namespace=spec.namespace,
+                prompt=spec.prompt,
+                output=tuple(request.output),
+                boundaries=spec.boundaries,
+                times={name: seconds - self._start for name, seconds in times.items() if seconds is not None},
+                finish=request.finish or "error",
+                timings=_timings(request),
+                report=cache_report(request, None),
+                computed=self._computed.pop(request.id),
+                counted=trunk is None or trunk.counted == request.id,
+                computed_whole=spec.prompt_logprobs is not None,
+                dropped=self._sink.dropped,
+            )
         )
-        # what was not taken stays for the next line: without it a replay would miss steps of other requests
-        if self._sink.put(entry):
-            self._ops, self._gap = [], False
-
-    def _matters(self, part: Part, draft: Draft) -> bool:
-        """Whether a row can change the cache before its request ends: most decode rows cannot."""
-        row = None if part.row is None else draft.rows[part.row]
-        if row is None or not row.decode or part.kept:
-            return True
-        lease = part.request.lease
-        return bool(lease is not None and lease.transient) or 0 in (part.end % GRID, part.end % self._block_size)
-
-    def _part(self, part: Part, draft: Draft) -> tuple[int, int, int]:
-        if part.row is None:
-            kind = _SAVE if part.kept else _NO_ROW
-        else:
-            kind = _DECODE if draft.rows[part.row].decode else _PREFILL
-        return part.request.arrival, part.end, kind
-
-    # -- what the cache tells ------------------------------------------------------------------------------------
-
-    def named(self, name: str) -> int:
-        if name not in self._numbers:
-            self._others += 1
-            self._numbers[name] = -self._others
-        return self._numbers[name]
-
-    def note(self, code: str, who: str | int, *more: int | str | None) -> None:
-        number = self._numbers.get(who) if isinstance(who, str) else who
-        if number is None:
-            return  # another server's question
-        op = (code, number, *more)
-        if code == "r" and number < 0:
-            self._numbers = {name: other for name, other in self._numbers.items() if other != number}
-        # who waits for room is looked up in each step, and nothing has happened since the last time
-        last = self._ops[-1:]
-        if code == "r" and last and last[0][:2] == ("l", number) and self._ops[-3:] == [*last, op, *last]:
-            self._ops.pop()
-            return
-        self._add(op)
-
-    def room(self, num_pages: int) -> None:
-        self._add(("m", num_pages))
-
-    def applied(self, step: int) -> None:
-        if step in self._planned:
-            self._planned.remove(step)
-            self._add(("s", step))
-
-    def tick(self) -> None:
-        now = self._clock.now()
-        if now > self._noted:
-            self._noted = now
-            self._add(("t", now - self._start))
-
-    def _add(self, op: Op) -> None:
-        if len(self._ops) >= MAX_OPS:
-            self._ops, self._gap = [], True
-        self._ops.append(op)
 
 
 def _timings(request: Request) -> dict[str, float]:

@@ -33,7 +33,7 @@ class LineMaker(Protocol):
 
     def header(self) -> bytes: ...
 
-    def line(self, entry: Entry, gap: bool = False) -> bytes: ...
+    def line(self, entry: Entry) -> bytes: ...
 
     def lost(self) -> None:
         """The last line will not be in the file."""
@@ -54,7 +54,7 @@ class LogFile:
         self._closing = False
         self._refused = 0
         self._unwritten = 0
-        self._gap = False
+        self._losing = False
         self._file = -1
         try:
             self._begin()
@@ -113,7 +113,7 @@ class LogFile:
         """Raises OSError; then the line is not in the file."""
         if self._file < 0:
             self._begin()
-        line = self._lines.line(entry, self._gap)
+        line = self._lines.line(entry)
         if self._size + len(line) > self._max_bytes and self._size > self._header_size:
             self._end_file()
             self._begin()
@@ -122,13 +122,13 @@ class LogFile:
             self._lose(f"one line of {len(line)} bytes does not fit {self._max_bytes}: raise --request-log-bytes")
             return
         self._append(line)
-        self._gap = False
+        self._losing = False
 
     def _lose(self, why: str) -> None:
-        if not self._gap:
+        if not self._losing:
             logger.warning("--request-log %s: lines are lost: %s", self._path, why)
         self._unwritten += 1
-        self._gap = True
+        self._losing = True
         self._lines.lost()
 
     def _begin(self) -> None:

@@ -9,37 +9,39 @@ from pathlib import Path
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig, EngineInfo
-from cairn.engine.request_log import RequestJournal
+from cairn.engine.request_log import RequestLog
 from cairn.engine.request_log_file import LogFile
 from cairn.engine.request_log_lines import LogLines
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.types import Clock
 
-__all__ = ["open_journal"]
+__all__ = ["open_log"]
 
-VERSION = 1
+VERSION = 2
+UNIT = 64
+"""Tokens of a digest."""
 KEY_BYTES = 32
-SHARED_TOKENS = 1 << 22
-"""How many tokens are remembered to say exactly what is shared: 32 MiB."""
+KNOWN_TOKENS = 1 << 24
+"""For how many tokens it is remembered that they stand in the file: some 30 MiB."""
 
 
-def open_journal(
+def open_log(
     config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes, clock: Clock
-) -> RequestJournal | None:
+) -> RequestLog | None:
     """None if no log was asked for. `layout`: of one rank; `sizes`: of the whole model. Raises ConfigError when the log
     cannot be written."""
     asked = config.request_log
     if asked is None:
         return None
     first = header(config, info, layout, sizes)
-    file = LogFile(Path(asked.path), asked.max_bytes, partial(_new_lines, first, layout.block_size))
-    return RequestJournal(file, clock, layout.block_size)
+    file = LogFile(Path(asked.path), asked.max_bytes, partial(_new_lines, first))
+    return RequestLog(file, clock, layout.block_size)
 
 
-def _new_lines(first: Mapping[str, object], unit: int) -> LogLines:
+def _new_lines(first: Mapping[str, object]) -> LogLines:
     # a key for each file, so that not even two files of one server can be told to be about the same texts
     begun = {**first, "began": round(time.time(), 3)}
-    return LogLines(begun, unit, os.urandom(KEY_BYTES), SHARED_TOKENS)
+    return LogLines(begun, UNIT, os.urandom(KEY_BYTES), KNOWN_TOKENS)
 
 
 def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes) -> dict[str, object]:
@@ -47,7 +49,7 @@ def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: F
     are keyed."""
     return {
         "name": os.path.basename(os.path.normpath(info.model)),
-        "unit": layout.block_size,
+        "unit": UNIT,
         "source": "cairn",
         "version": VERSION,
         "salted": True,

@@ -1,145 +1,129 @@
 """Entries as lines of JSON, and how they say what requests share without saying what they are.
 
-Two requests share tokens iff their sequences (prompt and answer) begin with the same ones in the same namespace. A line
-says so twice:
+Two requests share tokens iff their sequences (prompt and answer) begin with the same ones in the same namespace. All
+that a line says of a token is taken from one BLAKE2b hash over namespace and all tokens up to it:
 
-    "shares": [n, tokens]       the sequence begins with the first `tokens` tokens of that of request n, some lines up
-    "h": [hash, ...]            of each full unit that is not within these: unit tokens // unit, the one behind it, ...
+    "prefix": [digest, tokens]  the first `tokens` tokens are those of an earlier line that has this digest at their end
+    "h": [digest, ...]          52 bits of the hash at the end of each full unit of tokens behind these
+    "codes": "..."              16 bits of the hash at each token behind these, little-endian, base64
 
-`shares` is exact to the token, which unit hashes cannot be: sharing that ends within a unit would end at its beginning.
-It is one pair whatever the length, since sequences are the paths of a tree, and the deepest place where a new one
-leaves that tree says how it relates to all that came before. It takes a memory of the tokens, which is bounded: what
-has not been shared for the longest time is forgotten. `h` is for what was forgotten and comes again: equal hashes are
-equal beginnings, up to that unit's end.
+Equal codes are equal beginnings, so sharing is known to the token: two sequences that part may seem to have one token
+more in common once in 65,536 times. Which digests stand in the file is remembered, for a bounded number of tokens; what
+is forgotten has its codes written again.
 
-A hash is 52 bits of BLAKE2b over namespace and all tokens up to the unit's end, under a key that is drawn for each file
-and never written: nobody can find out whether a text that he guesses is in the log.
+The key of the hash is drawn for each file and never written: nobody can find out whether a text that he guesses is in
+the log.
 """
 
 import json
+from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
 
 import numpy as np
 
-from cairn.cache.key_run import WIDE, Sought
 from cairn.cache.lease import Namespace
-from cairn.cache.tree import Node, split, walk
 from cairn.engine.request_log import Entry, reported
-from cairn.types import Boundary, Keys
+from cairn.types import Boundary
 
-__all__ = ["LogLines", "Shares"]
+__all__ = ["LogLines"]
 
-HASH_BYTES = 7
-UNUSED_BITS = 4
-"""52 bits are left: every reader of JSON keeps them."""
+DIGEST_BITS = 52
+"""Every reader of JSON keeps them."""
 
-
-class Shares:
-    """Which earlier sequence a new one goes with, and for how many tokens. Remembers `limit` distinct tokens."""
-
-    def __init__(self, limit: int) -> None:
-        self.num_tokens = 0
-        self._limit = limit
-        self._roots: dict[int, Node] = {}
-        self._owners: OrderedDict[Node, int] = OrderedDict()
-
-    def add(self, namespace: int, keys: Keys, owner: int) -> tuple[int, int]:
-        """(owner of an earlier sequence, the number of tokens that it shares with this one); (owner, 0) for none.
-
-        `keys`: the sequence's key tokens. O(length).
-        """
-        root, sought = self._roots.setdefault(namespace, Node(None, b"", 0, 0)), Sought(keys)
-        found = walk(root, sought)
-        shared, nodes = found.seen, list(found.beyond)
-        other = self._owners[nodes[-1]] if nodes else owner
-        if nodes and shared < nodes[-1].end:
-            upper = split(nodes[-1], shared, ())[0]
-            self._owners[upper] = other
-            nodes[-1] = upper
-        if shared < len(keys):
-            parent = nodes[-1] if nodes else root
-            child = Node(parent, sought.run(shared, len(keys)), shared, len(keys))
-            parent.adopt(child)
-            self._owners[child] = owner
-            self.num_tokens += child.num_tokens
-            nodes.append(child)
-        for node in reversed(nodes):
-            self._owners.move_to_end(node)  # a node is newer than all below it, so the oldest is a leaf
-        self._forget()
-        return other, shared
-
-    def _forget(self) -> None:
-        while self.num_tokens > self._limit:
-            oldest, _ = self._owners.popitem(last=False)
-            assert oldest.parent is not None and not oldest.children
-            oldest.parent.disown(oldest)
-            self.num_tokens -= oldest.num_tokens
-            self._roots = {name: root for name, root in self._roots.items() if root.children}
+CODE_BYTES, KEY_BYTES = 2, 8
 
 
 class LogLines:
-    """The lines of one file. `header`: what the first one says; `unit`: tokens of a hash; `key`: 16 to 64 random bytes;
-    `shared_tokens`: how many tokens are remembered for `shares`, 4 bytes each, or 8."""
+    """The lines of one file. `header`: what the first one says; `unit`: tokens of a digest; `key`: 16 to 64 random
+    bytes; `known_tokens`: for so many tokens it is remembered that their codes stand in the file."""
 
-    def __init__(self, header: Mapping[str, object], unit: int, key: bytes, shared_tokens: int) -> None:
+    def __init__(self, header: Mapping[str, object], unit: int, key: bytes, known_tokens: int) -> None:
         self._header = header
         self._unit = unit
         self._key = key
-        self._shared_tokens = shared_tokens
-        self._shares = Shares(shared_tokens)
+        self._most_known = known_tokens // unit
+        self._known: OrderedDict[int, None] = OrderedDict()
 
     def header(self) -> bytes:
         return _line(self._header)
 
-    def line(self, entry: Entry, gap: bool = False) -> bytes:
-        """The next line. `gap`: there was one before it that could not be written."""
-        keys = np.concatenate([entry.prompt, np.array(entry.output, np.int64)])
-        raw = np.ascontiguousarray(keys, "<i8").tobytes()
-        namespace = 0 if entry.namespace == Namespace() else self._hash(_named(entry.namespace))
-        other, shared = self._shares.add(namespace, keys, entry.number)
+    def line(self, entry: Entry) -> bytes:
+        """The next line."""
         told: dict[str, object] = {
             "n": entry.number,
             "id": entry.request_id,
-            "t": round(entry.arrived, 6),
             "in": len(entry.prompt),
             "out": len(entry.output),
             "finish": entry.finish,
             "timings": entry.timings,
             **reported(entry.report),
-            "ns": namespace,
-            "shares": [other, shared] if shared else [],
-            "h": self._hashes(entry.namespace, raw, shared // self._unit),
+            "ns": self._namespace(entry.namespace),
+            **self._sequence(entry),
             **_boundaries(entry.boundaries),
+            "chunks": [(_seconds(when), end) for when, end in entry.computed.chunks],
+            **{name: _seconds(when) for name, when in entry.times.items()},
         }
+        if entry.computed.asked:
+            told["asked"] = [(_seconds(when), position) for position, when in entry.computed.asked.items()]
+        if not entry.counted:
+            told["branch"] = True
+        if entry.computed_whole:
+            told["computed_whole"] = True
         if entry.dropped:
             told["dropped"] = entry.dropped
-        if gap or entry.gap:
-            told["gap"] = True
-        return _line({**told, "ops": entry.ops})
+        return _line(told)
 
     def lost(self) -> None:
-        """The last line will not be in the file, so none may refer to it: from here on the hashes alone tie what comes
-        to what was there."""
-        self._shares = Shares(self._shared_tokens)
+        """The last line will not be in the file, so none may refer to it."""
+        self._known.clear()
 
-    def _hashes(self, namespace: Namespace, raw: bytes, first: int) -> list[int]:
-        size = self._unit * WIDE
-        state = blake2b(_named(namespace), digest_size=HASH_BYTES, key=self._key)
-        state.update(raw[: first * size])
-        hashes = []
-        for at in range(first * size, len(raw) // size * size, size):
-            state.update(raw[at : at + size])
-            hashes.append(_number(state.copy().digest()))
-        return hashes
+    def _namespace(self, namespace: Namespace) -> int:
+        if namespace == Namespace():
+            return 0
+        return 1 | _digest(blake2b(_named(namespace), digest_size=KEY_BYTES, key=self._key).digest())
 
-    def _hash(self, data: bytes) -> int:
-        return 1 | _number(blake2b(data, digest_size=HASH_BYTES, key=self._key).digest())
+    def _sequence(self, entry: Entry) -> dict[str, object]:
+        """`prefix`, `h` and `codes`, in O(tokens)."""
+        keys = np.concatenate([entry.prompt, np.array(entry.output, np.int64)])
+        raw = memoryview(np.ascontiguousarray(keys, "<i8").tobytes())
+        state = blake2b(_named(entry.namespace), digest_size=KEY_BYTES, key=self._key)
+        size, start, digests = self._unit * KEY_BYTES, 0, list[int]()
+        while start + size <= len(raw):
+            further = state.copy()
+            further.update(raw[start : start + size])
+            digest = _digest(further.digest())
+            if digest not in self._known:
+                break
+            digests.append(digest)
+            state, start = further, start + size
+        prefix, codes = len(digests), bytearray()
+        for at in range(start, len(raw), KEY_BYTES):
+            state.update(raw[at : at + KEY_BYTES])
+            value = state.digest()
+            codes += value[:CODE_BYTES]
+            if (at + KEY_BYTES) % size == 0:
+                digests.append(_digest(value))
+        self._remember(digests)
+        told: dict[str, object] = {"h": digests[prefix:], "codes": b64encode(codes).decode()}
+        return {"prefix": [digests[prefix - 1], prefix * self._unit], **told} if prefix else told
+
+    def _remember(self, digests: list[int]) -> None:
+        for digest in reversed(digests):
+            self._known[digest] = None
+            self._known.move_to_end(digest)  # a beginning is newer than what goes on from it, and forgotten later
+        while len(self._known) > self._most_known:
+            self._known.popitem(last=False)
 
 
-def _number(digest: bytes) -> int:
-    return int.from_bytes(digest) >> UNUSED_BITS
+def _seconds(when: float) -> float:
+    """To the nanosecond, for what has happened in one step has an order."""
+    return round(when, 9)
+
+
+def _digest(value: bytes) -> int:
+    return int.from_bytes(value) & ((1 << DIGEST_BITS) - 1)
 
 
 def _named(namespace: Namespace) -> bytes:

@@ -61,7 +61,7 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw hit rate over budget there, as SVG or PNG; needs matplotlib, which the extra `bench` brings",
     )
-    parser.add_argument("--no-bounds", action="store_true", help="leave the lines `offline` and `unlimited` out")
+    parser.add_argument("--no-bounds", action="store_true", help="leave the line `unlimited` out")
 
 
 def _add_budget_flags(parser: argparse.ArgumentParser) -> None:

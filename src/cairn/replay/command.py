@@ -22,16 +22,13 @@ from cairn.cache.prefix_cache import CachePolicy
 from cairn.errors import ConfigError
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.arguments import DEFAULT_LAYOUT, DEFAULT_SHARE, POLICIES, add_replay_flags
-from cairn.replay.bounds import footprint_bytes, offline_hits, unlimited_hits
+from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import layout_for, sizes_for
 from cairn.replay.plot import Plot
-from cairn.replay.reenact import Reenactment
 from cairn.replay.replay import Replay
-from cairn.replay.report import OFFLINE, UNLIMITED, Report, Result
-from cairn.replay.request_log import LoggedTrace
-from cairn.replay.schedule import STEPS
+from cairn.replay.report import UNLIMITED, Report, Result
 from cairn.replay.timed_cache import TimedCache
-from cairn.replay.traces import Trace, read_trace
+from cairn.replay.traces import Server, Trace, read_trace
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 
@@ -59,7 +56,7 @@ class _Run:
     trace: Trace
     layout: CacheLayout
     layout_name: str
-    sizes: ForwardSizes | None
+    sizes: ForwardSizes
     policies: tuple[str, ...]
     budgets: tuple[int, ...]
     max_num_batched_tokens: int
@@ -84,7 +81,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
         for budget in run.budgets:
             results += [_replayed(run, name, budget, progress) for name in run.policies]
-            results += [] if arguments.no_bounds else _reference_lines(run, budget, progress)
+            results += [] if arguments.no_bounds else [Result(UNLIMITED, budget, unlimited_hits(run.trace))]
     if arguments.json is not None:
         _write(arguments.json, [report.as_json(result, arguments.per_request) for result in results])
     if plot is not None:
@@ -112,15 +109,15 @@ def _write(path: Path, told: object) -> None:
 
 def _asked(arguments: argparse.Namespace) -> _Run:
     trace = read_trace(arguments.trace)
-    log = trace if isinstance(trace, LoggedTrace) else None
+    server = trace.server
     chunk = arguments.max_num_batched_tokens
     if chunk is None:
-        chunk = log.max_num_batched_tokens if log is not None else MAX_NUM_BATCHED_TOKENS
+        chunk = server.max_num_batched_tokens if server is not None else MAX_NUM_BATCHED_TOKENS
     if not 64 <= chunk <= 1 << 24:
         raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {chunk}")
-    layout, sizes = _layout(arguments, log)
+    layout, sizes = _layout(arguments, server)
     footprint = footprint_bytes(trace, layout)
-    budgets = _budgets(arguments, log, footprint)
+    budgets = _budgets(arguments, server, footprint)
     for budget in budgets:
         if not 1 <= budget // layout.page_bytes < 1 << 31:
             raise ConfigError(
@@ -130,39 +127,39 @@ def _asked(arguments: argparse.Namespace) -> _Run:
     return _Run(
         trace=trace,
         layout=layout,
-        layout_name=arguments.layout if arguments.layout is not None else DEFAULT_LAYOUT if log is None else LOGGED,
+        layout_name=arguments.layout if arguments.layout is not None else DEFAULT_LAYOUT if server is None else LOGGED,
         sizes=sizes,
-        policies=arguments.policy or ((LOGGED,) if log is not None else ("auto",)),
+        policies=arguments.policy or ((LOGGED,) if server is not None else ("auto",)),
         budgets=budgets,
         max_num_batched_tokens=chunk,
         footprint=footprint,
     )
 
 
-def _layout(arguments: argparse.Namespace, log: LoggedTrace | None) -> tuple[CacheLayout, ForwardSizes | None]:
-    """Of the flags, else of the log. No sizes: a log that has none."""
-    if log is not None and arguments.layout is None:
+def _layout(arguments: argparse.Namespace, server: Server | None) -> tuple[CacheLayout, ForwardSizes]:
+    """Of the flags, else of the log."""
+    if server is not None and arguments.layout is None:
         for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):
             if value is not None:
                 raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
-        return log.layout, log.forward_sizes
+        return server.layout, server.forward_sizes
     name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
     if block_size is None:
-        block_size = log.layout.block_size if log is not None else BLOCK_SIZE
+        block_size = server.layout.block_size if server is not None else BLOCK_SIZE
     return layout_for(name, block_size, arguments.state_dtype), sizes_for(name)
 
 
-def _budgets(arguments: argparse.Namespace, log: LoggedTrace | None, footprint: int) -> tuple[int, ...]:
+def _budgets(arguments: argparse.Namespace, server: Server | None, footprint: int) -> tuple[int, ...]:
     if arguments.budget is not None:
         return (arguments.budget,)
-    if log is not None and arguments.sweep is None and arguments.budget_fraction is None:
-        return (log.budget_bytes,)
+    if server is not None and arguments.sweep is None and arguments.budget_fraction is None:
+        return (server.budget_bytes,)
     return tuple(int(footprint * share) for share in arguments.sweep or (arguments.budget_fraction or DEFAULT_SHARE,))
 
 
 def _policy(run: _Run, name: str) -> CachePolicy:
-    if name == LOGGED and isinstance(run.trace, LoggedTrace):
-        told = run.trace.policy
+    if name == LOGGED and run.trace.server is not None:
+        told = run.trace.server.policy
         try:
             off = told.placement == SWITCHED_OFF
             placement = None if off else placement_for(told.placement, run.layout.block_size, told.exact)
@@ -182,17 +179,6 @@ def _replayed(run: _Run, name: str, budget: int, progress: Progress) -> Result:
         progress.update(task, completed=done)
 
     timed = TimedCache(run.layout, budget, _policy(run, name), _ThreadTime(), run.max_num_batched_tokens)
-    if isinstance(run.trace, LoggedTrace):
-        outcome = Reenactment(timed).run(run.trace, tell)
-    else:
-        outcome = Replay(timed).run(run.trace, tell)
+    outcome = Replay(timed).run(run.trace, tell)
     progress.remove_task(task)
-    counted = [not request.branches for request in run.trace.requests]
-    return Result(name, budget, np.array(outcome.hits, np.int64) * counted, outcome)
-
-
-def _reference_lines(run: _Run, budget: int, progress: Progress) -> list[Result]:
-    task = progress.add_task(f"{OFFLINE} {decimal(budget)}", total=STEPS)
-    hits = offline_hits(run.trace, run.layout, budget, lambda done: progress.update(task, completed=done))
-    progress.remove_task(task)
-    return [Result(OFFLINE, budget, hits), Result(UNLIMITED, budget, unlimited_hits(run.trace))]
+    return Result(name, budget, np.array(outcome.hits, np.int64), outcome)

@@ -22,7 +22,7 @@ class Paths:
 
     def shared(self, path: Ids) -> int:
         """The longest prefix of `path` (shape [u]) that is there, in units."""
-        return walk(self.root, Sought(path)).seen
+        return walk(self.root, _sought(path)).seen
 
     def add(self, path: Ids, answer: Ids) -> None:
         """Add a prompt's path and the answer behind it; a node ends where the prompt does."""
@@ -32,10 +32,10 @@ class Paths:
 
     def chain(self, path: Ids, answer: Ids) -> list[Node]:
         """The nodes along a path that has been added, in order."""
-        return walk(self.root, Sought(np.concatenate([path, answer]))).beyond
+        return walk(self.root, _sought(np.concatenate([path, answer]))).beyond
 
     def _add(self, path: Ids) -> None:
-        sought = Sought(path)
+        sought = _sought(path)
         found = walk(self.root, sought)
         node = found.beyond[-1] if found.beyond else self.root
         if found.seen < node.end:
@@ -44,3 +44,7 @@ class Paths:
             child = Node(node, sought.run(found.seen, len(path)), found.seen, len(path))
             node.adopt(child)
             self.num_units += child.num_tokens
+
+
+def _sought(path: Ids) -> Sought:
+    return Sought(path.astype(np.int64, copy=False))

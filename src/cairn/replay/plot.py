@@ -1,4 +1,4 @@
-"""Hit rate over budget, one line a policy, with the reference lines."""
+"""Hit rate over budget, one line a policy, with the line `unlimited`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.errors import ConfigError
-from cairn.replay.report import OFFLINE, UNLIMITED, Report, Result
+from cairn.replay.report import UNLIMITED, Report, Result
 
 __all__ = ["Plot"]
 
@@ -36,8 +36,6 @@ class Plot:
             budgets, rates = zip(*found, strict=True)
             if name == UNLIMITED:
                 axes.axhline(rates[0], color="grey", linestyle=":", label=name)
-            elif name == OFFLINE:
-                axes.plot(budgets, rates, color="black", linestyle="--", marker=".", label=name)
             else:
                 axes.plot(budgets, rates, marker="o", label=name)
         axes.set(xlabel="budget, GB", ylabel="token hit rate", title=f"{report.trace.name}, {report.layout_name}")

@@ -12,9 +12,9 @@ from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.outcome import Outcome
 from cairn.replay.traces import Trace
 
-__all__ = ["OFFLINE", "UNLIMITED", "Report", "Result"]
+__all__ = ["UNLIMITED", "Report", "Result"]
 
-OFFLINE, UNLIMITED = "offline", "unlimited"
+UNLIMITED = "unlimited"
 
 _LEAST_WIDTH = 24
 """Letters of the column of reasons in a narrow table."""
@@ -36,15 +36,17 @@ class Result:
 
 
 class Report:
-    """`layout_name`: what --layout said; `sizes` None: of a model that is known only by what it remembers.
-    `footprint`: bytes of all that the trace could keep."""
+    """`layout_name`: what --layout said; `sizes`: of the whole model. `footprint`: bytes of all that the trace
+    could keep."""
 
-    def __init__(self, trace: Trace, layout_name: str, sizes: ForwardSizes | None, footprint: int) -> None:
+    def __init__(self, trace: Trace, layout_name: str, sizes: ForwardSizes, footprint: int) -> None:
         self.trace = trace
         self.layout_name = layout_name
         self.footprint = footprint
         self._sizes = sizes
-        self._lengths = np.array([request.num_prompt_tokens for request in trace.requests], np.int64)
+        self._lengths = np.array(
+            [0 if request.branches else request.num_prompt_tokens for request in trace.requests], np.int64
+        )
 
     @property
     def _num_requests(self) -> int:
@@ -57,16 +59,15 @@ class Report:
     def hit_rate(self, result: Result) -> float:
         return result.hit_tokens / max(1, self.prompt_tokens)
 
-    def flops(self, result: Result) -> tuple[int, int] | None:
+    def flops(self, result: Result) -> tuple[int, int]:
         """Forward FLOPs that the hits have saved, and those of the tokens that were computed."""
-        if self._sizes is None:
-            return None
         pairs = list(zip(result.hits.tolist(), self._lengths.tolist(), strict=True))
         saved = sum(self._sizes.forward_flops(0, hit) for hit, _ in pairs)
         return saved, sum(self._sizes.forward_flops(hit, length) for hit, length in pairs)
 
     def as_json(self, result: Result, per_request: bool) -> dict[str, object]:
         """Tokens, bytes, FLOPs and counts by their names; counts of kinds and reasons as objects."""
+        saved, computed = self.flops(result)
         told: dict[str, object] = {
             "policy": result.name,
             "trace": self.trace.name,
@@ -79,10 +80,10 @@ class Report:
             "hit_tokens": result.hit_tokens,
             "token_hit_rate": self.hit_rate(result),
             "prefill_tokens": self.prompt_tokens - result.hit_tokens,
+            "flops_saved": saved,
+            "prefill_flops": computed,
+            "active_weights": self._sizes.active_weights,
         }
-        flops = self.flops(result)
-        if flops is not None and self._sizes is not None:
-            told |= {"flops_saved": flops[0], "prefill_flops": flops[1], "active_weights": self._sizes.active_weights}
         if result.outcome is not None:
             told |= _counts(result.outcome)
         if per_request:
@@ -116,7 +117,7 @@ class Report:
         budget = f"{decimal(result.budget)} ({100 * result.budget / self.footprint:,.4g}%)"
         flops = self.flops(result)
         cells = [result.name, budget, f"{self.hit_rate(result):.4f}", f"{self.prompt_tokens - result.hit_tokens:,}"]
-        cells.append(f"{flops[0]:.2e} ({flops[0] / max(1, sum(flops)):.0%})" if flops is not None else "")
+        cells.append(f"{flops[0]:.2e} ({flops[0] / max(1, sum(flops)):.0%})")
         outcome = result.outcome
         if outcome is None:
             return [*cells, *[""] * 7]

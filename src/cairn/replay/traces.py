@@ -1,5 +1,6 @@
 """Requests as a trace records them. Its two forms: `cairn.trace_rows`; in the own one, each line also has `s` (which
-session it belongs to), `v` (whether its answer is seen again in a later prompt) and perhaps `b` (where messages end).
+session it belongs to), `v` (whether its answer is seen again in a later prompt) and perhaps `b` (where messages end). A
+server's own log is a third one: `cairn.replay.server_log`.
 
 A prompt's *path* is the ids of its full units; the tokens behind the last one are its own and never hit.
 """
@@ -8,15 +9,19 @@ import heapq
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.trace_rows import TraceBounds, TraceRow, has_header, trace_lines, trace_rows, whole
-from cairn.types import Keys
+from cairn.types import Boundary, Keys
 
-__all__ = ["Ids", "Trace", "TraceRequest", "key_tokens", "read_trace"]
+__all__ = ["Ids", "LoggedPolicy", "Served", "Server", "Trace", "TraceRequest", "key_tokens", "read_trace"]
 
 MAX_UNIT = 1 << 16
 MAX_TOKENS = 1 << 24
@@ -25,10 +30,34 @@ MAX_ID = 1 << 46
 MAX_REQUESTS = 1 << 22
 _BOUNDS = TraceBounds(lines=MAX_REQUESTS, unit=MAX_UNIT, tokens=MAX_TOKENS, ids=MAX_ID)
 
-Ids = NDArray[np.int64]
+Ids = NDArray[np.integer[Any]]
 
 _ANY = -1
 """In the place of an id: none is below 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a server's log says of how a request was served. Times in seconds since the log's start.
+
+    `chunks`: when the step of each was planned, and how many tokens of the prompt were computed then; `pages`: the same
+    of the answer, where it came to a new page. `finished`: its answer was complete, `released`: its pages were let go
+    of. `finished_well`: its answer was given to the end, which may be gone on from. `asked`: when a file was set aside
+    for which position, because another request needed the state there. `received_end`: tokens of the prompt that were
+    there when another server's had come, 0 where none came. `computed_whole`: nothing was looked up. `cached_tokens`:
+    what the server found; a replay does not look at it.
+    """
+
+    started: float
+    chunks: tuple[tuple[float, int], ...]
+    pages: tuple[tuple[float, int], ...]
+    finished: float
+    released: float
+    finished_well: bool = True
+    asked: tuple[tuple[float, int], ...] = ()
+    received_end: int = 0
+    computed_whole: bool = False
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,28 +65,55 @@ class TraceRequest:
     """One request, arrived `arrived` seconds after the trace's start.
 
     `num_prompt_tokens` counts what is behind the path, too; `path` holds the ids of its full units, shape [u]; `answer`
-    the ids of the units that the answer fills behind them, shape [a], negative where nobody else has them.
-    `boundaries`: ends of messages in tokens, ascending, rounded down to the unit, within the path. `name`: what the
-    trace calls it, if anything. `branches`: another answer to a prompt that was counted with an earlier one, so its own
-    counts for nothing.
+    the ids of the units that are computed of the answer, shape [a], negative where nobody else has them.
+    `boundaries`: ends of messages, ascending, rounded down to the unit, within the path. `name`: what the trace calls
+    it, if anything. `namespace`: requests of different ones share nothing. `branches`: another answer to a prompt that
+    was counted with an earlier one, so its own counts for nothing. `served`: None unless a server's log says it; then
+    the request is served alone, at once, when it arrives.
     """
 
     arrived: float
     num_prompt_tokens: int
     path: Ids
     answer: Ids
-    boundaries: tuple[int, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
     name: str = ""
+    namespace: str | None = None
     branches: bool = False
+    served: Served | None = None
+
+    @property
+    def started(self) -> float:
+        return self.arrived if self.served is None else self.served.started
+
+
+class LoggedPolicy(msgspec.Struct, frozen=True):
+    """The rules of a server, by the names that its flags have."""
+
+    placement: str
+    eviction: str
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Whose log it is. `layout`, `budget_bytes`: of one rank; `forward_sizes`: of the whole model."""
+
+    layout: CacheLayout
+    forward_sizes: ForwardSizes
+    budget_bytes: int
+    policy: LoggedPolicy
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival; `unit`: tokens of one id."""
+    """Requests in the order in which they began; `unit`: tokens of one id. `server`: None unless it is a log."""
 
     name: str
     unit: int
     requests: tuple[TraceRequest, ...]
+    server: Server | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,16 +124,16 @@ class _Row:
     num_out: int
     reappears: bool
     path: Ids
-    boundaries: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
 
 
 def key_tokens(ids: Ids, unit: int) -> Keys:
     """`unit` key tokens for each id, shape [len(ids) * unit]: equal for equal ids and for no others."""
-    return (ids[:, None] * unit + np.arange(unit, dtype=np.int64)).reshape(-1)
+    return (ids.astype(np.int64)[:, None] * unit + np.arange(unit, dtype=np.int64)).reshape(-1)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace of either form. Raises ConfigError naming the file, the line and the field."""
+    """Read a trace of any form. Raises ConfigError naming the file, the line and the field."""
     try:
         return _trace(path)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -91,9 +147,9 @@ def _trace(path: Path) -> Trace:
         raise ConfigError(f"{path} is empty: a trace has one JSON object a line")
     where, header = first
     if header.get("source") == "cairn":
-        from cairn.replay.request_log import read_request_log  # which is built on this module
+        from cairn.replay.server_log import read_server_log  # which is built on this module
 
-        return read_request_log(where, header, lines)
+        return read_server_log(where, header, lines)
     unit, found = trace_rows(first, lines, _BOUNDS)
     if has_header(header):
         name, rows = str(header.get("name", path.name)), [_own_row(row, unit) for row in found]
@@ -117,7 +173,7 @@ def _own_row(row: TraceRow, unit: int) -> _Row:
         num_out=row.num_out,
         reappears=whole(line, "v", where, 0, 1) == 1,
         path=row.ids,
-        boundaries=tuple(sorted(floored)),
+        boundaries=tuple(map(Boundary, sorted(floored))),
     )
 
 

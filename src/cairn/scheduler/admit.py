@@ -172,11 +172,11 @@ def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     branches, trunk = books.branches, request.trunk
     if not branches.holds_for(request):
         # a prompt counts once, also where another answer to it has to look it up again
-        counted = request.resumed or (trunk is not None and trunk.counted)
+        counted = request.resumed or (trunk is not None and trunk.counted is not None)
         books.cache.admitted(lease, resumed=counted)
         books.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
-    if trunk is not None:
-        trunk.counted = True
+    if trunk is not None and trunk.counted is None:
+        trunk.counted = request.id
     if request.resumed:
         books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
         assert request.first is not None

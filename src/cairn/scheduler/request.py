@@ -152,11 +152,11 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Trunk:
-    """What several answers to one prompt have in common. `branches`: those that have not started yet; `counted`: one of
-    them all has, and the prompt is in the counters."""
+    """What several answers to one prompt have in common. `branches`: those that have not started yet; `counted`: the
+    first that has, with which the prompt came into the counters."""
 
     branches: "list[Request]"
-    counted: bool = False
+    counted: RequestId | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """A schedule of what to hold that knows the future: found greedily, then mended window by window.
 
-Its rules and why it is feasible are in `cairn.replay.bounds`. The search for a better one is a large neighbourhood
+Its rules and why it is feasible are in `benchmarks.offline_line`. The search for a better one is a large neighbourhood
 search (Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing Problems", CP 1998):
 forget a random half of what is held in a window of time, fill the room with slightly other preferences, and keep the
 better of the two.
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from benchmarks.offline_ledger import Hold, Ledger
 from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.cache.tree import Node
-from cairn.replay.ledger import Hold, Ledger
 from cairn.replay.paths import Paths
 from cairn.replay.traces import Trace
 

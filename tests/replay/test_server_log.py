@@ -1,0 +1,300 @@
+"""A log that was written by hand: what is made of it, and what is refused."""
+
+import json
+from base64 import b64encode
+
+import numpy as np
+import pytest
+from logged import hits_by_name, layout, logged_hits, replayed
+
+from cairn.cli import main
+from cairn.errors import ConfigError
+from cairn.replay.bounds import footprint_bytes, unlimited_hits
+from cairn.replay.layouts import sizes_for
+from cairn.replay.traces import Trace, read_trace
+from cairn.types import Boundary
+
+SIZES = {"active_weights": 1000, "score_numbers": 8}
+UNIT = 16
+
+
+def first_line(sizes, num_pages, mode="auto", eviction="value", exact=False) -> dict:
+    groups = [{"name": group.name, "tokens_per_page": group.tokens_per_page} for group in sizes.groups]
+    names = ("block_size", "page_bytes", "page_units", "header_bytes", "state_bytes", "state_units")
+    return {
+        "name": "made",
+        "unit": UNIT,
+        "source": "cairn",
+        "version": 2,
+        "layout": {name: getattr(sizes, name) for name in names} | {"groups": groups},
+        "forward_sizes": SIZES,
+        "budget_bytes": num_pages * sizes.page_bytes,
+        "policy": {"placement": mode, "eviction": eviction, "exact": exact},
+        "max_num_batched_tokens": 256,
+    }
+
+
+HEADER = first_line(layout(), 100)
+
+
+def line(number, codes, num_out=0, **fields) -> dict:
+    """A request that is served alone. `codes`: of all its tokens, or of those behind `prefix`."""
+    codes = list(codes)
+    behind = fields["prefix"][1] if "prefix" in fields else 0
+    length = behind + len(codes)
+    num_in, at = length - num_out, float(number)
+    return {
+        "n": number,
+        "id": f"r{number}",
+        "t": at,
+        "in": num_in,
+        "out": num_out,
+        "finish": "stop",
+        "cached_tokens": 0,
+        "ns": 0,
+        "h": [1000 * number + unit for unit in range(behind // UNIT, length // UNIT)],
+        "codes": b64encode(np.array(codes, "<u2").tobytes()).decode(),
+        "chunks": [[at + 0.2, num_in]],
+        "started": at + 0.1,
+        "finished": at + 0.3,
+        "released": at + 0.4,
+    } | fields
+
+
+def written(path, lines, header=HEADER):
+    path.write_text("\n".join(json.dumps(each) for each in (header, *lines)))
+    return path
+
+
+def read(path, *lines, header=HEADER) -> Trace:
+    return read_trace(written(path / "log", lines, header))
+
+
+def test_a_line_is_a_request_like_any_other(tmp_path):
+    ends = {"b": [3, 5], "kinds": "sb", "hold": [0, 60]}
+    trace = read(
+        tmp_path,
+        line(1, range(40), 10, ns=7, **ends),
+        line(2, range(50, 58), prefix=[1001, 32]),
+        line(3, range(9), branch=True),
+    )
+    first, second, third = trace.requests
+    assert trace.unit == 1 and trace.name == "made" and trace.server.max_num_batched_tokens == 256
+    # the last token of an answer is not computed
+    assert first.path.tolist() == list(range(30)) and first.answer.tolist() == list(range(30, 39))
+    assert first.boundaries == (Boundary(3, "system_end"), Boundary(5, "breakpoint", 60)) and first.namespace == "7"
+    assert second.path.tolist() == [*range(32), *range(50, 58)] and second.namespace is None
+    assert [request.branches for request in trace.requests] == [False, False, True]
+    assert unlimited_hits(trace).tolist() == [0, 32, 0]
+    assert footprint_bytes(trace, layout()) == 4 * (39 + 8) + 3 * layout().checkpoint_bytes
+    assert (third.name, third.arrived, third.started) == ("r3", 3.0, 3.1)
+
+
+def test_requests_are_in_order_of_their_starts_and_those_never_served_are_left_out(tmp_path):
+    waited = {name: value for name, value in line(2, range(20), finish="abort").items() if name != "started"}
+    trace = read(
+        tmp_path, line(3, range(20)), waited, line(1, range(20), t=0.5, started=9.0, finished=9.5, released=9.5)
+    )
+    assert list(logged_hits(trace)) == ["r3", "r1"]
+
+
+def test_what_is_found_depends_on_when_it_was_looked_up(tmp_path):
+    """Two prompts at once: the second is looked up before, or after, the first one's tokens are there."""
+    for started, hit in ((1.15, 0), (1.25, 100)):
+        other = line(2, range(120), started=started, chunks=[[2.0, 120]])
+        assert replayed(read(tmp_path, line(1, range(100)), other)).outcome.hits == [0, hit]
+
+
+def test_a_chunk_is_there_when_it_has_been_computed(tmp_path):
+    chunks = [[1.2, 64], [1.6, 128], [2.0, 200]]
+    first = line(1, range(200), chunks=chunks, finished=2.1, released=2.1)
+    for started, hit in ((1.3, 64), (1.7, 128), (2.05, 200)):
+        trace = read(tmp_path, first, line(2, range(210), started=started, chunks=[[5.0, 210]], finished=6, released=6))
+        assert replayed(trace).outcome.hits == [0, hit]
+
+
+def test_a_state_that_another_request_needed_is_kept(tmp_path):
+    for asked, hit in (([], 0), ([[1.15, 70]], 70)):
+        first = line(1, range(200), asked=asked)
+        second = line(2, [*range(70), *range(500, 520)], started=1.25)
+        trace = read(tmp_path, first, second, header=first_line(layout(), 1000, "junction"))
+        assert replayed(trace).outcome.hits == [0, hit]
+
+
+def test_an_answer_that_was_left_is_not_kept_to_its_end(tmp_path):
+    for finish, hit in (("stop", 149), ("abort", 128)):
+        first = line(1, range(150), 50, finish=finish)
+        assert replayed(read(tmp_path, first, line(2, range(160)))).outcome.hits == [0, hit]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"in": 0}, r"\$\.in"),
+        ({"in": 1 << 30}, r"\$\.in"),
+        ({"in": "many"}, r"\$\.in"),
+        ({"prefix": [9, 16]}, "`prefix` names no beginning"),
+        ({"prefix": [1001, 16]}, "`prefix` names no beginning"),
+        ({"prefix": [1]}, r"\$\.prefix"),
+        ({"prefix": [1001, 32], "in": 20}, "`prefix` names no beginning"),
+        ({"h": []}, "`h` must have one digest"),
+        ({"h": [-1, 2]}, r"\$\.h"),
+        ({"codes": "AAA"}, "`codes` is no base64"),
+        ({"codes": "Ä"}, "`codes` is no base64"),
+        ({"codes": "AAAA"}, "`codes` must have 2 bytes"),
+        ({"codes": "AAAAAAAA"}, "`codes` must have one code"),
+        ({"b": [3]}, "`kinds`"),
+        ({"b": [3], "kinds": "x"}, "`kinds`"),
+        ({"b": [99], "kinds": "m"}, "`b`"),
+        ({"b": [3], "kinds": "m", "hold": [1, 2]}, "`hold`"),
+        ({"chunks": [[1.0, 99]]}, "`chunks`"),
+        ({"chunks": [[-1.0, 9]]}, r"\$\.chunks"),
+        ({"chunks": [[1.0]]}, r"\$\.chunks"),
+        ({"asked": [[1.0, 41]]}, "`asked`"),
+        ({"cached_tokens": 41}, "`cached_tokens`"),
+        ({"received_tokens": 41}, "`received_tokens`"),
+        ({"started": "soon"}, r"\$\.started"),
+        ({"released": 1e300}, r"\$\.released"),
+        ({"finish": None}, r"\$\.finish"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(fields, said, tmp_path):
+    path = written(tmp_path / "log", [line(1, range(32)), line(2, range(40)) | fields])
+    with pytest.raises(ConfigError, match=f"log:3.*{said}"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"version": 1}, "`version` 1 is not 2.*record a new one with `cairn serve --request-log FILE`"),
+        ({"version": None}, "`version` None"),
+        ({"unit": 0}, r"\$\.unit"),
+        ({"layout": {}}, r"\$\.layout"),
+        ({"layout": HEADER["layout"] | {"page_bytes": 0}}, "`layout`"),
+        ({"policy": "auto"}, r"\$\.policy"),
+        ({"budget_bytes": -1}, r"\$\.budget_bytes"),
+        ({"forward_sizes": 5}, r"\$\.forward_sizes"),
+        ({"forward_sizes": {"active_weights": 7}}, "`score_numbers`"),
+        ({"forward_sizes": SIZES | {"active_weights": 0}}, r"\$\.forward_sizes\.active_weights"),
+        ({"forward_sizes": SIZES | {"active_weights": 1 << 51}}, r"\$\.forward_sizes\.active_weights"),
+        ({"forward_sizes": SIZES | {"score_numbers": -1}}, r"\$\.forward_sizes\.score_numbers"),
+        ({"forward_sizes": SIZES | {"score_numbers": True}}, r"\$\.forward_sizes\.score_numbers"),
+    ],
+)
+def test_a_header_that_is_wrong_is_named(fields, said, tmp_path):
+    with pytest.raises(ConfigError, match=f"log:1.*{said}"):
+        read_trace(written(tmp_path / "log", [line(1, range(32))], HEADER | fields))
+
+
+def test_a_log_without_requests_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no request"):
+        read_trace(written(tmp_path / "log", []))
+
+
+@pytest.mark.parametrize(("header", "fields"), [({"version": 1}, {}), ({}, {"h": [1]})])
+def test_the_command_ends_with_2_and_says_where(header, fields, tmp_path, capsys):
+    path = written(tmp_path / "log", [line(1, range(40)) | fields], HEADER | header)
+    assert main(["replay", str(path)]) == 2
+    assert f"{path}:{2 if fields else 1}" in capsys.readouterr().err
+
+
+def test_the_command_goes_by_the_servers_rules(tmp_path):
+    path = written(tmp_path / "log", [line(1, range(100)), line(2, range(120))])
+    told = tmp_path / "told.json"
+    assert main(["replay", str(path), "--json", str(told), "--per-request", "--no-bounds"]) == 0
+    (result,) = json.loads(told.read_text())
+    assert result["budget_bytes"] == HEADER["budget_bytes"] and result["hit_tokens"] == 100
+    assert result["per_request"] == [
+        {"request": "r1", "prompt_tokens": 100, "cached_tokens": 0},
+        {"request": "r2", "prompt_tokens": 120, "cached_tokens": 100},
+    ]
+
+
+def test_flops_are_counted_with_the_servers_sizes(tmp_path, capsys):
+    path, out = written(tmp_path / "log", [line(1, range(100)), line(2, range(120))]), tmp_path / "told.json"
+    assert main(["replay", str(path), "--json", str(out), "--no-bounds"]) == 0
+    (result,) = json.loads(out.read_text())
+    # a token at p: 2 for each weight, 4 for each number of its queries and each of p + 1 keys
+    costs = [2 * 1000 + 4 * 8 * (p + 1) for p in range(120)]
+    saved, computed = sum(costs[:100]), sum(costs[:100]) + sum(costs[100:])
+    assert (result["flops_saved"], result["prefill_flops"], result["active_weights"]) == (saved, computed, 1000)
+    assert f"{saved:.2e} ({saved / (saved + computed):.0%})" in capsys.readouterr().out
+
+
+def test_a_layout_that_is_named_goes_before_the_logs_sizes(tmp_path):
+    path, out = written(tmp_path / "log", [line(1, range(100))]), tmp_path / "told.json"
+    assert main(["replay", str(path), "--layout", "nemotron-3-nano", "--json", str(out), "--sweep", "100%"]) == 0
+    assert json.loads(out.read_text())[0]["active_weights"] == sizes_for("nemotron-3-nano").active_weights
+
+
+def test_answers_that_branch_count_once_in_every_line(tmp_path):
+    lines = [line(1, range(100)), line(2, range(100), branch=True), line(3, range(100))]
+    path, shown = written(tmp_path / "log", lines), tmp_path / "out.json"
+    assert main(["replay", str(path), "--json", str(shown), "--per-request"]) == 0
+    policy, unlimited = json.loads(shown.read_text())
+    for told in (policy, unlimited):
+        assert (told["requests"], told["prompt_tokens"], told["hit_tokens"]) == (2, 200, 100)
+    assert [each["request"] for each in policy["per_request"]] == ["r1", "r3"]
+
+
+# -- with other sizes than the server's ------------------------------------------------------------------------------
+
+
+def test_who_finds_no_room_waits_and_is_late_from_then_on(tmp_path):
+    """Three prompts at once, and room for two: the third begins when the first has ended."""
+    lines = [line(n, range(300 * n, 300 * n + 100), **span(0.1 * n, 5.0 + n)) for n in (1, 2, 3)]
+    late = line(4, range(900, 1010), **span(8.2, 9.0))
+    trace = read(tmp_path, *lines, late, header=first_line(layout(16, 1), 20))
+    replay = replayed(trace)
+    # it is still computed when the one comes that wants what it computes, though in the log it had ended
+    assert replay.outcome.hits == [0, 0, 0, 100] and replay.outcome.refused == 0
+    assert replay.outcome.peak_bytes <= 20 * 64
+
+
+def span(started, finished, end=None):
+    chunks = [[started + 0.01, 100 if end is None else end]]
+    return {"started": started, "chunks": chunks, "finished": finished, "released": finished}
+
+
+def test_who_runs_and_finds_no_room_sends_the_youngest_back(tmp_path):
+    """Both answers grow into the last pages; the younger one is computed again when the older has ended."""
+    answers = [line(n, range(300 * n, 300 * n + 180), 100, **span(0.1 * n, 4.0, 80)) for n in (1, 2)]
+    goes_on = [line(n + 2, range(300 * n, 300 * n + 190), **span(10.0 + n, 11.0 + n, 190)) for n in (1, 2)]
+    header = first_line(layout(16, 1), 18)
+    outcome = replayed(read(tmp_path, *answers, *goes_on, header=header)).outcome
+    assert outcome.refused == 0 and outcome.forward_passes > 4
+    roomy = replayed(read(tmp_path, *answers, *goes_on), budget_bytes=64 * 100).outcome
+    assert roomy.forward_passes == 4 and roomy.hits == [0, 0, 179, 179]
+
+
+def test_an_answer_is_kept_as_far_as_there_are_pages(tmp_path):
+    trace = read(tmp_path, line(1, range(182), 150), line(2, range(60)), header=first_line(layout(16, 0), 100))
+    replay = replayed(trace, budget_bytes=64 * 5)
+    assert replay.outcome.hits == [0, 59] and replay.outcome.refused == 0
+
+
+def test_refused_prompts_are_counted_as_in_other_traces(tmp_path):
+    outcome = replayed(read(tmp_path, line(1, range(600)), line(2, range(600))), budget_bytes=64 * 8).outcome
+    assert outcome.refused == 2 and outcome.forward_passes == 2 * 3
+    assert outcome.lost == {"never_seen": 600, "disabled": 600}
+
+
+def test_what_the_cache_has_forgotten_was_seen_all_the_same(tmp_path):
+    """Ghosts are bounded, and a log remembers all of it."""
+    prompts = [line(n, range(64 * (n % 40), 64 * (n % 40) + 64)) for n in range(1, 81)]
+    outcome = replayed(read(tmp_path, *prompts), budget_bytes=64 * 8).outcome
+    assert outcome.lost == {"never_seen": 40 * 64, "evicted": 40 * 64}
+
+
+def test_a_log_of_a_server_without_a_cache(tmp_path):
+    log = written(tmp_path / "log", [line(1, range(100)), line(2, range(100))], first_line(layout(), 100, "none"))
+    assert main(["replay", str(log), "--json", str(tmp_path / "out.json")]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert [each["hit_tokens"] for each in told] == [0, 100]
+    assert told[0]["lost_tokens"] == {"disabled": 100, "never_seen": 100}
+
+
+def test_namespaces_share_nothing(tmp_path):
+    trace = read(tmp_path, line(1, range(100)), line(2, range(100), ns=5), line(3, range(100), ns=5))
+    assert hits_by_name(trace, replayed(trace)) == {"r1": 0, "r2": 0, "r3": 100}
