@@ -53,6 +53,15 @@ def test_auto_names_every_position_that_earns_it():
     assert [p for p, kind in kinds.items() if kind is Kind.GRID] == list(range(64, 2200, 64))
 
 
+def test_what_is_at_the_hit_already_takes_nobodys_place():
+    """Six positions off the grid may be named: the prompt's end and five others."""
+    inner = (101, 201, 301, 401, 501)
+    here = Boundary(70, "message_end", hold_seconds=300)
+    facts = PromptFacts(1001, 70, 70, 70, (here, *ends(*inner)))
+    named = [w.position for w in placement_for("auto", 16, False).in_prefill(facts, 70, 1001) if w.position % 64]
+    assert named == [*inner, 1001]
+
+
 def test_auto_in_exact_mode_keeps_the_grid_point_below():
     facts = PromptFacts(100_000, 0, 0, 0, ends(333), exact=True)
     kinds = {w.position: w.kind for w in in_chunks("auto", facts, 2000)}

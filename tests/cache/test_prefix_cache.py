@@ -11,6 +11,7 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import Align, Auto, Junction, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
 
@@ -158,6 +159,40 @@ def test_a_preempted_request_does_not_take_anothers_decode_state_in_exact_mode()
     sim.check()
 
 
+def test_exact_mode_tells_what_decode_has_built_from_the_prompt_also_in_one_commit():
+    cache = simulation(exact=True).cache
+    lease = cache.lookup(Namespace(), np.array(LONG[:100]), "first")
+    for token in LONG[100:150]:
+        lease.append(token)
+    assert cache.extend(lease, 150) is not None
+    cache.commit(lease, 150)
+    cache.release(lease)
+    assert [(node.start, node.end, node.decode_by) for node in cache.residents.nodes()] == [
+        (0, 100, None),
+        (100, 150, "first"),
+    ]
+    assert cache.lookup(Namespace(), np.array(LONG), "second").matched == 100
+
+
+def test_what_a_running_request_reads_is_not_replaced_in_exact_mode():
+    sim = simulation(exact=True)
+    first = sim.start("first", LONG[:100])
+    assert sim.prefill(first, 100)
+    for token in LONG[100:150]:
+        sim.decode(first, token)
+    sim.finish(first, kind=Kind.PREEMPTION)
+    sim.resume(first)
+    assert first.lease.matched == 149
+    run(sim, LONG, name="second")
+    # the second has computed the same tokens by prefill, and the first goes on with its own
+    assert (sim.cache.pool.counts[first.lease.pages[0]] > 0).all()
+    sim.check_hit(first)
+    sim.end(first)
+    run(sim, LONG, name="third")
+    sim.apply()
+    sim.check()
+
+
 def test_keys_and_values_below_the_match_are_neither_written_nor_allocated_twice():
     sim = simulation(placement=Align(128, False))
     run(sim, LONG)
@@ -239,6 +274,21 @@ def test_the_grid_takes_plentiful_free_pages_only():
     run(sim, LONG)
     # 18 free are above a quarter of 68 for one file only
     assert [c.kind for c in sim.cache.residents.queue].count(Kind.GRID) == 1
+
+
+def test_dropping_a_checkpoint_frees_its_file_and_what_only_it_makes_useful():
+    sim = simulation(placement=Junction(64, False))
+    run(sim, LONG[:192])
+    run(sim, LONG[:128] + tuple(range(64)))
+    run(sim, LONG[:128] + tuple(range(500, 564)))
+    layout, queue = sim.cache.layout, sim.cache.residents.queue
+    freed = {checkpoint.position: pages_freed(layout, checkpoint) for checkpoint in queue}
+    # three ways on from 128, of 64 tokens each: what is above is of use to all of them
+    assert freed == {192: 16 + 2, 128: 2}
+    (above,) = [checkpoint for checkpoint in queue if checkpoint.position == 128]
+    queue.remove(above)
+    sim.cache.residents._drop(above)
+    assert {pages_freed(layout, checkpoint) for checkpoint in queue} == {16 + 2}
 
 
 def test_grid_checkpoints_go_first_and_earned_ones_are_not_pushed_out_by_them():

@@ -187,3 +187,35 @@ def test_every_reason_has_a_cure(reason):
 def test_a_breakpoint_is_advised_where_exact_mode_can_hold_one():
     advice = [cure(Reason.NO_CHECKPOINT, 1000, Situation(0, True, exact, 64)) for exact in (False, True)]
     assert advice == [f"a breakpoint (cache_control) at token {at}" for at in ("1,000", "960")]
+
+
+def test_what_has_come_back_is_not_called_dropped():
+    """Neither a run that was computed again, nor a place at which a checkpoint is again."""
+
+    def lost(sim):
+        lease = sim.cache.lookup(PLAIN, np.array(A), "probe")
+        sim.cache.release(lease)
+        return lease.lost
+
+    sim = simulation(exact=True)
+    run(sim, A[:150])
+    residents = sim.cache.residents
+    (tail,) = [checkpoint for checkpoint in residents.queue if checkpoint.position == 150]
+    residents.queue.remove(tail)
+    residents._drop(tail)
+    assert lost(sim) == {Reason.EVICTED: 22, Reason.NEVER_SEEN: 50}
+    run(sim, A[:150])
+    # a state off the grid serves only a prompt that ends there
+    assert lost(sim) == {Reason.NO_CHECKPOINT: 22, Reason.NEVER_SEEN: 50}
+
+    sim = simulation(Junction(64, False))
+    run(sim, A)
+    sim.apply()
+    sim.cache.clear()
+    cache, keys = sim.cache, np.array(A)
+    lease = cache.lookup(PLAIN, keys, "r")
+    assert lease.lost == {Reason.EVICTED: 200}
+    assert cache.extend(lease, 200) is not None
+    cache.commit(lease, 200)
+    cache.release(lease)
+    assert lost(sim) == {Reason.NO_CHECKPOINT: 200}

@@ -207,3 +207,33 @@ def test_a_leaked_lease_is_found_when_idle():
     cache.lookup(next(iter(cache.residents.roots)), np.arange(100), "leak")
     with pytest.raises(AuditError, match="1 leases"):
         engine.idle()
+
+
+def test_pages_that_a_step_has_left_behind_are_found_when_idle():
+    engine = core()
+    run(engine, request())
+    cache = engine._scheduler.books.cache
+    cache.held[7] = [cache.pool.allocate(1)]
+    with pytest.raises(AuditError, match="0 leases"):
+        engine.idle()
+
+
+def test_pages_that_nobody_outside_wants_any_more_are_found_when_idle():
+    engine = core()
+    run(engine, request())
+    cache = engine._scheduler.books.cache
+    pages = cache.pool.allocate(1)
+    cache.hold("leak", pages)
+    cache.pool.release(pages)
+    with pytest.raises(AuditError, match="1 holds with 0 transfers"):
+        engine.idle()
+
+
+def test_of_several_answers_the_last_ones_are_aborted_first():
+    """Otherwise each would be the next to compute the prompt."""
+    engine = core()
+    engine.submit(request(n=3))
+    aborted, abort = [], engine._scheduler.abort
+    engine._scheduler.abort = lambda name: (aborted.append(name), abort(name))
+    engine.abort("a")
+    assert len(aborted) == 3 and aborted[-1] == "a" and not engine.has_work

@@ -13,6 +13,7 @@ import pytest
 
 from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest, Structure
+from cairn.engine.forming import Forming
 from cairn.engine.grammar_check import GrammarCheck
 from cairn.engine.grammar_worker import byte_tokenizer
 from cairn.engine.grammar_worker import reason_against as reason_of
@@ -359,6 +360,31 @@ def test_a_grammar_is_compiled_once_and_remembered(grammars):
     assert grammars.made == [1]
 
 
+def test_of_those_remembered_the_longest_unused_goes_first(grammars):
+    woken = Woken(grammars)
+    for pattern in "aba":
+        if grammars.take(request(pattern, structure("regex", pattern))) is None:
+            woken.wait()
+            grammars.poll()
+    assert grammars.take(request("c", structure("regex", "c"))) is None
+    woken.wait()
+    grammars.poll()
+    assert grammars.take(request("1", structure("regex", "a"))) is not None
+    assert grammars.take(request("2", structure("regex", "b"))) is None
+
+
+def test_of_those_that_came_together_none_waits_when_one_is_refused(grammars):
+    woken = Woken(grammars)
+    refused = structure("grammar", "start: <nope>")
+    assert grammars.take(request("1", refused)) is None
+    woken.wait()
+    grammars.poll()
+    together = [request("2", structure("regex", "a+")), request("3", refused)]
+    with pytest.raises(InvalidRequest):
+        Forming(grammars).take(together, together)
+    assert "2" not in grammars and len(grammars) == 0
+
+
 def test_the_next_grammar_is_compiled_as_soon_as_one_is_there(grammars):
     """Also while the thread that has just told of it has not ended."""
     told, go_on = threading.Semaphore(0), threading.Event()
@@ -474,6 +500,8 @@ def test_compiling_that_does_not_end_is_given_up(words):
     refused = grammars.poll()  # two at a time
     assert [found.request_id for found, _ in refused] == ["0", "1"]
     assert all("not ended within 30 s" in error.message for _, error in refused)
+    # the two that hang are the most there may be
+    assert sum(thread.name == "cairn-grammar" for thread in threading.enumerate()) == 2
     ended.set()
     deadline = time.monotonic() + 20
     results = []

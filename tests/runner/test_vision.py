@@ -72,6 +72,13 @@ def test_what_does_not_fit_is_encoded_each_time(budget):
     assert (vision.counters.encodes, vision.counters.hits, vision.counters.kept_bytes) == (2, 0, 0)
 
 
+def test_what_fits_to_the_last_byte_is_kept():
+    vision = CachedVision(Encoder(), SIZE)
+    for seed in (1, 1, 2, 2):
+        vision.features(image(seed))
+    assert (vision.counters.encodes, vision.counters.hits, vision.counters.kept_bytes) == (2, 2, SIZE)
+
+
 def test_a_large_image_does_not_push_out_what_it_cannot_replace():
     vision = CachedVision(Encoder(), 2 * SIZE)
     vision.features(image(1))

@@ -37,14 +37,14 @@ class Known:
         return self.found
 
 
-def answer(start=0, adapter="", length=256, cached=True, room=True):
+def answer(start=0, adapter="", length=256, cached=256, room=True):
     """What is answered to somebody who lacks tokens from `start` on of a sequence of so many, whose state is here."""
     driver, side = Driver(), Side()
     side.room = room
     transfers = driver.scheduler.books.transfers
     transfers.side, transfers.sequences = side, Known(ContentName(), np.array(TEXT[:length]))
     if cached:
-        driver.ask(TEXT[:256], max_tokens=1)
+        driver.ask(TEXT[:cached], max_tokens=1)
     side.news.append(ContentAsked(AskId(1), adapter, b"", start, checkpoint=True))
     driver.scheduler.poll()
     assert not driver.cache.leases and len(driver.cache.holds) == len(transfers.offers) == (side.answers != [None])
@@ -64,6 +64,11 @@ def test_what_is_here_in_part_is_offered_up_to_the_grid():
     assert len(made.keys) == 256
 
 
-@pytest.mark.parametrize("asked", [{"start": 256}, {"adapter": "other"}, {"cached": False}, {"room": False}])
+@pytest.mark.parametrize("asked", [{"start": 256}, {"adapter": "other"}, {"cached": 0}, {"room": False}])
 def test_nothing_is_offered_that_is_of_no_use_of_another_adapter_gone_or_without_room(asked):
     assert answer(**asked) is None
+
+
+def test_a_state_behind_what_the_other_side_can_name_is_not_offered():
+    """It knows the digests of 64, 128, ... tokens, and of 290: none for the 250 that are here."""
+    assert answer(length=290, cached=250) is None

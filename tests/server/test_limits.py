@@ -212,6 +212,14 @@ def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve):
     assert server.get("/load").json() == {"server_load": 0}
 
 
+def test_a_request_that_says_it_has_no_body_keeps_the_connection(server):
+    with connect(server) as connection:
+        for _ in range(2):
+            connection.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 00\r\n\r\n")
+            status, head, _ = answer(connection)
+            assert status == 404 and b"connection: close" not in head
+
+
 def test_a_client_that_reads_nothing_loses_its_connection(serve):
     server = serve(options={"stall_seconds": 0.3, "max_body_bytes": 64 << 20})
     body = json.dumps({"prompt": "x" * (8 << 20)}).encode()

@@ -172,7 +172,7 @@ class Auto:
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
         if facts.exact:
-            for position in [p for p in unaligned if p > GRID]:
+            for position in unaligned:
                 below = position // GRID * GRID
                 if earned.get(below, Kind.GRID).on_probation:
                     earned[below] = earned[position]

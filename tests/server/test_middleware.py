@@ -1,0 +1,135 @@
+"""Middleware layer by layer, and bounds where they are met exactly: the last that is allowed, the first that is not."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from cairn.errors import InvalidRequest, Overloaded, QueueFull
+from cairn.http.middleware import BodyLimit, BugShield, HeadLimit
+from cairn.server.gate import Gate, ImageRoom, ImageShare
+from cairn.server.nesting import MAX_NESTING, too_deep_field
+from cairn.server.prompts import Prompt
+from cairn.server.requests import CompletionRequest
+from cairn.server.truncation import truncated
+from cairn.types import Boundary
+
+
+def status(layer, path=b"/", headers=(), parts=(b"",)):
+    """The status of a POST request through one layer of middleware, in front of an application that says 200."""
+
+    async def app(scope, receive, send):
+        body = await receive()
+        assert body["body"] == b"".join(parts) and not body.get("more_body")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def play():
+        sent, unread = [], list(parts)
+
+        async def receive():
+            return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread)}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "raw_path": path,
+            "query_string": b"",
+            "headers": headers,
+        }
+        await layer(app)(scope, receive, send)
+        return sent[0]["status"]
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(("size", "expected"), [(100, 200), (101, 413)])
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_body_may_have_as_many_bytes_as_are_allowed(size, expected, announced):
+    headers = [(b"content-length", str(size).encode())] if announced else []
+    parts = (b"x" * 60, b"x" * (size - 60))
+    assert status(lambda app: BodyLimit(app, 100, 5.0), headers=headers, parts=parts) == expected
+
+
+@pytest.mark.parametrize(("size", "expected"), [(80, 200), (81, 431)])
+def test_target_and_headers_may_have_as_many_bytes_as_are_allowed(size, expected):
+    assert status(lambda app: HeadLimit(app, 100), b"/" * 10, [(b"name-of-10", b"x" * size)]) == expected
+
+
+def test_as_many_requests_may_be_open_as_are_allowed_and_all_are_waited_for():
+    async def play():
+        gate = Gate(2)
+        gate.enter()
+        gate.enter()
+        with pytest.raises(QueueFull, match="2 requests"):
+            gate.enter()
+        empty = asyncio.create_task(gate.wait_empty())
+        gate.leave()
+        await asyncio.sleep(0)
+        assert not empty.done() and gate.num_open == 1
+        gate.leave()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert empty.done()
+        gate.close()
+        with pytest.raises(Overloaded, match="shutting down"):
+            gate.enter()
+
+    asyncio.run(play())
+
+
+def test_images_may_have_as_many_bytes_as_there_is_room_for():
+    room = ImageRoom(100)
+    first, second = ImageShare(room), ImageShare(room)
+    first.take(60)
+    second.take(40)
+    with pytest.raises(Overloaded, match="100 bytes"):
+        second.take(1)
+    first.keep(10)
+    assert room.num_bytes == 50
+    second.take(50)
+    for share in (first, second):
+        share.keep(0)
+    assert room.num_bytes == 0
+
+
+def test_a_body_may_be_nested_as_deeply_as_is_allowed():
+    deepest = "[" * (MAX_NESTING - 1) + "]" * (MAX_NESTING - 1)
+    assert too_deep_field(f'{{"a": 1, "b": {deepest}}}'.encode()) is None
+    assert too_deep_field(f'{{"a": 1, "b": [{deepest}]}}'.encode()) == "b"
+
+
+def test_an_end_at_the_cut_is_no_place_in_what_is_kept():
+    body = CompletionRequest(**json.loads('{"prompt": "x", "truncate_prompt_tokens": 6}'))
+    prompt = Prompt("prompt", list(range(10)), [Boundary(4), Boundary(5), Boundary(10)], text="text")
+    kept = truncated(prompt, body, 100)
+    assert kept.token_ids == [4, 5, 6, 7, 8, 9] and kept.text is None
+    assert [boundary.position for boundary in kept.boundaries] == [1, 6]
+    assert truncated(prompt, body, 6).token_ids == kept.token_ids
+    with pytest.raises(InvalidRequest, match="1 to 5"):
+        truncated(prompt, body, 5)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_bug_behind_the_start_of_an_answer_gets_no_second_one(started):
+    async def app(scope, receive, send):
+        if started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def play():
+        sent = []
+
+        async def send(message):
+            sent.append(message.get("status"))
+
+        with pytest.raises(ZeroDivisionError) if started else contextlib.nullcontext():
+            await BugShield(app)({"type": "http", "path": "/", "headers": []}, None, send)
+        return sent[0], sent.count(None)
+
+    assert asyncio.run(play()) == ((200, 0) if started else (500, 1))
