@@ -133,6 +133,6 @@ def test_turns_that_tie_are_told_apart_by_arrival():
     queue = WaitingQueue(10)
     for one in (early, late):
         queue.put(one)
-    assert list(queue) == [late, early]
+    assert list(queue.plain) == [late, early]
     queue.remove(early)
     assert list(queue) == [late]

@@ -85,7 +85,7 @@ def test_as_many_requests_may_be_open_as_are_allowed_and_all_are_waited_for():
 
 def test_images_may_have_as_many_bytes_as_there_is_room_for():
     room = ImageRoom(100)
-    first, second = ImageShare(room), ImageShare(room)
+    first, second = ImageShare(room, "one"), ImageShare(room, "other")
     first.take(60)
     second.take(40)
     with pytest.raises(Overloaded, match="100 bytes"):
