@@ -47,7 +47,8 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
 def test_the_second_turn_comes_back_for_the_answer(made_model, family):
     """Also that of a model without states, of which keys and values are all there is: it computes the last token."""
     fabric, folder = MemoryFabric(), made_model(family)
-    p, d = (RealServer(folder, fabric, name, exact=False) for name in ("p", "d"))
+    # what is not fetched here is held for no longer
+    p, d = (RealServer(folder, fabric, name, {"lease_seconds": 3.0}, exact=False) for name in ("p", "d"))
     one = RealServer(folder, None, "alone", exact=False, enable_prefix_caching=False)
     tokens, last, _ = hand_over(p, d, TEXT[:100], 150)
     hint = json.loads(last.kv_transfer_params)

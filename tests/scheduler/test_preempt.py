@@ -135,4 +135,4 @@ def test_turns_that_tie_are_told_apart_by_arrival():
         queue.put(one)
     assert list(queue.plain) == [late, early]
     queue.remove(early)
-    assert list(queue) == [late]
+    assert list(queue.plain) == [late]
