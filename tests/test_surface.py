@@ -121,7 +121,7 @@ EXPORTED = {
     "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
     "cairn.replay.replay": "Outcome Replay",
     "cairn.replay.server_log": "read_server_log",
-    "cairn.replay.traces": "Ids LoggedPolicy Served Server Trace TraceRequest key_tokens read_trace",
+    "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids Speller TokenizerSpeller Turn Vocabulary Words spelled",

@@ -145,7 +145,7 @@ def replayed(
     trace: Trace, mode: str | None = None, budget_bytes: int | None = None, eviction: str | None = None
 ) -> Replay:
     """Under the log's own rules, but for those given."""
-    server = trace.server
+    server = trace.header
     assert server is not None
     rules, mode = server.policy, mode or server.policy.placement
     placement = None if mode == "none" else placement_for(mode, server.layout.block_size, rules.exact)
@@ -167,4 +167,4 @@ def hits_by_name(trace: Trace, replay: Replay) -> Mapping[str, int]:
 
 def logged_hits(trace: Trace) -> Mapping[str, int]:
     """As the log has it."""
-    return {each.name: each.served.cached_tokens for each in trace.requests if each.served is not None}
+    return {each.name: each.timeline.cached_tokens for each in trace.requests if each.timeline is not None}

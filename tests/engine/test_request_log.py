@@ -135,7 +135,7 @@ def test_the_replay_of_300_requests_caches_as_much(tiny_model, tmp_path, concurr
     assert concurrency > 1 or hits_by_name(trace, replay) == logged
     assert sum(stats.checkpoints_evicted.values()) or exact or pool > 6 << 20
     assert core.info.logs_requests and stats.request_log_dropped == 0
-    assert trace.server.budget_bytes == stats.num_pages * core.info.page_bytes
+    assert trace.header.budget_bytes == stats.num_pages * core.info.page_bytes
 
 
 def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tmp_path):
@@ -165,16 +165,16 @@ def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tm
     for line, (prompt, salt) in zip(lines, prompts, strict=True):
         assert (line["in"], line["out"], line["finish"]) == (len(prompt), 3, "length")
         assert set(line["timings"]) == {"queue", "prefill", "decode", "ttft", "e2e"}
-        assert (line["b"], line["kinds"], line["hold"]) == ([80, 82], "sb", [0, 60])
-        assert bool(line["ns"]) == (salt is not None)
+        assert line["boundaries"] == [[80, "system_end", 0], [82, "breakpoint", 60]]
+        assert bool(line["namespace"]) == (salt is not None)
         behind = line["prefix"][1] if "prefix" in line else 0
-        assert len(line["h"]) == (line["in"] + line["out"]) // 64 - behind // 64
-        assert len(b64decode(line["codes"])) == 2 * (line["in"] + line["out"] - behind)
-        assert line["t"] < line["started"] < line["finished"] < line["released"]
-        assert line["chunks"][0][1] == line["in"] and line["started"] < line["chunks"][0][0] < line["finished"]
+        assert len(line["block_hashes"]) == (line["in"] + line["out"]) // 64 - behind // 64
+        assert len(b64decode(line["token_hashes"])) == 2 * (line["in"] + line["out"] - behind)
+        assert line["t"] < line["scheduled"] < line["finished"] < line["released"]
+        assert line["steps"][0][1] == line["in"] and line["scheduled"] < line["steps"][0][0] < line["finished"]
         assert sum(line["lost_tokens"].values()) == line["in"] - line["cached_tokens"]
     # whole units are said once; another salt shares nothing
-    assert [line.get("prefix") for line in lines] == [None, [lines[0]["h"][0], 64], None]
+    assert [line.get("prefix") for line in lines] == [None, [lines[0]["block_hashes"][0], 64], None]
     # what the server had found is not what the replay goes by
     for line in lines:
         line["cached_tokens"], line["matched_tokens"] = 1, 2

@@ -11,7 +11,7 @@ import pytest
 from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import Computed, Entry, RequestLog
+from cairn.engine.request_log import LogEntry, RequestLog, StepTimes
 from cairn.engine.request_log_file import MAX_ENTRIES, LogFile
 from cairn.engine.request_log_lines import LogLines
 from cairn.errors import ConfigError
@@ -24,19 +24,25 @@ UNIT = 16
 KEY = b"0123456789abcdef"
 
 
-def entry(number, prompt, output=(), salt=None, **fields) -> Entry:
+def entry(number, prompt, output=(), salt=None, **fields) -> LogEntry:
     fields = {"boundaries": (), "finish": "stop", "timings": {}, "report": None} | fields
-    fields |= {"times": {"t": 0.0}, "computed": Computed(), "counted": True, "computed_whole": False, "dropped": 0}
+    fields |= {
+        "times": {"t": 0.0},
+        "step_times": StepTimes(),
+        "is_parallel_sample": False,
+        "bypasses_cache": False,
+        "dropped": 0,
+    }
     keys = np.array(prompt, np.int64)
-    return Entry(number, f"r{number}", Namespace(cache_salt=salt), keys, tuple(output), **fields)
+    return LogEntry(number, f"r{number}", Namespace(cache_salt=salt), keys, tuple(output), **fields)
 
 
-def lines(known_tokens=1 << 20, key=KEY) -> LogLines:
-    return LogLines({"source": "cairn", "unit": UNIT}, UNIT, key, known_tokens)
+def lines(max_written_tokens=1 << 20, key=KEY) -> LogLines:
+    return LogLines({"source": "cairn", "unit": UNIT}, UNIT, key, max_written_tokens)
 
 
-def codes(line) -> np.ndarray:
-    return np.frombuffer(b64decode(line["codes"]), "<u2").astype(np.int64)
+def hashes(line) -> np.ndarray:
+    return np.frombuffer(b64decode(line["token_hashes"]), "<u2").astype(np.int64)
 
 
 def alike(ours, theirs) -> int:
@@ -44,19 +50,19 @@ def alike(ours, theirs) -> int:
 
 
 def sequences(told) -> list[np.ndarray]:
-    """The codes of each line's tokens, put together by what the format says."""
+    """The token hashes of each line's tokens, put together by what the format says."""
     ends, found = {}, []
     for line in told:
         before = found[ends[line["prefix"][0]]][: line["prefix"][1]] if "prefix" in line else np.empty(0, np.int64)
-        found.append(np.concatenate([before, codes(line)]))
-        ends |= dict.fromkeys(line["h"], len(found) - 1)
+        found.append(np.concatenate([before, hashes(line)]))
+        ends |= dict.fromkeys(line["block_hashes"], len(found) - 1)
     return found
 
 
-@pytest.mark.parametrize("known_tokens", [1 << 20, 64, 0])
-def test_what_is_shared_is_said_to_the_token(known_tokens):
+@pytest.mark.parametrize("max_written_tokens", [1 << 20, 64, 0])
+def test_what_is_shared_is_said_to_the_token(max_written_tokens):
     """Against the tokens themselves, whatever the log still knows of them."""
-    made, draw = lines(known_tokens), np.random.default_rng(1)
+    made, draw = lines(max_written_tokens), np.random.default_rng(1)
     salts = [(None, "a")[number % 2] for number in range(120)]
     asked = [draw.integers(0, 2, draw.integers(1, 70)).tolist() for _ in salts]
     asked[40:] = [[*asked[number % 7], *tokens][:90] for number, tokens in enumerate(asked[40:])]
@@ -77,24 +83,28 @@ def test_what_is_shared_is_said_to_the_token(known_tokens):
 def test_whole_units_are_said_once():
     made = lines()
     first, again, longer = (json.loads(made.line(entry(n, range(n_tokens)))) for n, n_tokens in enumerate((40, 40, 70)))
-    assert "prefix" not in first and len(codes(first)) == 40 and len(first["h"]) == 2
-    assert again["prefix"] == [first["h"][1], 32] and len(codes(again)) == 8 and again["h"] == []
-    assert longer["prefix"] == [first["h"][1], 32] and len(codes(longer)) == 38 and len(longer["h"]) == 2
+    assert "prefix" not in first and len(hashes(first)) == 40 and len(first["block_hashes"]) == 2
+    assert again["prefix"] == [first["block_hashes"][1], 32] and len(hashes(again)) == 8 and again["block_hashes"] == []
+    assert (
+        longer["prefix"] == [first["block_hashes"][1], 32]
+        and len(hashes(longer)) == 38
+        and len(longer["block_hashes"]) == 2
+    )
 
 
 def test_what_is_known_of_the_file_is_bounded_and_the_oldest_goes_first():
-    made = lines(known_tokens=10 * UNIT)
+    made = lines(max_written_tokens=10 * UNIT)
     for number in range(20):
         made.line(entry(number, range(1000 * number, 1000 * number + 3 * UNIT)))
-        assert len(made._known) <= 10
+        assert len(made._written) <= 10
     newest = json.loads(made.line(entry(99, range(19_000, 19_000 + 3 * UNIT))))
-    assert newest["prefix"][1] == 3 * UNIT and newest["codes"] == ""
+    assert newest["prefix"][1] == 3 * UNIT and newest["token_hashes"] == ""
     assert "prefix" not in json.loads(made.line(entry(100, range(3 * UNIT))))
 
 
 def test_digests_are_equal_for_equal_beginnings_alone():
     def told(prompt, salt=None, key=KEY):
-        return json.loads(lines(0, key).line(entry(0, prompt, salt=salt)))["h"]
+        return json.loads(lines(0, key).line(entry(0, prompt, salt=salt)))["block_hashes"]
 
     first = told(range(48))
     assert len(first) == 3 and all(0 <= each < 1 << 52 for each in first)
@@ -107,7 +117,7 @@ def test_digests_are_equal_for_equal_beginnings_alone():
 def test_images_are_told_apart_like_tokens():
     made = lines()
     told = [json.loads(made.line(entry(n, [1, 2, -5 - n, -6, 3]))) for n in range(2)]
-    assert alike(codes(told[0]), codes(told[1])) == 2
+    assert alike(hashes(told[0]), hashes(told[1])) == 2
 
 
 def test_files_are_private_and_bounded_and_each_can_be_replayed(tmp_path):
@@ -199,7 +209,7 @@ def test_a_line_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
     told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line.get("n") for line in told] == [None, 2, 3] and file.dropped == 1
     # nothing may refer to the line that is not there
-    assert "prefix" not in told[1] and told[2]["prefix"] == [told[1]["h"][0], 16]
+    assert "prefix" not in told[1] and told[2]["prefix"] == [told[1]["block_hashes"][0], 16]
 
 
 def test_half_a_line_at_the_end_is_taken_back(tmp_path, monkeypatch):
@@ -251,11 +261,11 @@ def test_nothing_is_kept_of_requests_that_have_ended(tmp_path):
         server.submit(f"r{index}", range(100), max_tokens=20)
     server.step()
     server.core.abort("r4")
-    assert len(server.log._computed) == 4
+    assert len(server.log._step_times) == 4
     server.close()
-    assert not server.log._computed
+    assert not server.log._step_times
     told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()[1:]]
     assert sorted(line["id"] for line in told) == [f"r{index}" for index in range(5)]
     # it never had pages: that is all that there is to tell
-    (waited,) = [line for line in told if "started" not in line]
-    assert waited["id"] == "r4" and waited["finish"] == "abort" and waited["chunks"] == []
+    (waited,) = [line for line in told if "scheduled" not in line]
+    assert waited["id"] == "r4" and waited["finish"] == "abort" and waited["steps"] == []

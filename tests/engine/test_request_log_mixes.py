@@ -134,7 +134,7 @@ def test_several_answers_to_a_prompt_count_it_once(tmp_path):
         server.run()
     server.close()
     trace = read_trace(tmp_path / "log")
-    assert [request.branches for request in trace.requests] == [False, True, True, False, False, False]
+    assert [request.is_parallel_sample for request in trace.requests] == [False, True, True, False, False, False]
     outcome = replayed(trace).outcome
     # each answer can be gone on from: its last token was not computed
     assert outcome.hits == [0, 0, 0, 103, 103, 103]
@@ -166,7 +166,7 @@ def test_a_state_that_another_request_waits_for_stands_in_the_log(tmp_path):
     server.close()
     trace = read_trace(tmp_path / "log")
     first = next(request for request in trace.requests if request.name == "a")
-    assert [position for _, position in first.served.asked] == [200]
+    assert [position for _, position in first.timeline.forced_checkpoints] == [200]
     assert hits_by_name(trace, replayed(trace)) == logged_hits(trace) == {"a": 0, "b": 200}
 
 
@@ -187,7 +187,7 @@ def test_other_rules_give_what_a_server_with_these_rules_would_have(logged_mode,
     for mode in modes:
         for num_pages, eviction in ((2000, "value"), (120, "value"), (120, "lru")):
             server = one_by_one(tmp_path / "other", mode, num_pages, eviction)
-            replay = replayed(trace, mode, num_pages * trace.server.layout.page_bytes, eviction)
+            replay = replayed(trace, mode, num_pages * trace.header.layout.page_bytes, eviction)
             assert abs(replay.outcome.hit_tokens - server.cached_tokens) <= 0.01 * server.cached_tokens
 
 
@@ -196,7 +196,7 @@ def test_less_room_than_the_server_had(num_pages, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=600)
     serve(server, Load(7, holds=True), "mixed", requests=60)
     trace = read_trace(tmp_path / "log")
-    layout = trace.server.layout
+    layout = trace.header.layout
     for mode in (*MODES, "none"):
         outcome = replayed(trace, mode, num_pages * layout.page_bytes).outcome
         refused = [each for each in trace.requests if layout.pages_for(each.num_prompt_tokens) + 1 > num_pages]

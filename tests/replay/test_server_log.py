@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from logged import hits_by_name, layout, logged_hits, replayed
 
+from cairn.cache.lease import Namespace
 from cairn.cli import main
 from cairn.errors import ConfigError
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
@@ -37,11 +38,11 @@ def first_line(sizes, num_pages, mode="auto", eviction="value", exact=False) -> 
 HEADER = first_line(layout(), 100)
 
 
-def line(number, codes, num_out=0, **fields) -> dict:
-    """A request that is served alone. `codes`: of all its tokens, or of those behind `prefix`."""
-    codes = list(codes)
+def line(number, hashes, num_out=0, **fields) -> dict:
+    """A request that is served alone. `hashes`: of all its tokens, or of those behind `prefix`."""
+    hashes = list(hashes)
     behind = fields["prefix"][1] if "prefix" in fields else 0
-    length = behind + len(codes)
+    length = behind + len(hashes)
     num_in, at = length - num_out, float(number)
     return {
         "n": number,
@@ -51,11 +52,11 @@ def line(number, codes, num_out=0, **fields) -> dict:
         "out": num_out,
         "finish": "stop",
         "cached_tokens": 0,
-        "ns": 0,
-        "h": [1000 * number + unit for unit in range(behind // UNIT, length // UNIT)],
-        "codes": b64encode(np.array(codes, "<u2").tobytes()).decode(),
-        "chunks": [[at + 0.2, num_in]],
-        "started": at + 0.1,
+        "namespace": 0,
+        "block_hashes": [1000 * number + unit for unit in range(behind // UNIT, length // UNIT)],
+        "token_hashes": b64encode(np.array(hashes, "<u2").tobytes()).decode(),
+        "steps": [[at + 0.2, num_in]],
+        "scheduled": at + 0.1,
         "finished": at + 0.3,
         "released": at + 0.4,
     } | fields
@@ -71,29 +72,29 @@ def read(path, *lines, header=HEADER) -> Trace:
 
 
 def test_a_line_is_a_request_like_any_other(tmp_path):
-    ends = {"b": [3, 5], "kinds": "sb", "hold": [0, 60]}
+    ends = {"boundaries": [[3, "system_end", 0], [5, "breakpoint", 60]]}
     trace = read(
         tmp_path,
-        line(1, range(40), 10, ns=7, **ends),
+        line(1, range(40), 10, namespace=7, **ends),
         line(2, range(50, 58), prefix=[1001, 32]),
-        line(3, range(9), branch=True),
+        line(3, range(9), parallel_sample=True),
     )
     first, second, third = trace.requests
-    assert trace.unit == 1 and trace.name == "made" and trace.server.max_num_batched_tokens == 256
+    assert trace.unit == 1 and trace.name == "made" and trace.header.max_num_batched_tokens == 256
     # the last token of an answer is not computed
     assert first.path.tolist() == list(range(30)) and first.answer.tolist() == list(range(30, 39))
     assert first.boundaries == (Boundary(3, "system_end"), Boundary(5, "breakpoint", 60)) and first.namespace == "7"
     assert second.path.tolist() == [*range(32), *range(50, 58)] and second.namespace is None
-    assert [request.branches for request in trace.requests] == [False, False, True]
+    assert [request.is_parallel_sample for request in trace.requests] == [False, False, True]
     assert unlimited_hits(trace).tolist() == [0, 32, 0]
     assert footprint_bytes(trace, layout()) == 4 * (39 + 8) + 3 * layout().checkpoint_bytes
-    assert (third.name, third.arrived, third.started) == ("r3", 3.0, 3.1)
+    assert (third.name, third.arrived, third.scheduled_time) == ("r3", 3.0, 3.1)
 
 
 def test_requests_are_in_order_of_their_starts_and_those_never_served_are_left_out(tmp_path):
-    waited = {name: value for name, value in line(2, range(20), finish="abort").items() if name != "started"}
+    waited = {name: value for name, value in line(2, range(20), finish="abort").items() if name != "scheduled"}
     trace = read(
-        tmp_path, line(3, range(20)), waited, line(1, range(20), t=0.5, started=9.0, finished=9.5, released=9.5)
+        tmp_path, line(3, range(20)), waited, line(1, range(20), t=0.5, scheduled=9.0, finished=9.5, released=9.5)
     )
     assert list(logged_hits(trace)) == ["r3", "r1"]
 
@@ -101,22 +102,24 @@ def test_requests_are_in_order_of_their_starts_and_those_never_served_are_left_o
 def test_what_is_found_depends_on_when_it_was_looked_up(tmp_path):
     """Two prompts at once: the second is looked up before, or after, the first one's tokens are there."""
     for started, hit in ((1.15, 0), (1.25, 100)):
-        other = line(2, range(120), started=started, chunks=[[2.0, 120]])
+        other = line(2, range(120), scheduled=started, steps=[[2.0, 120]])
         assert replayed(read(tmp_path, line(1, range(100)), other)).outcome.hits == [0, hit]
 
 
 def test_a_chunk_is_there_when_it_has_been_computed(tmp_path):
-    chunks = [[1.2, 64], [1.6, 128], [2.0, 200]]
-    first = line(1, range(200), chunks=chunks, finished=2.1, released=2.1)
+    steps = [[1.2, 64], [1.6, 128], [2.0, 200]]
+    first = line(1, range(200), steps=steps, finished=2.1, released=2.1)
     for started, hit in ((1.3, 64), (1.7, 128), (2.05, 200)):
-        trace = read(tmp_path, first, line(2, range(210), started=started, chunks=[[5.0, 210]], finished=6, released=6))
+        trace = read(
+            tmp_path, first, line(2, range(210), scheduled=started, steps=[[5.0, 210]], finished=6, released=6)
+        )
         assert replayed(trace).outcome.hits == [0, hit]
 
 
 def test_a_state_that_another_request_needed_is_kept(tmp_path):
     for asked, hit in (([], 0), ([[1.15, 70]], 70)):
-        first = line(1, range(200), asked=asked)
-        second = line(2, [*range(70), *range(500, 520)], started=1.25)
+        first = line(1, range(200), forced_checkpoints=asked)
+        second = line(2, [*range(70), *range(500, 520)], scheduled=1.25)
         trace = read(tmp_path, first, second, header=first_line(layout(), 1000, "junction"))
         assert replayed(trace).outcome.hits == [0, hit]
 
@@ -137,23 +140,23 @@ def test_an_answer_that_was_left_is_not_kept_to_its_end(tmp_path):
         ({"prefix": [1001, 16]}, "`prefix` names no beginning"),
         ({"prefix": [1]}, r"\$\.prefix"),
         ({"prefix": [1001, 32], "in": 20}, "`prefix` names no beginning"),
-        ({"h": []}, "`h` must have one digest"),
-        ({"h": [-1, 2]}, r"\$\.h"),
-        ({"codes": "AAA"}, "`codes` is no base64"),
-        ({"codes": "Ä"}, "`codes` is no base64"),
-        ({"codes": "AAAA"}, "`codes` must have 2 bytes"),
-        ({"codes": "AAAAAAAA"}, "`codes` must have one code"),
-        ({"b": [3]}, "`kinds`"),
-        ({"b": [3], "kinds": "x"}, "`kinds`"),
-        ({"b": [99], "kinds": "m"}, "`b`"),
-        ({"b": [3], "kinds": "m", "hold": [1, 2]}, "`hold`"),
-        ({"chunks": [[1.0, 99]]}, "`chunks`"),
-        ({"chunks": [[-1.0, 9]]}, r"\$\.chunks"),
-        ({"chunks": [[1.0]]}, r"\$\.chunks"),
-        ({"asked": [[1.0, 41]]}, "`asked`"),
+        ({"block_hashes": []}, "`block_hashes` must have a hash"),
+        ({"block_hashes": [-1, 2]}, r"\$\.block_hashes"),
+        ({"token_hashes": "AAA"}, "`token_hashes` is no base64"),
+        ({"token_hashes": "Ä"}, "`token_hashes` is no base64"),
+        ({"token_hashes": "AAAA"}, "`token_hashes` must have 2 bytes"),
+        ({"token_hashes": "AAAAAAAA"}, "`token_hashes` must have a hash"),
+        ({"boundaries": [3]}, r"\$\.boundaries"),
+        ({"boundaries": [[3, "x", 0]]}, r"\$\.boundaries"),
+        ({"boundaries": [[3, "message_end", -1]]}, r"\$\.boundaries"),
+        ({"boundaries": [[99, "message_end", 0]]}, "`boundaries`"),
+        ({"steps": [[1.0, 99]]}, "`steps`"),
+        ({"steps": [[-1.0, 9]]}, r"\$\.steps"),
+        ({"steps": [[1.0]]}, r"\$\.steps"),
+        ({"forced_checkpoints": [[1.0, 41]]}, "`forced_checkpoints`"),
         ({"cached_tokens": 41}, "`cached_tokens`"),
         ({"received_tokens": 41}, "`received_tokens`"),
-        ({"started": "soon"}, r"\$\.started"),
+        ({"scheduled": "soon"}, r"\$\.scheduled"),
         ({"released": 1e300}, r"\$\.released"),
         ({"finish": None}, r"\$\.finish"),
     ],
@@ -192,7 +195,7 @@ def test_a_log_without_requests_is_refused(tmp_path):
         read_trace(written(tmp_path / "log", []))
 
 
-@pytest.mark.parametrize(("header", "fields"), [({"version": 1}, {}), ({}, {"h": [1]})])
+@pytest.mark.parametrize(("header", "fields"), [({"version": 1}, {}), ({}, {"block_hashes": [1]})])
 def test_the_command_ends_with_2_and_says_where(header, fields, tmp_path, capsys):
     path = written(tmp_path / "log", [line(1, range(40)) | fields], HEADER | header)
     assert main(["replay", str(path)]) == 2
@@ -229,7 +232,7 @@ def test_a_layout_that_is_named_goes_before_the_logs_sizes(tmp_path):
 
 
 def test_answers_that_branch_count_once_in_every_line(tmp_path):
-    lines = [line(1, range(100)), line(2, range(100), branch=True), line(3, range(100))]
+    lines = [line(1, range(100)), line(2, range(100), parallel_sample=True), line(3, range(100))]
     path, shown = written(tmp_path / "log", lines), tmp_path / "out.json"
     assert main(["replay", str(path), "--json", str(shown), "--per-request"]) == 0
     policy, unlimited = json.loads(shown.read_text())
@@ -243,29 +246,34 @@ def test_answers_that_branch_count_once_in_every_line(tmp_path):
 
 def test_who_finds_no_room_waits_and_is_late_from_then_on(tmp_path):
     """Three prompts at once, and room for two: the third begins when the first has ended."""
-    lines = [line(n, range(300 * n, 300 * n + 100), **span(0.1 * n, 5.0 + n)) for n in (1, 2, 3)]
-    late = line(4, range(900, 1010), **span(8.2, 9.0))
-    trace = read(tmp_path, *lines, late, header=first_line(layout(16, 1), 20))
-    replay = replayed(trace)
-    # it is still computed when the one comes that wants what it computes, though in the log it had ended
-    assert replay.outcome.hits == [0, 0, 0, 100] and replay.outcome.refused == 0
-    assert replay.outcome.peak_bytes <= 20 * 64
+    ends = {1: 6.0, 2: 6.002, 3: 9.0}
+    lines = [line(n, range(300 * n, 300 * n + 100), **span(0.1 * n, end)) for n, end in ends.items()]
+    # the third one's prompt is computed at 6.01, though at 0.31 in the log
+    for scheduled, hit in ((6.005, 0), (6.02, 100)):
+        fourth = line(4, range(900, 1010), **span(scheduled, 9.0, 110))
+        replay = replayed(read(tmp_path, *lines, fourth, header=first_line(layout(16, 1), 20)))
+        assert replay.outcome.hits == [0, 0, 0, hit] and replay.outcome.refused == 0
+        assert replay.outcome.peak_bytes <= 20 * 64
 
 
 def span(started, finished, end=None):
-    chunks = [[started + 0.01, 100 if end is None else end]]
-    return {"started": started, "chunks": chunks, "finished": finished, "released": finished}
+    steps = [[started + 0.01, 100 if end is None else end]]
+    return {"scheduled": started, "steps": steps, "finished": finished, "released": finished}
 
 
 def test_who_runs_and_finds_no_room_sends_the_youngest_back(tmp_path):
     """Both answers grow into the last pages; the younger one is computed again when the older has ended."""
     answers = [line(n, range(300 * n, 300 * n + 180), 100, **span(0.1 * n, 4.0, 80)) for n in (1, 2)]
-    goes_on = [line(n + 2, range(300 * n, 300 * n + 190), **span(10.0 + n, 11.0 + n, 190)) for n in (1, 2)]
-    header = first_line(layout(16, 1), 18)
-    outcome = replayed(read(tmp_path, *answers, *goes_on, header=header)).outcome
-    assert outcome.refused == 0 and outcome.forward_passes > 4
-    roomy = replayed(read(tmp_path, *answers, *goes_on), budget_bytes=64 * 100).outcome
-    assert roomy.forward_passes == 4 and roomy.hits == [0, 0, 179, 179]
+    trace = read(tmp_path, *answers, header=first_line(layout(16, 1), 16))
+    replay = replayed(trace)
+    assert replay.outcome.refused == 0 and replay.outcome.forward_passes == 3
+    # both are complete, whether or not their pages are still there
+    for request in trace.requests:
+        keys = np.concatenate([request.path, request.answer]).astype(np.int64)
+        lease = replay.cache.lookup(Namespace(), keys, request.name)
+        assert lease.seen == 179
+        replay.cache.release(lease)
+    assert replayed(trace, budget_bytes=64 * 100).outcome.forward_passes == 2
 
 
 def test_an_answer_is_kept_as_far_as_there_are_pages(tmp_path):
@@ -296,5 +304,5 @@ def test_a_log_of_a_server_without_a_cache(tmp_path):
 
 
 def test_namespaces_share_nothing(tmp_path):
-    trace = read(tmp_path, line(1, range(100)), line(2, range(100), ns=5), line(3, range(100), ns=5))
+    trace = read(tmp_path, line(1, range(100)), line(2, range(100), namespace=5), line(3, range(100), namespace=5))
     assert hits_by_name(trace, replayed(trace)) == {"r1": 0, "r2": 0, "r3": 100}

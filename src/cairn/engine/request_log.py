@@ -1,13 +1,13 @@
 """The request log: a line for each request, with what became of it and all that a replay needs.
 
     {"name", "unit", "source": "cairn", "version", "layout", "forward_sizes", "budget_bytes", "policy", ...}
-    {"n", "id", "t", "in", "out", "finish", "timings", "cached_tokens", ..., "h", "codes", "chunks", ...}
+    {"n", "id", "t", "in", "out", "finish", "timings", "cached_tokens", ..., "block_hashes", "token_hashes", ...}
     ...
 
 The first line says what was served and by which rules: bytes are those of one rank, `forward_sizes` are the whole
-model's. The others are written as requests end. The scheduler's thread only hands an `Entry` over; hashing, writing and
-all else is done by the thread of `LogFile`. Where checkpoints are placed and what is evicted is not in it: that is for
-the replay to decide anew.
+model's. The others are written as requests end. The scheduler's thread only hands a `LogEntry` over; the thread of
+`LogFile` hashes and writes. Where checkpoints are placed and what is evicted is not in it: a replay decides that
+anew.
 """
 
 from dataclasses import dataclass, field
@@ -23,28 +23,32 @@ from cairn.scheduler.request import Request
 from cairn.step import GRID, Row
 from cairn.types import Boundary, Clock, Keys
 
-__all__ = ["Computed", "Entry", "EntrySink", "RequestLog", "reported"]
+__all__ = ["EntrySink", "LogEntry", "RequestLog", "StepTimes", "reported"]
 
 _NANOSECOND = 1e-9
 
 
 @dataclass(slots=True)
-class Computed:
-    """How a request was computed. `chunks`: when the step of each was planned, in seconds since the log's start, and
-    how many tokens were computed then. `asked`: positions whose state is kept because another request needs it,
-    whatever the policy says, and when a file was seen to be set aside."""
+class StepTimes:
+    """When a request was computed, in seconds since the start of the log.
 
-    chunks: list[tuple[float, int]] = field(default_factory=list)
-    asked: dict[int, float] = field(default_factory=dict)
+    `steps`: the time at which each of its steps was planned and the number of tokens computed after it: all prefill
+    steps, and those decode steps that need a page or may keep a state. `forced_checkpoints`: the positions of
+    checkpoints that were reserved because another request needs them, whatever the placement policy says, with the
+    times at which they were first seen.
+    """
+
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    forced_checkpoints: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """One request that has ended. `times`: when it arrived (`t`), had pages (`started`) if it ever had, was answered
-    (`finished`) and gave its pages back (`released`), in seconds since the log's start.
+class LogEntry:
+    """One request that has ended. `times`, in seconds since the start of the log: arrival (`t`), `scheduled` if it ever
+    got pages, `finished` (the answer is complete) and `released` (its pages were freed).
 
-    `counted`: its prompt is in the counters, which count that of several answers once. `computed_whole`: nothing was
-    looked up for it, because all of its prompt had to be computed. `dropped`: entries so far that nobody took.
+    `is_parallel_sample`: the prompt is counted with another answer to it. `bypasses_cache`: nothing was looked up,
+    because all of the prompt had to be computed. `dropped`: entries dropped before this one.
     """
 
     number: int
@@ -57,9 +61,9 @@ class Entry:
     finish: str
     timings: dict[str, float]
     report: CacheReport | None
-    computed: Computed
-    counted: bool
-    computed_whole: bool
+    step_times: StepTimes
+    is_parallel_sample: bool
+    bypasses_cache: bool
     dropped: int
 
     @property
@@ -75,7 +79,7 @@ class EntrySink(Protocol):
         """Entries that were not written."""
         ...
 
-    def put(self, entry: Entry) -> bool:
+    def put(self, entry: LogEntry) -> bool:
         """False, at once, when there is no room for it."""
         ...
 
@@ -83,15 +87,15 @@ class EntrySink(Protocol):
 
 
 class RequestLog:
-    """Takes down what the scheduler does (`RequestObserver`). One thread only."""
+    """A `RequestObserver` that makes a `LogEntry` of each request when it ends. One thread only."""
 
     def __init__(self, sink: EntrySink, clock: Clock, block_size: int) -> None:
         self._sink = sink
         self._block_size = block_size
         self._clock = clock
         self._start = clock.now()
-        self._planned = 0.0
-        self._computed: dict[str, Computed] = {}
+        self._last_plan = 0.0
+        self._step_times: dict[str, StepTimes] = {}
 
     @property
     def dropped(self) -> int:
@@ -102,46 +106,46 @@ class RequestLog:
         self._sink.close()
 
     def submitted(self, request: Request) -> None:
-        self._computed[request.id] = Computed()
+        self._step_times[request.id] = StepTimes()
 
     def planned(self, draft: Draft) -> None:
         now = self._clock.now() - self._start
-        grown = self._before_admissions(draft, now)
+        before_admission = self._time_before_admission(draft, now)
         for part in draft.parts:
             row, lease = None if part.row is None else draft.rows[part.row], part.request.lease
-            computed = self._computed[part.request.id]
-            if row is not None and (not row.decode or self._matters(row, part)):
-                # pages are given to those that run before others come in, and files when all rows have their pages
-                when = grown if row.decode and self._needs_page(row, part) else now
-                computed.chunks.append((when, part.end))
+            times = self._step_times[part.request.id]
+            if row is not None and (not row.decode or self._is_recorded(row, part)):
+                # running requests get their pages before others are admitted; checkpoints are reserved last
+                when = before_admission if row.decode and self._needs_page(row, part) else now
+                times.steps.append((when, part.end))
             if lease is not None:
                 for position in lease.files.keys() - lease.kept:
-                    computed.asked.setdefault(position, now)
+                    times.forced_checkpoints.setdefault(position, now)
 
-    def _matters(self, row: Row, part: Part) -> bool:
-        """Of an answer the first token and that of each page, which pages are needed for, and where states are kept."""
+    def _is_recorded(self, row: Row, part: Part) -> bool:
+        """Whether a decode step needs a page or may keep a state."""
         return self._needs_page(row, part) or bool(part.kept) or row.end % GRID == 0
 
     def _needs_page(self, row: Row, part: Part) -> bool:
         return row.start % self._block_size == 0 or row.start == part.request.num_prompt_tokens
 
-    def _before_admissions(self, draft: Draft, now: float) -> float:
-        """When those that ran already were given their pages: before new ones were."""
+    def _time_before_admission(self, draft: Draft, now: float) -> float:
+        """The time at which running requests got their pages: in each plan that comes before admission."""
         started = [part.request.times.scheduled for part in draft.parts]
-        new = [when - self._start for when in started if when is not None and when - self._start > self._planned]
-        self._planned = now
+        new = [when - self._start for when in started if when is not None and when - self._start > self._last_plan]
+        self._last_plan = now
         return min([now, *(when - _NANOSECOND for when in new)])
 
     def ended(self, request: Request) -> None:
-        spec, trunk, went = request.spec, request.trunk, request.times
+        spec, trunk = request.spec, request.trunk
         times = {
-            "t": went.arrived,
-            "started": went.scheduled,
-            "finished": went.finished,
+            "t": request.times.arrived,
+            "scheduled": request.times.scheduled,
+            "finished": request.times.finished,
             "released": self._clock.now(),
         }
         self._sink.put(
-            Entry(
+            LogEntry(
                 number=request.arrival,
                 request_id=request.id,
                 namespace=spec.namespace,
@@ -152,9 +156,9 @@ class RequestLog:
                 finish=request.finish or "error",
                 timings=_timings(request),
                 report=cache_report(request, None),
-                computed=self._computed.pop(request.id),
-                counted=trunk is None or trunk.counted == request.id,
-                computed_whole=spec.prompt_logprobs is not None,
+                step_times=self._step_times.pop(request.id),
+                is_parallel_sample=trunk is not None and trunk.counted != request.id,
+                bypasses_cache=spec.prompt_logprobs is not None,
                 dropped=self._sink.dropped,
             )
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from cairn.engine.request_log import Entry
+from cairn.engine.request_log import LogEntry
 from cairn.errors import ConfigError
 
 __all__ = ["LineMaker", "LogFile"]
@@ -33,7 +33,7 @@ class LineMaker(Protocol):
 
     def header(self) -> bytes: ...
 
-    def line(self, entry: Entry) -> bytes: ...
+    def line(self, entry: LogEntry) -> bytes: ...
 
     def lost(self) -> None:
         """The last line will not be in the file."""
@@ -48,7 +48,7 @@ class LogFile:
         self._path = path
         self._max_bytes = max_bytes
         self._make_lines = make_lines
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[LogEntry] = deque()
         self._waiting_tokens = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -68,7 +68,7 @@ class LogFile:
         """Entries that found no room in the queue, and those that could not be written."""
         return self._refused + self._unwritten
 
-    def put(self, entry: Entry) -> bool:
+    def put(self, entry: LogEntry) -> bool:
         with self._changed:
             full = len(self._waiting) >= MAX_ENTRIES or self._waiting_tokens + entry.num_tokens > MAX_TOKENS
             if self._closing or (full and self._waiting):
@@ -99,7 +99,7 @@ class LogFile:
                     self._lose(str(error.strerror))
         self._end_file()
 
-    def _take(self) -> list[Entry]:
+    def _take(self) -> list[LogEntry]:
         """All that waits; nothing when this is the end."""
         with self._changed:
             while not self._waiting and not self._closing:
@@ -109,7 +109,7 @@ class LogFile:
             self._waiting_tokens = 0
         return entries
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: LogEntry) -> None:
         """Raises OSError; then the line is not in the file."""
         if self._file < 0:
             self._begin()

@@ -19,10 +19,10 @@ __all__ = ["open_log"]
 
 VERSION = 2
 UNIT = 64
-"""Tokens of a digest."""
+"""Tokens of a block hash."""
 KEY_BYTES = 32
-KNOWN_TOKENS = 1 << 24
-"""For how many tokens it is remembered that they stand in the file: some 30 MiB."""
+MAX_WRITTEN_TOKENS = 1 << 24
+"""For how many tokens the block hashes in the file are remembered: 30 MiB."""
 
 
 def open_log(
@@ -41,7 +41,7 @@ def open_log(
 def _new_lines(first: Mapping[str, object]) -> LogLines:
     # a key for each file, so that not even two files of one server can be told to be about the same texts
     begun = {**first, "began": round(time.time(), 3)}
-    return LogLines(begun, UNIT, os.urandom(KEY_BYTES), KNOWN_TOKENS)
+    return LogLines(begun, UNIT, os.urandom(KEY_BYTES), MAX_WRITTEN_TOKENS)
 
 
 def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes) -> dict[str, object]:

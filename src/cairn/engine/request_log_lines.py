@@ -1,18 +1,17 @@
-"""Entries as lines of JSON, and how they say what requests share without saying what they are.
+"""Log entries as lines of JSON, with what requests share but not what they are.
 
-Two requests share tokens iff their sequences (prompt and answer) begin with the same ones in the same namespace. All
-that a line says of a token is taken from one BLAKE2b hash over namespace and all tokens up to it:
+Two requests share tokens iff their sequences (prompt and answer) begin with the same tokens in the same namespace. All
+that a line says of a token is taken from one BLAKE2b hash over the namespace and all tokens up to this one:
 
-    "prefix": [digest, tokens]  the first `tokens` tokens are those of an earlier line that has this digest at their end
-    "h": [digest, ...]          52 bits of the hash at the end of each full unit of tokens behind these
-    "codes": "..."              16 bits of the hash at each token behind these, little-endian, base64
+    "prefix": [hash, tokens]    the first `tokens` tokens are those of an earlier line with this block hash at their end
+    "block_hashes": [hash, ...] 52 bits of the hash at the end of each further full block of `unit` tokens
+    "token_hashes": "..."       16 bits of the hash at each token behind `prefix`, little-endian, base64
 
-Equal codes are equal beginnings, so sharing is known to the token: two sequences that part may seem to have one token
-more in common once in 65,536 times. Which digests stand in the file is remembered, for a bounded number of tokens; what
-is forgotten has its codes written again.
+Equal hashes are equal beginnings, so sharing is known to the token: with a chance of 1 in 65,536, two sequences that
+diverge seem to share one token more. The block hashes in the file are remembered for a bounded number of tokens; the
+token hashes of a forgotten block are written again.
 
-The key of the hash is drawn for each file and never written: nobody can find out whether a text that he guesses is in
-the log.
+The key of the hash is drawn for each file and never written: nobody can test whether a guessed text is in the log.
 """
 
 import json
@@ -24,32 +23,31 @@ from hashlib import blake2b
 import numpy as np
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import Entry, reported
-from cairn.types import Boundary
+from cairn.engine.request_log import LogEntry, reported
 
 __all__ = ["LogLines"]
 
-DIGEST_BITS = 52
+BLOCK_HASH_BITS = 52
 """Every reader of JSON keeps them."""
 
-CODE_BYTES, KEY_BYTES = 2, 8
+HASH_BYTES, KEY_BYTES = 2, 8
 
 
 class LogLines:
-    """The lines of one file. `header`: what the first one says; `unit`: tokens of a digest; `key`: 16 to 64 random
-    bytes; `known_tokens`: for so many tokens it is remembered that their codes stand in the file."""
+    """The lines of one file. `header`: what the first one says; `unit`: tokens of a block; `key`: 16 to 64 random
+    bytes; `max_written_tokens`: for how many tokens the block hashes that are in the file are remembered."""
 
-    def __init__(self, header: Mapping[str, object], unit: int, key: bytes, known_tokens: int) -> None:
+    def __init__(self, header: Mapping[str, object], unit: int, key: bytes, max_written_tokens: int) -> None:
         self._header = header
         self._unit = unit
         self._key = key
-        self._most_known = known_tokens // unit
-        self._known: OrderedDict[int, None] = OrderedDict()
+        self._max_written = max_written_tokens // unit
+        self._written: OrderedDict[int, None] = OrderedDict()
 
     def header(self) -> bytes:
         return _line(self._header)
 
-    def line(self, entry: Entry) -> bytes:
+    def line(self, entry: LogEntry) -> bytes:
         """The next line."""
         told: dict[str, object] = {
             "n": entry.number,
@@ -59,88 +57,79 @@ class LogLines:
             "finish": entry.finish,
             "timings": entry.timings,
             **reported(entry.report),
-            "ns": self._namespace(entry.namespace),
+            "namespace": self._namespace(entry.namespace),
             **self._sequence(entry),
-            **_boundaries(entry.boundaries),
-            "chunks": [(_seconds(when), end) for when, end in entry.computed.chunks],
+            "boundaries": [(each.position, each.kind, each.hold_seconds) for each in entry.boundaries],
+            "steps": [(_seconds(when), end) for when, end in entry.step_times.steps],
             **{name: _seconds(when) for name, when in entry.times.items()},
         }
-        if entry.computed.asked:
-            told["asked"] = [(_seconds(when), position) for position, when in entry.computed.asked.items()]
-        if not entry.counted:
-            told["branch"] = True
-        if entry.computed_whole:
-            told["computed_whole"] = True
+        if entry.step_times.forced_checkpoints:
+            forced = entry.step_times.forced_checkpoints.items()
+            told["forced_checkpoints"] = [(_seconds(when), position) for position, when in forced]
+        if entry.is_parallel_sample:
+            told["parallel_sample"] = True
+        if entry.bypasses_cache:
+            told["bypasses_cache"] = True
         if entry.dropped:
             told["dropped"] = entry.dropped
         return _line(told)
 
     def lost(self) -> None:
         """The last line will not be in the file, so none may refer to it."""
-        self._known.clear()
+        self._written.clear()
 
     def _namespace(self, namespace: Namespace) -> int:
         if namespace == Namespace():
             return 0
-        return 1 | _digest(blake2b(_named(namespace), digest_size=KEY_BYTES, key=self._key).digest())
+        return 1 | _block_hash(blake2b(_encode(namespace), digest_size=KEY_BYTES, key=self._key).digest())
 
-    def _sequence(self, entry: Entry) -> dict[str, object]:
-        """`prefix`, `h` and `codes`, in O(tokens)."""
+    def _sequence(self, entry: LogEntry) -> dict[str, object]:
+        """`prefix`, `block_hashes` and `token_hashes`, in O(tokens)."""
         keys = np.concatenate([entry.prompt, np.array(entry.output, np.int64)])
         raw = memoryview(np.ascontiguousarray(keys, "<i8").tobytes())
-        state = blake2b(_named(entry.namespace), digest_size=KEY_BYTES, key=self._key)
-        size, start, digests = self._unit * KEY_BYTES, 0, list[int]()
-        while start + size <= len(raw):
-            further = state.copy()
-            further.update(raw[start : start + size])
-            digest = _digest(further.digest())
-            if digest not in self._known:
+        state = blake2b(_encode(entry.namespace), digest_size=KEY_BYTES, key=self._key)
+        block_bytes, start, blocks = self._unit * KEY_BYTES, 0, list[int]()
+        while start + block_bytes <= len(raw):
+            next_state = state.copy()
+            next_state.update(raw[start : start + block_bytes])
+            block_hash = _block_hash(next_state.digest())
+            if block_hash not in self._written:
                 break
-            digests.append(digest)
-            state, start = further, start + size
-        prefix, codes = len(digests), bytearray()
+            blocks.append(block_hash)
+            state, start = next_state, start + block_bytes
+        num_written, token_hashes = len(blocks), bytearray()
         for at in range(start, len(raw), KEY_BYTES):
             state.update(raw[at : at + KEY_BYTES])
-            value = state.digest()
-            codes += value[:CODE_BYTES]
-            if (at + KEY_BYTES) % size == 0:
-                digests.append(_digest(value))
-        self._remember(digests)
-        told: dict[str, object] = {"h": digests[prefix:], "codes": b64encode(codes).decode()}
-        return {"prefix": [digests[prefix - 1], prefix * self._unit], **told} if prefix else told
+            digest = state.digest()
+            token_hashes += digest[:HASH_BYTES]
+            if (at + KEY_BYTES) % block_bytes == 0:
+                blocks.append(_block_hash(digest))
+        self._remember(blocks)
+        told: dict[str, object] = {
+            "block_hashes": blocks[num_written:],
+            "token_hashes": b64encode(token_hashes).decode(),
+        }
+        return {"prefix": [blocks[num_written - 1], num_written * self._unit], **told} if num_written else told
 
-    def _remember(self, digests: list[int]) -> None:
-        for digest in reversed(digests):
-            self._known[digest] = None
-            self._known.move_to_end(digest)  # a beginning is newer than what goes on from it, and forgotten later
-        while len(self._known) > self._most_known:
-            self._known.popitem(last=False)
+    def _remember(self, blocks: list[int]) -> None:
+        for block_hash in reversed(blocks):
+            self._written[block_hash] = None
+            self._written.move_to_end(block_hash)  # a block is newer than those behind it, so it is forgotten later
+        while len(self._written) > self._max_written:
+            self._written.popitem(last=False)
 
 
 def _seconds(when: float) -> float:
-    """To the nanosecond, for what has happened in one step has an order."""
+    """Rounded to nanoseconds, which keeps the order of events within a step."""
     return round(when, 9)
 
 
-def _digest(value: bytes) -> int:
-    return int.from_bytes(value) & ((1 << DIGEST_BITS) - 1)
+def _block_hash(digest: bytes) -> int:
+    return int.from_bytes(digest) & ((1 << BLOCK_HASH_BITS) - 1)
 
 
-def _named(namespace: Namespace) -> bytes:
+def _encode(namespace: Namespace) -> bytes:
     return json.dumps([namespace.adapter, namespace.cache_salt]).encode() + b"\0"
-
-
-def _boundaries(boundaries: tuple[Boundary, ...]) -> dict[str, object]:
-    """`b`: positions; `kinds`: a letter for each; `hold`: seconds for each, where there are any."""
-    if not boundaries:
-        return {}
-    told: dict[str, object] = {
-        "b": [boundary.position for boundary in boundaries],
-        "kinds": "".join(boundary.kind[0] for boundary in boundaries),
-    }
-    if any(boundary.hold_seconds for boundary in boundaries):
-        told["hold"] = [boundary.hold_seconds for boundary in boundaries]
-    return told
 
 
 def _line(told: Mapping[str, object]) -> bytes:

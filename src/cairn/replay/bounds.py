@@ -18,7 +18,7 @@ def unlimited_hits(trace: Trace) -> NDArray[np.int64]:
     """Tokens of each prompt's path that were seen before, shape [requests]."""
     paths, hits = Paths(), np.zeros(len(trace.requests), np.int64)
     for index, request in enumerate(trace.requests):
-        hits[index] = 0 if request.branches else paths.shared(request.path) * trace.unit
+        hits[index] = 0 if request.is_parallel_sample else paths.shared(request.path) * trace.unit
         paths.add(request.path, request.answer)
     return hits
 

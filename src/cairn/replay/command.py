@@ -28,7 +28,7 @@ from cairn.replay.plot import Plot
 from cairn.replay.replay import Replay
 from cairn.replay.report import UNLIMITED, Report, Result
 from cairn.replay.timed_cache import TimedCache
-from cairn.replay.traces import Server, Trace, read_trace
+from cairn.replay.traces import LogHeader, Trace, read_trace
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 
@@ -109,15 +109,15 @@ def _write(path: Path, told: object) -> None:
 
 def _asked(arguments: argparse.Namespace) -> _Run:
     trace = read_trace(arguments.trace)
-    server = trace.server
+    log = trace.header
     chunk = arguments.max_num_batched_tokens
     if chunk is None:
-        chunk = server.max_num_batched_tokens if server is not None else MAX_NUM_BATCHED_TOKENS
+        chunk = log.max_num_batched_tokens if log is not None else MAX_NUM_BATCHED_TOKENS
     if not 64 <= chunk <= 1 << 24:
         raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {chunk}")
-    layout, sizes = _layout(arguments, server)
+    layout, sizes = _layout(arguments, log)
     footprint = footprint_bytes(trace, layout)
-    budgets = _budgets(arguments, server, footprint)
+    budgets = _budgets(arguments, log, footprint)
     for budget in budgets:
         if not 1 <= budget // layout.page_bytes < 1 << 31:
             raise ConfigError(
@@ -127,39 +127,39 @@ def _asked(arguments: argparse.Namespace) -> _Run:
     return _Run(
         trace=trace,
         layout=layout,
-        layout_name=arguments.layout if arguments.layout is not None else DEFAULT_LAYOUT if server is None else LOGGED,
+        layout_name=arguments.layout if arguments.layout is not None else DEFAULT_LAYOUT if log is None else LOGGED,
         sizes=sizes,
-        policies=arguments.policy or ((LOGGED,) if server is not None else ("auto",)),
+        policies=arguments.policy or ((LOGGED,) if log is not None else ("auto",)),
         budgets=budgets,
         max_num_batched_tokens=chunk,
         footprint=footprint,
     )
 
 
-def _layout(arguments: argparse.Namespace, server: Server | None) -> tuple[CacheLayout, ForwardSizes]:
+def _layout(arguments: argparse.Namespace, log: LogHeader | None) -> tuple[CacheLayout, ForwardSizes]:
     """Of the flags, else of the log."""
-    if server is not None and arguments.layout is None:
+    if log is not None and arguments.layout is None:
         for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):
             if value is not None:
                 raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
-        return server.layout, server.forward_sizes
+        return log.layout, log.forward_sizes
     name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
     if block_size is None:
-        block_size = server.layout.block_size if server is not None else BLOCK_SIZE
+        block_size = log.layout.block_size if log is not None else BLOCK_SIZE
     return layout_for(name, block_size, arguments.state_dtype), sizes_for(name)
 
 
-def _budgets(arguments: argparse.Namespace, server: Server | None, footprint: int) -> tuple[int, ...]:
+def _budgets(arguments: argparse.Namespace, log: LogHeader | None, footprint: int) -> tuple[int, ...]:
     if arguments.budget is not None:
         return (arguments.budget,)
-    if server is not None and arguments.sweep is None and arguments.budget_fraction is None:
-        return (server.budget_bytes,)
+    if log is not None and arguments.sweep is None and arguments.budget_fraction is None:
+        return (log.budget_bytes,)
     return tuple(int(footprint * share) for share in arguments.sweep or (arguments.budget_fraction or DEFAULT_SHARE,))
 
 
 def _policy(run: _Run, name: str) -> CachePolicy:
-    if name == LOGGED and run.trace.server is not None:
-        told = run.trace.server.policy
+    if name == LOGGED and run.trace.header is not None:
+        told = run.trace.header.policy
         try:
             off = told.placement == SWITCHED_OFF
             placement = None if off else placement_for(told.placement, run.layout.block_size, told.exact)

@@ -1,15 +1,15 @@
 """A trace through the shipped cache: the same lookup, extend, want, commit and release that the scheduler makes.
 
-Each request is a way of its own from its lookup to its release, which says when it goes on. Those of a server's log
-began, computed their chunks and ended when the log says, beside each other; those of other traces are served one after
-the other, each at once when it arrives, in chunks of `max_num_batched_tokens`, cut on the 64-token grid as the
+Each request is a process of a discrete-event simulation. A request of a server's log is scheduled, computed and
+finished at the times in the log, concurrently with the others. A request of another trace has no timeline: it is served
+alone and at once when it arrives, in prefill chunks of `max_num_batched_tokens`, cut on the 64-token grid as the
 scheduler cuts them.
 
-Who finds no room waits until another one has ended, and is later by that from then on; who runs and finds none sends
-the youngest back to wait, as the scheduler does.
+A request that finds no room waits until pages are freed, and everything it does later is delayed by that. A running
+request that finds no room for its next token preempts the youngest one, as in the scheduler.
 
 Positions finer than the trace's unit count as the unit: the prompt that the cache sees is its path, the tokens behind
-that are computed every time, and the answer ends at a full unit.
+the path are computed every time, and the answer ends at a full unit.
 """
 
 import math
@@ -22,20 +22,21 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
 from cairn.cache.reasons import Reason
+from cairn.replay.event_queue import WAIT_FOR_ROOM, EventQueue, Process
 from cairn.replay.outcome import Outcome
 from cairn.replay.paths import Paths
 from cairn.replay.timed_cache import TimedCache
-from cairn.replay.traces import Served, Trace, TraceRequest, key_tokens
-from cairn.replay.turns import WAITS, Turns, Way
+from cairn.replay.traces import Timeline, Trace, TraceRequest, key_tokens
 from cairn.types import Keys
 
 __all__ = ["Outcome", "Replay"]
 
 
 @dataclass(slots=True, eq=False)
-class _Going:
-    """A request on its way. `keys`: of its path and answer, `num_prompt` of the path's, `num_known` of those so far.
-    `position`: tokens computed. `late`: seconds behind the log. `lease`: None while it waits."""
+class ReplayRequest:
+    """A request and its progress in tokens. `keys`: of its path and answer, of which `num_prompt` are the path's and
+    `num_tokens` exist so far; `position`: computed tokens. `delay`: seconds behind its timeline. `lease`: None while it
+    waits."""
 
     index: int
     request: TraceRequest
@@ -43,9 +44,9 @@ class _Going:
     num_prompt: int
     lease: Lease | None = None
     facts: PromptFacts | None = None
-    num_known: int = 0
+    num_tokens: int = 0
     position: int = 0
-    late: float = 0.0
+    delay: float = 0.0
 
 
 class Replay:
@@ -57,288 +58,287 @@ class Replay:
         self._paths = Paths()
         self._unit = 1
         self._step = 0
-        self._turns = Turns(timed.show)
-        self._running: dict[int, _Going] = {}
+        self._events = EventQueue(timed.show)
+        self._running: dict[int, ReplayRequest] = {}
 
     def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> Outcome:
-        """Replay all requests; `progress` is told how many have begun. `outcome.hits` is in their order."""
+        """Replay all requests; `progress` is told how many were started. `outcome.hits` is in their order."""
         self._unit, self.outcome.hits = trace.unit, [0] * len(trace.requests)
         for index, request in enumerate(trace.requests):
-            self._turns.go_on_until(request.started)
+            self._events.run_until(request.scheduled_time)
             keys = key_tokens(np.concatenate([request.path, request.answer]), trace.unit)
             num_prompt = len(request.path) * trace.unit
-            self._turns.begin(index, self._serve(_Going(index, request, keys, num_prompt, num_known=num_prompt)))
+            self._events.start(
+                index, self._simulate(ReplayRequest(index, request, keys, num_prompt, num_tokens=num_prompt))
+            )
             if progress is not None:
                 progress(index + 1)
-        self._turns.end()
+        self._events.run_to_end()
         return self._timed.ended()
 
-    def _serve(self, going: _Going) -> Way:
-        request, length = going.request, going.request.num_prompt_tokens
-        if not going.num_prompt or not self._timed.holds(going.num_prompt):
+    def _simulate(self, sequence: ReplayRequest) -> Process:
+        request, length = sequence.request, sequence.request.num_prompt_tokens
+        if not sequence.num_prompt or not self._timed.holds(sequence.num_prompt):
             self.outcome.forward_passes += -(-length // self._timed.most_tokens)
-            self.outcome.refused += going.num_prompt > 0
-            self._count(going, 0, 0, {Reason.DISABLED if going.num_prompt else Reason.NEVER_SEEN: length})
+            self.outcome.refused += sequence.num_prompt > 0
+            self._count(sequence, 0, 0, {Reason.DISABLED if sequence.num_prompt else Reason.NEVER_SEEN: length})
             return
-        yield from self._admitted(going)
-        computed, since = going.position, request.started
-        for since, asked, end in self._steps(request):
-            yield since + going.late
-            if asked and going.lease is not None:
+        yield from self._admit(sequence)
+        computed, since = sequence.position, request.scheduled_time
+        for since, forced, end in self._prefill_steps(request):
+            yield since + sequence.delay
+            if forced > sequence.position and sequence.lease is not None:
                 with self._timed.inside:
-                    self.cache.want_always(going.lease, asked)
-            while max(computed, going.position) < end:
-                computed = yield from self._prefill(going, max(computed, going.position), end)
-        self._let_go_of_copies(going)
-        yield from self._decode(going, since)
-        if request.served is not None:
-            yield request.served.finished + going.late
-        if going.lease is None:
-            yield from self._admitted(going)
-        saved = self._finish(going)
-        if request.served is not None:
-            yield request.served.released + going.late
-        if going.lease is None:
-            yield from self._admitted(going)
-        self._release(going, saved)
+                    self.cache.want_always(sequence.lease, forced)
+            while max(computed, sequence.position) < end:
+                computed = yield from self._prefill(sequence, max(computed, sequence.position), end)
+        self._release_step_pages(sequence)
+        yield from self._decode(sequence, since)
+        if request.timeline is not None:
+            yield request.timeline.finished_time + sequence.delay
+        if sequence.lease is None:
+            yield from self._admit(sequence)
+        saved = self._finish(sequence)
+        if request.timeline is not None:
+            yield request.timeline.released_time + sequence.delay
+        if sequence.lease is None:
+            yield from self._admit(sequence)
+        self._release(sequence, saved)
 
-    def _steps(self, request: TraceRequest) -> Iterator[tuple[float, int, int]]:
-        """When a file was asked for at a position, or the prompt was computed up to an end; one that was answered was
-        computed to its own. What is asked for comes before the policy's wishes in the same step."""
-        since, served = request.started, request.served
-        if served is not None:
-            asked = [(math.nextafter(when, -math.inf), position, 0) for when, position in served.asked]
-            yield from sorted(asked + [(when, 0, end) for when, end in served.chunks])
-            since = served.chunks[-1][0] if served.chunks else since
-        if served is None or served.finished_well or len(request.answer):
+    def _prefill_steps(self, request: TraceRequest) -> Iterator[tuple[float, int, int]]:
+        """Time, position of a forced checkpoint or 0, and end of a prefill step or 0. Forced checkpoints come before
+        those of the policy in the same step; the last step ends at the prompt's end if there is an answer."""
+        since, timeline = request.scheduled_time, request.timeline
+        if timeline is not None:
+            forced = [(math.nextafter(when, -math.inf), position, 0) for when, position in timeline.forced_checkpoints]
+            yield from sorted(forced + [(when, 0, end) for when, end in timeline.prefill_steps])
+            since = timeline.prefill_steps[-1][0] if timeline.prefill_steps else since
+        if timeline is None or timeline.completed or len(request.answer):
             yield since, 0, request.num_prompt_tokens
 
-    def _admitted(self, going: _Going) -> Way:
-        """A lease with pages for all that is known of it, as soon as there is room and nobody waits before it."""
-        since = self._turns.now
-        while self._turns.has_waiting_before(going.index) or not self._try(going):
+    def _admit(self, sequence: ReplayRequest) -> Process:
+        """Wait for pages for all tokens so far, in the order of arrival."""
+        since = self._events.now
+        while self._events.has_waiting_before(sequence.index) or not self._try_admit(sequence):
             if not self._running:
                 with self._timed.inside:
-                    self.cache.clear()  # alone, and its own hit stands in its way
-                fits = self._try(going)
-                assert fits, f"request {going.index} does not fit an empty pool"
+                    self.cache.clear()  # with nothing else running, its own hit is in the way
+                fits = self._try_admit(sequence)
+                assert fits, f"request {sequence.index} does not fit an empty pool"
                 break
-            yield WAITS
-        self._running[going.index] = going
-        going.late += self._turns.now - since
+            yield WAIT_FOR_ROOM
+        self._running[sequence.index] = sequence
+        sequence.delay += self._events.now - since
 
-    def _try(self, going: _Going) -> bool:
-        request, cache = going.request, self.cache
-        resumed = going.facts is not None
-        keys, name = going.keys[: going.num_known], str(going.index)
+    def _try_admit(self, sequence: ReplayRequest) -> bool:
+        request, cache = sequence.request, self.cache
+        resumed = sequence.facts is not None
+        keys, name = sequence.keys[: sequence.num_tokens], str(sequence.index)
         with self._timed.inside:
-            passed_by = request.served is not None and request.served.computed_whole and not resumed
+            bypass = request.timeline is not None and request.timeline.bypasses_cache and not resumed
             namespace = Namespace(cache_salt=request.namespace)
-            lease = cache.lookup(namespace, keys, name, going.num_prompt if resumed else None, passed_by)
-            fits = lease.hit == going.num_known or cache.could_extend(lease, going.num_known)
-            if not fits or (lease.hit < going.num_known and cache.extend(lease, going.num_known) is None):
+            lease = cache.lookup(namespace, keys, name, sequence.num_prompt if resumed else None, bypass)
+            fits = lease.hit == sequence.num_tokens or cache.could_extend(lease, sequence.num_tokens)
+            if not fits or (lease.hit < sequence.num_tokens and cache.extend(lease, sequence.num_tokens) is None):
                 cache.release(lease)
                 return False
-            if request.served is not None and not resumed:
-                self._receive(lease, request.served.received_end)
-            if request.branches and not resumed and lease.restore is not None and lease.hit == going.num_prompt:
-                looked_up, lease = lease, cache.branch(lease, lease.restore, name)
-                cache.release(looked_up)
-            else:
-                cache.admitted(lease, resumed or request.branches)
+            if request.timeline is not None and not resumed:
+                self._receive_pages(lease, request.timeline.received_end)
+            cache.admitted(lease, resumed or request.is_parallel_sample)
             cache.hold_breakpoints(lease, request.boundaries)
-            prefilled = going.num_prompt if cache.policy.exact else going.num_known
-            going.lease, going.facts = lease, cache.facts(lease, prefilled, request.boundaries)
+            prefill_until = sequence.num_prompt if cache.policy.exact else sequence.num_tokens
+            sequence.lease, sequence.facts = lease, cache.facts(lease, prefill_until, request.boundaries)
         if resumed:
-            self._compute_again(going, lease)
+            self._recompute(sequence, lease)
         else:
-            going.position = lease.hit
-            self._count(going, lease.hit, lease.received, lease.lost)
+            sequence.position = lease.hit
+            self._count(sequence, lease.hit, lease.received, lease.lost)
         return True
 
-    def _receive(self, lease: Lease, position: int) -> None:
-        """Another server's pages and state come, as far as there is more of them than was found."""
+    def _receive_pages(self, lease: Lease, position: int) -> None:
+        """Take in another server's pages and state, if they reach beyond the hit."""
         length = lease.num_prompt_tokens
         if lease.hit < position <= length and self.cache.want_always(lease, length) is not None:
             self.cache.received(lease, position, length, position)
 
-    def _compute_again(self, going: _Going, lease: Lease) -> None:
-        """What it had computed before it was sent back, but for its hit."""
-        reached, going.position = going.position, lease.hit
-        while going.position < reached:
-            start, end = going.position, reached
-            if start < going.num_prompt:
-                end = self._timed.chunk_end(start, min(reached, going.num_prompt))
+    def _recompute(self, sequence: ReplayRequest, lease: Lease) -> None:
+        """Compute what the request had computed before it was preempted, from the hit on."""
+        reached, sequence.position = sequence.position, lease.hit
+        while sequence.position < reached:
+            start, end = sequence.position, reached
+            if start < sequence.num_prompt:
+                end = self._timed.chunk_end(start, min(reached, sequence.num_prompt))
                 self.outcome.forward_passes += 1
             with self._timed.inside:
-                self._apply(lease, end, self._want(going, lease, start, min(end, going.num_prompt)))
-            going.position = end
+                self._apply_step(
+                    lease, end, self._reserve_checkpoints(sequence, lease, start, min(end, sequence.num_prompt))
+                )
+            sequence.position = end
 
-    def _prefill(self, going: _Going, computed: int, end: int) -> Generator[float, None, int]:
-        """Compute a chunk of the prompt from `computed`, up to `end` at most; what is behind the path comes with the
-        last ones. Returns how far it is computed then, which is no further if it was sent back."""
-        if going.lease is None:
-            yield from self._admitted(going)
+    def _prefill(self, sequence: ReplayRequest, computed: int, end: int) -> Generator[float, None, int]:
+        """Compute one chunk of the prompt from `computed`, up to `end` at most. Returns how far the prompt is computed
+        then, tokens behind the path included: no further if the request was preempted meanwhile."""
+        if sequence.lease is None:
+            yield from self._admit(sequence)
             return computed
-        lease, stop = going.lease, self._timed.chunk_end(computed, end)
-        high = min(stop, going.num_prompt)
+        lease, stop = sequence.lease, self._timed.chunk_end(computed, end)
+        high = min(stop, sequence.num_prompt)
         with self._timed.inside:
-            kept = self._want(going, lease, min(computed, going.num_prompt), high)
-        if going.request.served is not None:
-            yield math.nextafter(self._turns.now, math.inf)  # a step is applied when all of it has been planned
-        if going.lease is not lease:
+            kept = self._reserve_checkpoints(sequence, lease, min(computed, sequence.num_prompt), high)
+        if sequence.request.timeline is not None:
+            yield math.nextafter(self._events.now, math.inf)  # a step is applied when all of it has been planned
+        if sequence.lease is not lease:
             return computed
         with self._timed.inside:
-            self._apply(lease, high, kept)
-        going.position = max(going.position, high)
+            self._apply_step(lease, high, kept)
+        sequence.position = max(sequence.position, high)
         self.outcome.forward_passes += 1
         return stop
 
-    def _want(self, going: _Going, lease: Lease, start: int, end: int) -> list[int]:
-        """The positions whose files a chunk [start, end) of the prompt fills."""
-        placement, facts = self.cache.policy.placement, going.facts
+    def _reserve_checkpoints(self, sequence: ReplayRequest, lease: Lease, start: int, end: int) -> list[int]:
+        """Positions in the chunk (start, end] of the prompt that have a reserved checkpoint."""
+        placement, facts = self.cache.policy.placement, sequence.facts
         assert facts is not None
         kept = [position for position in lease.files if start < position <= end]
         wanted = placement.in_prefill(facts, start, end) if placement is not None and start < end else []
         return kept + [want.position for want in wanted if self.cache.want(lease, want) is not None]
 
-    def _decode(self, going: _Going, since: float) -> Way:
-        """Generate the answer as far as there is room for it, and keep what the policy keeps of it.
+    def _decode(self, sequence: ReplayRequest, since: float) -> Process:
+        """Generate the answer as far as there is room for it, with the checkpoints of the placement policy.
 
-        Pages come for all units up to the next stop: the cache drops the same for many as for one after the other.
+        Pages for all units up to the next stop are allocated at once, which evicts the same as one after the other.
         """
-        policy, served = self.cache.policy, going.request.served
-        start, end, block_size = going.num_prompt, len(going.keys), self.cache.layout.block_size
-        times, ends = _growth(served, since, start, end) if served is not None else ([], [])
+        policy, timeline = self.cache.policy, sequence.request.timeline
+        start, end, block_size = sequence.num_prompt, len(sequence.keys), self.cache.layout.block_size
+        times, ends = _answer_timeline(timeline, since, start, end) if timeline is not None else ([], [])
         for stop in range(start + self._unit, end + 1, self._unit):
-            facts = going.facts
+            facts = sequence.facts
             assert facts is not None
             with self._timed.inside:
                 point = policy.placement.in_decode(facts, stop) if policy.placement and not policy.exact else None
-            # pages are needed for the first token, which may come into one that others have, and for each page's first
-            needs_page = served is not None and (stop == start + 1 or stop % block_size == 1 % block_size)
+            # a page is needed for the first token, whose page may be shared and is copied, and at each page's begin
+            needs_page = timeline is not None and (stop == start + 1 or stop % block_size == 1 % block_size)
             if point is None and stop < end and not needs_page:
                 continue
-            if served is not None:
-                yield float(np.interp(stop, ends, times)) + going.late
-            if going.lease is None:
-                yield from self._admitted(going)
-            while not self._grow(going, stop):
+            if timeline is not None:
+                yield float(np.interp(stop, ends, times)) + sequence.delay
+            if sequence.lease is None:
+                yield from self._admit(sequence)
+            while not self._append_tokens(sequence, stop):
                 youngest = max(self._running)
-                if youngest > going.index:
-                    self._send_back(self._running[youngest])
+                if youngest > sequence.index:
+                    self._preempt(self._running[youngest])
                 elif len(self._running) > 1:
-                    freed = self._turns.freed
-                    self._send_back(going)
-                    self._turns.freed = freed  # what it has given back is for those before it
-                    yield WAITS
-                    yield from self._admitted(going)
+                    freed = self._events.room_freed
+                    self._preempt(sequence)
+                    self._events.room_freed = freed  # the freed pages are for older requests
+                    yield WAIT_FOR_ROOM
+                    yield from self._admit(sequence)
                 else:
                     return
             if point is not None:
-                yield from self._keep_in_step(going, point)
+                yield from self._keep_checkpoint(sequence, point)
 
-    def _keep_in_step(self, going: _Going, want: Wanted) -> Way:
-        """A state of the answer is kept, if there is room for it; else its tokens stay out of the tree for now."""
-        lease = going.lease
+    def _keep_checkpoint(self, sequence: ReplayRequest, want: Wanted) -> Process:
+        """Keep a checkpoint of the answer if there is room for it."""
+        lease = sequence.lease
         with self._timed.inside:
             wanted = lease is not None and self.cache.want(lease, want) is not None
-        if wanted and going.request.served is not None:
-            yield math.nextafter(self._turns.now, math.inf)
-        if wanted and lease is not None and going.lease is lease:
+        if wanted and sequence.request.timeline is not None:
+            yield math.nextafter(self._events.now, math.inf)
+        if wanted and lease is not None and sequence.lease is lease:
             with self._timed.inside:
-                self._apply(lease, want.position, [want.position])
+                self._apply_step(lease, want.position, [want.position])
 
-    def _grow(self, going: _Going, end: int) -> bool:
-        """Append what a model would sample up to `end`; False if there is no room for all of it: then as many units as
-        there is room for."""
-        lease = going.lease
+    def _append_tokens(self, sequence: ReplayRequest, end: int) -> bool:
+        """Append the answer's tokens up to `end`. False if there is no room for all of them: then as many units as fit
+        are appended."""
+        lease = sequence.lease
         assert lease is not None
-        for step in (end - going.num_known, self._unit):
-            while going.num_known < end:
+        for step in (end - sequence.num_tokens, self._unit):
+            while sequence.num_tokens < end:
                 with self._timed.inside:
-                    fits = self.cache.extend(lease, going.num_known + step) is not None
+                    fits = self.cache.extend(lease, sequence.num_tokens + step) is not None
                 if not fits:
                     break
-                for token in going.keys[going.num_known : going.num_known + step].tolist():
+                for token in sequence.keys[sequence.num_tokens : sequence.num_tokens + step].tolist():
                     lease.append(token)
-                going.num_known += step
-        going.position = going.num_known
-        self._let_go_of_copies(going)
-        return going.num_known >= end
+                sequence.num_tokens += step
+        sequence.position = sequence.num_tokens
+        self._release_step_pages(sequence)
+        return sequence.num_tokens >= end
 
-    def _let_go_of_copies(self, going: _Going) -> None:
-        """The step has been applied that has read what the request begins from, and the page it has a copy of."""
-        if going.lease is not None and going.lease.transient:
+    def _release_step_pages(self, sequence: ReplayRequest) -> None:
+        """Free the pages that only the last step needed: the restored checkpoint, and the source of a page copy."""
+        if sequence.lease is not None and sequence.lease.transient:
             self._step += 1
             with self._timed.inside:
-                self.cache.hold_until(self._step, going.lease)
+                self.cache.hold_until(self._step, sequence.lease)
                 self.cache.step_applied(self._step)
 
-    def _apply(self, lease: Lease, num_tokens: int, kept: list[int]) -> None:
-        """One step that has computed up to `num_tokens` and filled the files at `kept`, planned and applied."""
+    def _apply_step(self, lease: Lease, num_tokens: int, kept: list[int]) -> None:
+        """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `kept`."""
         self._step += 1
         self.cache.hold_until(self._step, lease)
         self._timed.note_use()
         self.cache.commit(lease, num_tokens, kept)
         self.cache.step_applied(self._step)
-        self._turns.freed = self._turns.freed or bool(kept)  # files that are in the tree can be dropped
+        self._events.room_freed = self._events.room_freed or bool(kept)  # committed checkpoints can be evicted
 
-    def _send_back(self, going: _Going) -> None:
-        """It gives its pages to another one and waits; its state is kept as the scheduler keeps it."""
-        lease, cache, position = going.lease, self.cache, going.position
+    def _preempt(self, sequence: ReplayRequest) -> None:
+        """Free the pages of a running request; its state is kept under the same conditions as in the scheduler."""
+        lease, cache, position = sequence.lease, self.cache, sequence.position
         assert lease is not None
         size = cache.layout.pages_per_checkpoint
         own = sum(len(pages) for pages in lease.pages) - cache.layout.pages_for(lease.matched)
         with self._timed.inside:
-            self._apply(lease, position, [])
+            self._apply_step(lease, position, [])
             if position > lease.hit and size < own and cache.policy.placement is not None:
                 if cache.want(lease, Wanted(position, Kind.PREEMPTION)) is not None:
-                    self._apply(lease, position, [position])
+                    self._apply_step(lease, position, [position])
             cache.release(lease, Reason.PREEMPTED)
-        del self._running[going.index]
-        going.lease, self._turns.freed = None, True
+        del self._running[sequence.index]
+        sequence.lease, self._events.room_freed = None, True
 
-    def _finish(self, going: _Going) -> list[int]:
-        """Its answer is complete. Returns where its last state is to be saved."""
-        lease, policy, position = going.lease, self.cache.policy, going.position
+    def _finish(self, sequence: ReplayRequest) -> list[int]:
+        """Commit the answer. Returns the position of the checkpoint to save at its end, if any."""
+        lease, policy, position = sequence.lease, self.cache.policy, sequence.position
         assert lease is not None
-        well = going.request.served is None or going.request.served.finished_well
+        well = sequence.request.timeline is None or sequence.request.timeline.completed
         with self._timed.inside:
-            self._apply(lease, position, [])
+            self._apply_step(lease, position, [])
             at_end = policy.placement is not None and policy.placement.keeps_answer_end and not policy.exact
-            wanted = at_end and well and position > going.num_prompt
+            wanted = at_end and well and position > sequence.num_prompt
             return (
                 [position] if wanted and self.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None else []
             )
 
-    def _release(self, going: _Going, saved: list[int]) -> None:
-        lease = going.lease
+    def _release(self, sequence: ReplayRequest, saved: list[int]) -> None:
+        lease = sequence.lease
         assert lease is not None
         with self._timed.inside:
             if saved and saved[0] in lease.files:
-                self._apply(lease, saved[0], saved)
+                self._apply_step(lease, saved[0], saved)
             self.cache.release(lease)
-        del self._running[going.index]
-        self._turns.freed = True
+        del self._running[sequence.index]
+        self._events.room_freed = True
 
-    def _count(self, going: _Going, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
-        """`hit` tokens of its prompt need not be computed, `received` of them thanks to another server. That of a
-        branch was counted before."""
-        request, outcome = going.request, self.outcome
+    def _count(self, sequence: ReplayRequest, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
+        """Count the prompt: `hit` tokens need not be computed, of which `received` came from another server."""
+        request, outcome = sequence.request, self.outcome
         known = self._paths.shared(request.path) * self._unit
         self._paths.add(request.path, request.answer)
-        if not request.branches:
+        if not request.is_parallel_sample:
             outcome.prompt_tokens += request.num_prompt_tokens
             outcome.hit_tokens += hit - received
-            outcome.hits[going.index] = hit - received
+            outcome.hits[sequence.index] = hit - received
             outcome.lose(request.num_prompt_tokens, hit, known, lost)
 
 
-def _growth(served: Served, since: float, start: int, end: int) -> tuple[list[float], list[int]]:
-    """When an answer had how many tokens: times, and ascending ends."""
+def _answer_timeline(timeline: Timeline, since: float, start: int, end: int) -> tuple[list[float], list[int]]:
+    """Times and ascending token counts of an answer's decode steps, for interpolation."""
     times, ends = [since], [start]
-    for when, reached in (*served.pages, (served.finished, end + 1)):
+    for when, reached in (*timeline.decode_steps, (timeline.finished_time, end + 1)):
         if reached > ends[-1] and when >= times[-1]:
             times.append(when)
             ends.append(reached)

@@ -45,12 +45,12 @@ class Report:
         self.footprint = footprint
         self._sizes = sizes
         self._lengths = np.array(
-            [0 if request.branches else request.num_prompt_tokens for request in trace.requests], np.int64
+            [0 if request.is_parallel_sample else request.num_prompt_tokens for request in trace.requests], np.int64
         )
 
     @property
     def _num_requests(self) -> int:
-        return sum(not request.branches for request in self.trace.requests)
+        return sum(not request.is_parallel_sample for request in self.trace.requests)
 
     @property
     def prompt_tokens(self) -> int:
@@ -95,7 +95,7 @@ class Report:
         return [
             {"request": request.name or index, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": tokens}
             for index, (request, tokens) in enumerate(zip(self.trace.requests, cached, strict=True))
-            if not request.branches
+            if not request.is_parallel_sample
         ]
 
     def table(self, results: Sequence[Result]) -> Table:

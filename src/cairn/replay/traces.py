@@ -21,7 +21,7 @@ from cairn.models.forward_sizes import ForwardSizes
 from cairn.trace_rows import TraceBounds, TraceRow, has_header, trace_lines, trace_rows, whole
 from cairn.types import Boundary, Keys
 
-__all__ = ["Ids", "LoggedPolicy", "Served", "Server", "Trace", "TraceRequest", "key_tokens", "read_trace"]
+__all__ = ["Ids", "LogHeader", "LoggedPolicy", "Timeline", "Trace", "TraceRequest", "key_tokens", "read_trace"]
 
 MAX_UNIT = 1 << 16
 MAX_TOKENS = 1 << 24
@@ -37,26 +37,27 @@ _ANY = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What a server's log says of how a request was served. Times in seconds since the log's start.
+class Timeline:
+    """When a server did what for a request, in seconds since the start of its log.
 
-    `chunks`: when the step of each was planned, and how many tokens of the prompt were computed then; `pages`: the same
-    of the answer, where it came to a new page. `finished`: its answer was complete, `released`: its pages were let go
-    of. `finished_well`: its answer was given to the end, which may be gone on from. `asked`: when a file was set aside
-    for which position, because another request needed the state there. `received_end`: tokens of the prompt that were
-    there when another server's had come, 0 where none came. `computed_whole`: nothing was looked up. `cached_tokens`:
-    what the server found; a replay does not look at it.
+    `scheduled_time`: the request got its pages; `finished_time`: its answer was complete; `released_time`: its pages
+    were freed. `prefill_steps`: the time of each prefill step and the number of prompt tokens computed after it;
+    `decode_steps`: the same for decode steps that need a page or may keep a state, the number of tokens with the answer
+    included. `forced_checkpoints`: the time and the position of each checkpoint that was reserved because another
+    request needs it, whatever the placement policy says. `received_end`: the number of prompt tokens available after
+    another server's pages came, 0 if none came. `completed`: the answer ended with `stop` or `length`.
+    `bypasses_cache`: nothing was looked up. `cached_tokens`: the hit of the server, which a replay does not look at.
     """
 
-    started: float
-    chunks: tuple[tuple[float, int], ...]
-    pages: tuple[tuple[float, int], ...]
-    finished: float
-    released: float
-    finished_well: bool = True
-    asked: tuple[tuple[float, int], ...] = ()
+    scheduled_time: float
+    prefill_steps: tuple[tuple[float, int], ...]
+    decode_steps: tuple[tuple[float, int], ...]
+    finished_time: float
+    released_time: float
+    completed: bool = True
+    forced_checkpoints: tuple[tuple[float, int], ...] = ()
     received_end: int = 0
-    computed_whole: bool = False
+    bypasses_cache: bool = False
     cached_tokens: int = 0
 
 
@@ -67,9 +68,9 @@ class TraceRequest:
     `num_prompt_tokens` counts what is behind the path, too; `path` holds the ids of its full units, shape [u]; `answer`
     the ids of the units that are computed of the answer, shape [a], negative where nobody else has them.
     `boundaries`: ends of messages, ascending, rounded down to the unit, within the path. `name`: what the trace calls
-    it, if anything. `namespace`: requests of different ones share nothing. `branches`: another answer to a prompt that
-    was counted with an earlier one, so its own counts for nothing. `served`: None unless a server's log says it; then
-    the request is served alone, at once, when it arrives.
+    it, if anything. `namespace`: requests of different namespaces share nothing. `is_parallel_sample`: one of several
+    answers to a prompt that is counted with another answer, so its own prompt is not counted. `timeline`: None if the
+    trace is no server's log; then the request is served alone, at once, when it arrives.
     """
 
     arrived: float
@@ -79,16 +80,17 @@ class TraceRequest:
     boundaries: tuple[Boundary, ...] = ()
     name: str = ""
     namespace: str | None = None
-    branches: bool = False
-    served: Served | None = None
+    is_parallel_sample: bool = False
+    timeline: Timeline | None = None
 
     @property
-    def started(self) -> float:
-        return self.arrived if self.served is None else self.served.started
+    def scheduled_time(self) -> float:
+        """Seconds since the trace's start."""
+        return self.arrived if self.timeline is None else self.timeline.scheduled_time
 
 
 class LoggedPolicy(msgspec.Struct, frozen=True):
-    """The rules of a server, by the names that its flags have."""
+    """The cache policy of a server, by the names that its flags have."""
 
     placement: str
     eviction: str
@@ -96,8 +98,8 @@ class LoggedPolicy(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """Whose log it is. `layout`, `budget_bytes`: of one rank; `forward_sizes`: of the whole model."""
+class LogHeader:
+    """The server that wrote a log. `layout`, `budget_bytes`: of one rank; `forward_sizes`: of the whole model."""
 
     layout: CacheLayout
     forward_sizes: ForwardSizes
@@ -108,12 +110,13 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order in which they began; `unit`: tokens of one id. `server`: None unless it is a log."""
+    """Requests in the order of their `scheduled_time`; `unit`: tokens of one id. `header`: None if it is no server's
+    log."""
 
     name: str
     unit: int
     requests: tuple[TraceRequest, ...]
-    server: Server | None = None
+    header: LogHeader | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
