@@ -17,8 +17,8 @@ from cairn.cli import main
 from cairn.models.make_model import MADE_FAMILIES
 
 FAKE_CAIRN = (
-    "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
-    "sys.exit(main(core='cairn.engine.fake:build_fake_core', load_tokenizer=load_fake_tokenizer))"
+    "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "
+    "sys.exit(main(core='doubles.fake_core:build_fake_core', load_tokenizer=load_byte_tokenizer))"
 )
 
 
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_served(model, code, said):
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
-    assert main(["serve", str(tmp_path), "--port", "0"], core="cairn.engine.fake:build_fake_core") == 2
+    assert main(["serve", str(tmp_path), "--port", "0"], core="doubles.fake_core:build_fake_core") == 2
     assert f"cairn: {tmp_path}: no checkpoint's folder" in capsys.readouterr().err
 
 

@@ -12,9 +12,9 @@ from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
-from cairn.engine.fake import build_fake_core
 from cairn.server.metrics import Metrics
 from cairn.settings import ServeSettings, add_flags
+from doubles.fake_core import build_fake_core
 from source_scan import ROOT, SRC
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

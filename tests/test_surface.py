@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from cairn.bench.command import add_bench_flags
 from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
-from cairn.engine.fake import build_fake_core
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
 from cairn.proxy_settings import add_proxy_flags
 from cairn.server.metrics import Metrics
 from cairn.settings import add_flags
+from doubles.fake_core import build_fake_core
 
 FLAGS = """
 --allowed-local-media-path --allowed-media-domains --api-key --block-size --config --cpu-threads
@@ -137,9 +137,6 @@ EXPORTED = {
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
-    "cairn.engine.fake": "FakeCore build_fake_core",
-    "cairn.engine.fake_faults": "FakeFaults",
-    "cairn.engine.local": "LocalEngine",
     "cairn.engine.process": "ProcessEngine",
     "cairn.proxy.app": "create_app",
     "cairn.proxy.options": "ProxyOptions",

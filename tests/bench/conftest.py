@@ -10,8 +10,8 @@ import time
 import pytest
 
 FAKE_CAIRN = (
-    "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
-    "sys.exit(main(core='cairn.engine.fake:build_fake_core', load_tokenizer=load_fake_tokenizer))"
+    "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "
+    "sys.exit(main(core='doubles.fake_core:build_fake_core', load_tokenizer=load_byte_tokenizer))"
 )
 KEY = "sk-test-1234"
 SECONDS = 30

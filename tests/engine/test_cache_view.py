@@ -11,11 +11,11 @@ from tree_core import TreeCore
 
 from cairn.engine.contract import EngineConfig
 from cairn.engine.core_loop import run_core
-from cairn.engine.fake import FakeCore
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.engine.process import ProcessEngine
 from cairn.engine.wire import CacheQuery, CacheReply, Outputs, Shutdown, Submit, frames_from_core, frames_to_core
 from cairn.errors import EngineDead
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.fake_core import FakeCore
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -112,7 +112,7 @@ def test_the_wire_brings_a_view_as_it_was():
 def test_a_view_from_a_process():
     async def look():
         engine = ProcessEngine(
-            EngineConfig(model="fake"), lambda model: FakeTokenizer(), core="cairn.engine.fake:build_fake_core"
+            EngineConfig(model="fake"), lambda model: ByteTokenizer(), core="doubles.fake_core:build_fake_core"
         )
         await engine.start()
         try:

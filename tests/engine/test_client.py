@@ -14,17 +14,17 @@ import pytest
 
 from cairn.engine.client import EngineDeadlines, Mailbox
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer, load_fake_tokenizer
-from cairn.engine.local import LocalEngine
 from cairn.engine.process import ProcessEngine
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, QueueFull
+from doubles.byte_tokenizer import ByteTokenizer, load_byte_tokenizer
+from doubles.fake_core import build_fake_core
+from doubles.local_engine import LocalEngine
 
-FAKE_CORE = "cairn.engine.fake:build_fake_core"
+FAKE_CORE = "doubles.fake_core:build_fake_core"
 
 
 def request(text="hello", request_id="r", **fields):
-    prompt = np.array(FakeTokenizer().encode(text), dtype="<i8").tobytes()
+    prompt = np.array(ByteTokenizer().encode(text), dtype="<i8").tobytes()
     return GenerateRequest(request_id=request_id, prompt=prompt, **fields)
 
 
@@ -302,12 +302,12 @@ class EngineClientContract:
 
 class TestLocalEngine(EngineClientContract):
     def make(self, model="fake", deadlines=None, **config):
-        return LocalEngine(EngineConfig(model=model, **config), build_fake_core, FakeTokenizer(), deadlines=deadlines)
+        return LocalEngine(EngineConfig(model=model, **config), build_fake_core, ByteTokenizer(), deadlines=deadlines)
 
 
 class TestProcessEngine(EngineClientContract):
     def make(self, model="fake", deadlines=None, core=FAKE_CORE, **config):
-        return ProcessEngine(EngineConfig(model=model, **config), load_fake_tokenizer, core=core, deadlines=deadlines)
+        return ProcessEngine(EngineConfig(model=model, **config), load_byte_tokenizer, core=core, deadlines=deadlines)
 
     def test_a_killed_core_says_by_what(self):
         async def scenario():
@@ -327,7 +327,7 @@ class TestProcessEngine(EngineClientContract):
 
         run(scenario())
 
-    @pytest.mark.parametrize("core", ["cairn.engine.nowhere:build", "cairn.engine.fake:nothing", "nonsense"])
+    @pytest.mark.parametrize("core", ["cairn.engine.nowhere:build", "doubles.fake_core:nothing", "nonsense"])
     def test_a_core_that_cannot_be_imported(self, core):
         with pytest.raises(ConfigError, match="cannot be imported"):
             run(self.make(core=core).start())
@@ -368,10 +368,10 @@ class TestProcessEngine(EngineClientContract):
         script = (
             "import asyncio, os, sys\n"
             "from cairn.engine.contract import EngineConfig\n"
-            "from cairn.engine.fake_tokenizer import load_fake_tokenizer\n"
+            "from doubles.byte_tokenizer import load_byte_tokenizer\n"
             "from cairn.engine.process import ProcessEngine\n"
             "async def main():\n"
-            f"    engine = ProcessEngine(EngineConfig(model='fake'), load_fake_tokenizer, core='{FAKE_CORE}')\n"
+            f"    engine = ProcessEngine(EngineConfig(model='fake'), load_byte_tokenizer, core='{FAKE_CORE}')\n"
             "    await engine.start()\n"
             "    print(engine.pid, flush=True)\n"
             "    os.kill(os.getpid(), 9)\n"

@@ -5,8 +5,8 @@ from test_core import core as real_core
 from test_core import request
 
 from cairn.engine.contract import STEP_SIZES, EngineConfig
-from cairn.engine.fake import FakeCore
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
+from doubles.fake_core import FakeCore
 
 
 @pytest.fixture(params=["real", "fake"])

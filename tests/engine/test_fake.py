@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import EngineConfig, GenerateRequest, KvTransferConfig, TransferReport
-from cairn.engine.fake import FakeCore, build_fake_core
-from cairn.engine.fake_faults import FakeFaults
-from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FakeTokenizer
 from cairn.errors import ConfigError, InvalidRequest, Overloaded
 from cairn.types import ManualClock
+from doubles.byte_tokenizer import END_OF_SEQUENCE, ByteTokenizer
+from doubles.fake_core import FakeCore, build_fake_core
+from doubles.fake_faults import FakeFaults
 
 
 def core(faults=None, clock=None, **config):
@@ -18,7 +18,7 @@ def core(faults=None, clock=None, **config):
 
 
 def request(text="hello", request_id="r", **fields):
-    prompt = np.array(FakeTokenizer().encode(text), dtype="<i8").tobytes()
+    prompt = np.array(ByteTokenizer().encode(text), dtype="<i8").tobytes()
     return GenerateRequest(request_id=request_id, prompt=prompt, **fields)
 
 

@@ -12,7 +12,6 @@ from cairn.engine.contract import (
     KvTransferConfig,
     TransferReport,
 )
-from cairn.engine.fake import build_fake_core
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
     Abort,
@@ -36,6 +35,7 @@ from cairn.engine.wire import (
 )
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded, QueueFull
 from cairn.types import Boundary
+from doubles.fake_core import build_fake_core
 
 
 def request(**fields):

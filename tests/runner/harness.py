@@ -10,17 +10,17 @@ from torch import Tensor
 
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models import nemotron_h, qwen3_5
 from cairn.models.cut import Cut
 from cairn.models.families import FAMILIES, ServedFamily
 from cairn.models.nemotron_h_config import NemotronHConfig, parse
 from cairn.models.qwen3_5_config import Qwen35Config
 from cairn.runner.content import Vision
-from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import FromStep, Keep, Row, Sample, StepPlan, StepResult
 from cairn.types import Pages, SamplingParams
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import thread_ranks
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -3,11 +3,11 @@
 import pytest
 
 from cairn.errors import EngineDead
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.nemotron_h_config import layout, parse
-from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import PageCopy, SampledToken, StepPlan, StepResult
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import thread_ranks
 from runner.harness import build_tiny, prompt, random_weights, ranks, raw_config, tiny
 
 

@@ -11,12 +11,12 @@ import pytest
 import uvicorn
 
 from cairn.engine.contract import EngineConfig, KvTransferConfig
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer
-from cairn.engine.local import LocalEngine
 from cairn.server.images import ImageParts
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.fake_core import build_fake_core
+from doubles.local_engine import LocalEngine
 
 
 class RunningServer:
@@ -34,7 +34,7 @@ class RunningServer:
         self.port = None
         self._config = EngineConfig(**({"model": "fake"} | config))
         self._options = ServerOptions(**({"model_name": "fake", "version": "1.2.3", "port": 0} | (options or {})))
-        self._tokenizer = tokenizer or FakeTokenizer()
+        self._tokenizer = tokenizer or ByteTokenizer()
         self._images = images
         self._deadlines = deadlines
         self._build = build

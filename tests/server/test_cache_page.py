@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from cairn.engine.contract import CacheView
-from cairn.engine.fake import build_fake_core
 from cairn.server.cache_page import cache_page
+from doubles.fake_core import build_fake_core
 
 KEY = {"api_keys": ("sesame",)}
 

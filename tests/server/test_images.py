@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from PIL import Image
 
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.server.images import ImageParts
 from cairn.server.images_fetch import Fetcher
 from cairn.server.options import ImageOptions
+from doubles.byte_tokenizer import ByteTokenizer
 
 IMAGE_TOKENS = 5
 HOST = "pictures.example"
@@ -110,7 +110,7 @@ def image_answer(data=None, kind="image/png", **headers):
 def with_images(kind, options, names, transport, others=None, **config):
     return kind(
         options={"images": options} | (others or {}),
-        tokenizer=FakeTokenizer(IMAGE_TOKENS),
+        tokenizer=ByteTokenizer(IMAGE_TOKENS),
         images=lambda given: ImageParts(given, Fetcher(given, names, transport)),
         **config,
     )

@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from cairn.engine.fake_tokenizer import FakeTokenizer
+from doubles.byte_tokenizer import ByteTokenizer
 
 PAUSED = "fake:pause_after=2"
 BODY = {"model": "fake", "prompt": "hello"}
@@ -187,7 +187,7 @@ def test_an_answer_has_a_deadline(serve, stream):
 
 
 def test_the_prompt_is_made_within_the_deadline(serve):
-    class Slow(FakeTokenizer):
+    class Slow(ByteTokenizer):
         def encode(self, text, add_special_tokens=True):
             time.sleep(0.4)
             return [1]
@@ -197,7 +197,7 @@ def test_the_prompt_is_made_within_the_deadline(serve):
 
 
 def test_a_bug_is_a_500_that_tells_nothing(serve, caplog):
-    class Broken(FakeTokenizer):
+    class Broken(ByteTokenizer):
         def encode(self, text, add_special_tokens=True):
             raise ZeroDivisionError("secret")
 

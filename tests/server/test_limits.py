@@ -14,12 +14,12 @@ import pytest
 
 from cairn.engine.client import EngineDeadlines
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer
-from cairn.engine.local import LocalEngine
 from cairn.errors import QueueFull
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.fake_core import build_fake_core
+from doubles.local_engine import LocalEngine
 
 TEXT = b'{"prompt": "x"}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -348,7 +348,7 @@ class Starting:
 
     async def _run(self):
         options = ServerOptions(model_name="fake", version="1", port=self.port, api_keys=("k",))
-        engine = LocalEngine(EngineConfig(model="fake"), self._built, FakeTokenizer())
+        engine = LocalEngine(EngineConfig(model="fake"), self._built, ByteTokenizer())
         self._server, self._loop = HttpServer(engine, options), asyncio.get_running_loop()
         try:
             self.code = await self._server.run()

@@ -3,8 +3,8 @@
 import msgspec
 
 from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
-from cairn.engine.fake import build_fake_core
 from cairn.server.log_lines import ThroughputLine, start_lines
+from doubles.fake_core import build_fake_core
 
 
 def test_the_throughput_line_has_the_words_that_people_look_for():

@@ -6,14 +6,14 @@ import itertools
 import pytest
 
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.server import status_routes
 from cairn.server.cache_routes import CacheViews
 from cairn.server.options import ServerOptions
 from cairn.server.questions import Questions
 from cairn.server.service import Service
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.fake_core import build_fake_core
 from virtual_time import run
 
 STATS_SECONDS, VIEW_SECONDS = 5.0, 60.0
@@ -24,7 +24,7 @@ class Hanging:
 
     def __init__(self):
         self.info = build_fake_core(EngineConfig(model="fake")).info
-        self.tokenizer = FakeTokenizer()
+        self.tokenizer = ByteTokenizer()
         self.dead = None
         self.asked = []
         self.answers = None

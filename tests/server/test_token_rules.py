@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import build_fake_core
 from cairn.errors import InvalidRequest
 from cairn.server.bad_words import bad_word_tokens
+from doubles.fake_core import build_fake_core
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -9,8 +9,8 @@ from trees import grown, request
 from cairn.cache.look import look
 from cairn.cache.view import CacheView
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import FakeCore
 from cairn.types import Clock, SystemClock
+from doubles.fake_core import FakeCore
 
 
 class TreeCore(FakeCore):

@@ -7,11 +7,11 @@ import msgspec
 
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import CacheReport, EngineInfo, EngineStats
-from cairn.engine.fake_answer import FakeAnswer
-from cairn.engine.fake_view import FakeVisits
 from cairn.engine.step_sizes import StepSizes
 from cairn.transfer.params import RemotePrefill
 from cairn.types import Clock
+from doubles.fake_answer import FakeAnswer
+from doubles.fake_view import FakeVisits
 
 __all__ = ["FakeBooks"]
 

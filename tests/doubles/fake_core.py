@@ -24,19 +24,19 @@ from cairn.engine.contract import (
     GenerateRequest,
     Timings,
 )
-from cairn.engine.fake_answer import FakeAnswer
-from cairn.engine.fake_books import FakeBooks
-from cairn.engine.fake_faults import FakeFaults
-from cairn.engine.fake_paths import FakePaths
-from cairn.engine.fake_tokenizer import END_OF_SEQUENCE, FAKE_VOCAB_SIZE, FakeTokenizer
-from cairn.engine.fake_transfer import FakeTransfers, RemoteRole
-from cairn.engine.fake_view import fake_view
 from cairn.engine.sampling import check_token_ids
 from cairn.engine.stop_strings import StopStrings
 from cairn.engine.wire import check_request, key_tokens
 from cairn.errors import AuditError, InvalidRequest, ModelError, QueueFull, RequestError
 from cairn.transfer.params import RemotePrefill
 from cairn.types import Clock, SystemClock
+from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE, ByteTokenizer
+from doubles.fake_answer import FakeAnswer
+from doubles.fake_books import FakeBooks
+from doubles.fake_faults import FakeFaults
+from doubles.fake_paths import FakePaths
+from doubles.fake_transfer import FakeTransfers, RemoteRole
+from doubles.fake_view import fake_view
 
 __all__ = ["FakeCore", "build_fake_core"]
 
@@ -119,7 +119,7 @@ class FakeCore:
                 received_tokens=received,
                 role=role,
                 room=info.max_model_len - len(keys),
-                stream=FakeTokenizer().stream(request.skip_special_tokens),
+                stream=ByteTokenizer().stream(request.skip_special_tokens),
                 stops=StopStrings(request.stop, request.include_stop_str_in_output),
                 submitted=self._clock.now(),
             )
@@ -247,7 +247,7 @@ def _fake_info(config: EngineConfig, side_channel: str | None) -> EngineInfo:
         model=config.model,
         architecture="FakeForCausalLM",
         dtype="float32",
-        vocab_size=FAKE_VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE,
         max_model_len=config.max_model_len or 4096,
         block_size=config.block_size,
         num_pages=config.kv_cache_memory_bytes // page_bytes,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest, TextStream, TokenLogprobs
-from cairn.engine.fake_tokenizer import END_OF_SEQUENCE
-from cairn.engine.fake_transfer import RemoteRole
 from cairn.engine.logprobs import packed
 from cairn.engine.stop_strings import StopStrings
 from cairn.step import Logprobs
 from cairn.types import Keys
+from doubles.byte_tokenizer import END_OF_SEQUENCE
+from doubles.fake_transfer import RemoteRole
 
 __all__ = ["FakeAnswer", "told"]
 
