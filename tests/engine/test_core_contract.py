@@ -6,13 +6,13 @@ from test_core import request
 
 from cairn.engine.contract import STEP_SIZES, EngineConfig
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from doubles.fake_core import FakeCore
+from doubles.echo_core import EchoCore
 
 
-@pytest.fixture(params=["real", "fake"])
+@pytest.fixture(params=["real", "echo"])
 def make(request):
     def build(**config):
-        return real_core(**config) if request.param == "real" else FakeCore(EngineConfig(model="fake", **config))
+        return real_core(**config) if request.param == "real" else EchoCore(EngineConfig(model="echo", **config))
 
     return build
 

@@ -13,7 +13,7 @@ from cairn.server.options import ServerOptions
 from cairn.server.questions import Questions
 from cairn.server.service import Service
 from doubles.byte_tokenizer import ByteTokenizer
-from doubles.fake_core import build_fake_core
+from doubles.echo_core import build_echo_core
 from virtual_time import run
 
 STATS_SECONDS, VIEW_SECONDS = 5.0, 60.0
@@ -23,7 +23,7 @@ class Hanging:
     """An engine that takes every question and answers none until it is told to."""
 
     def __init__(self):
-        self.info = build_fake_core(EngineConfig(model="fake")).info
+        self.info = build_echo_core(EngineConfig(model="echo")).info
         self.tokenizer = ByteTokenizer()
         self.dead = None
         self.asked = []

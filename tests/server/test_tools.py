@@ -50,7 +50,7 @@ def serving(running_server):
 
 
 def ask(server, content, **fields):
-    fields = {"tools": [TOOL], "model": "fake", "max_tokens": 900} | fields
+    fields = {"tools": [TOOL], "model": "echo", "max_tokens": 900} | fields
     return server.client().chat.completions.create(messages=[{"role": "user", "content": content}], **fields)
 
 
@@ -211,7 +211,7 @@ def test_a_turn_goes_back_as_it_came(xml):
         first.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "rain"},
     ]
-    xml.client().chat.completions.create(model="fake", messages=history, tools=[TOOL], max_tokens=2)
+    xml.client().chat.completions.create(model="echo", messages=history, tools=[TOOL], max_tokens=2)
     prompt = bytes(b for b in xml.requests[-1].prompt[::8] if b).decode(errors="replace")
     assert "weather" in prompt and "rain" in prompt
 

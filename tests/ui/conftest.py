@@ -45,7 +45,7 @@ class Watched:
             return self.core
 
         self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(LocalEngine(EngineConfig(model="fake"), build, ByteTokenizer()), self._options)
+        self._server = HttpServer(LocalEngine(EngineConfig(model="echo"), build, ByteTokenizer()), self._options)
         await self._server.run(self._on_ready)
 
     def _on_ready(self, port):
