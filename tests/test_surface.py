@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from cairn.bench.command import add_bench_flags
-from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
-from cairn.engine.fake import build_fake_core
+from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
 from cairn.proxy_settings import add_proxy_flags
 from cairn.server.metrics import Metrics
 from cairn.settings import add_flags
+from doubles.echo_core import build_echo_core
 
 FLAGS = """
 --allowed-local-media-path --allowed-media-domains --api-key --block-size --config --cpu-threads
@@ -136,9 +136,6 @@ EXPORTED = {
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
-    "cairn.engine.fake": "FakeCore build_fake_core",
-    "cairn.engine.fake_faults": "FakeFaults",
-    "cairn.engine.local": "LocalEngine",
     "cairn.engine.process": "ProcessEngine",
     "cairn.proxy.app": "create_app",
     "cairn.proxy.options": "ProxyOptions",
@@ -199,16 +196,15 @@ def test_metrics():
         checkpoints_hit={"grid": 1},
         checkpoints_evicted={"grid": 1},
     )
-    metrics = Metrics(build_fake_core(EngineConfig(model="fake")).info, "m")
+    metrics = Metrics(build_echo_core(EngineConfig(model="echo")).info, "m")
     assert names_of(metrics.exposition(stats)) == set(METRICS.split())
-    config = EngineConfig(model="fake", kv_transfer=KvTransferConfig())
-    metrics = Metrics(build_fake_core(config).info, "m")
+    metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, side_channel="localhost:5600"), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *TRANSFER_METRICS.split()}
-    metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, reads_images=True), "m")
+    metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, reads_images=True), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *IMAGE_METRICS.split()}
-    metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, logs_requests=True), "m")
+    metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, logs_requests=True), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *LOG_METRICS.split()}
-    metrics = Metrics(replace(build_fake_core(EngineConfig(model="fake")).info, shares_in_flight=True), "m")
+    metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, shares_in_flight=True), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SHARING_METRICS.split()}
 
 

@@ -1,4 +1,4 @@
-"""A real cairn server around the fake engine, in processes of its own."""
+"""A real cairn server around the echoing engine, in processes of its own."""
 
 import os
 import re
@@ -9,18 +9,18 @@ import time
 
 import pytest
 
-FAKE_CAIRN = (
-    "import sys; from cairn.cli import main; from cairn.engine.fake_tokenizer import load_fake_tokenizer; "
-    "sys.exit(main(core='cairn.engine.fake:build_fake_core', load_tokenizer=load_fake_tokenizer))"
+ECHO_CAIRN = (
+    "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "
+    "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer))"
 )
 KEY = "sk-test-1234"
 SECONDS = 30
 
 
 @pytest.fixture(scope="session")
-def fake_server():
+def echo_server():
     """Its URL; it wants KEY and calls its model `echo`."""
-    command = [sys.executable, "-c", FAKE_CAIRN, "serve", "fake", "--port", "0", "--served-model-name", "echo"]
+    command = [sys.executable, "-c", ECHO_CAIRN, "serve", "echo", "--port", "0", "--served-model-name", "echo"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "VLLM_"))}
     process = subprocess.Popen([*command, "--api-key", KEY], stderr=subprocess.PIPE, text=True, env=environ)
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""`cairn bench` as a person runs it, against a real cairn server with the fake engine behind it."""
+"""`cairn bench` as a person runs it, against a real cairn server with the echoing engine behind it."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def keyed(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 
-def test_a_load_on_completions(fake_server, tmp_path, monkeypatch, capsys):
+def test_a_load_on_completions(echo_server, tmp_path, monkeypatch, capsys):
     keyed(monkeypatch)
     shape = ["--prefix-repetition-prefix-len", "40", "--prefix-repetition-suffix-len", "8"]
     shape += ["--prefix-repetition-num-prefixes", "4", "--prefix-repetition-output-len", "6"]
@@ -45,7 +45,7 @@ def test_a_load_on_completions(fake_server, tmp_path, monkeypatch, capsys):
         "--metadata",
         "tp=1",
     ]
-    code = bench(fake_server, "--dataset-name", "prefix_repetition", *words, *shape, *files, "--goodput", "ttft:60000")
+    code = bench(echo_server, "--dataset-name", "prefix_repetition", *words, *shape, *files, "--goodput", "ttft:60000")
     said = capsys.readouterr()
     assert code == 0, said.err
     result = json.loads((tmp_path / "r.json").read_text())
@@ -54,7 +54,7 @@ def test_a_load_on_completions(fake_server, tmp_path, monkeypatch, capsys):
     assert (result["model_id"], result["backend"], result["tp"]) == ("echo", "openai", "1")
     assert result["dataset"]["num_prefixes"] == 4 and result["max_concurrent_requests"] <= 3
     assert all(len(gaps) <= 5 for gaps in result["itls"]) and len(result["generated_texts"]) == 24
-    # the fake engine has the first sending of a prefix to compute, three at a time
+    # the echoing engine has the first sending of a prefix to compute, three at a time
     assert result["total_cached_tokens"] >= 40 * (24 - 4 * 3)
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
     assert re.search(r"Successful requests: +24\n", said.out) and "Total cached tokens:" in said.out
@@ -65,11 +65,11 @@ def test_a_load_on_completions(fake_server, tmp_path, monkeypatch, capsys):
         assert {path.name for path in tmp_path.iterdir()} == {"r.json", "r.ttft.png", "r.cached.png"}
 
 
-def test_a_chat_that_grows(fake_server, tmp_path, capsys):
+def test_a_chat_that_grows(echo_server, tmp_path, capsys):
     words = ["--endpoint", "/v1/chat/completions", "--dataset-name", "chat", "--num-prompts", "9", "--chat-turns", "3"]
     sizes = ["--chat-system-len", "8", "--chat-user-len", "4", "--chat-output-len", "300", "--max-concurrency", "2"]
     out = ["--append-result", "--result-dir", str(tmp_path), "--result-filename", "c.json", "--save-detailed"]
-    assert bench(fake_server + "/v1", *words, *sizes, *out, "--api-key", KEY) == 0, capsys.readouterr().err
+    assert bench(echo_server + "/v1", *words, *sizes, *out, "--api-key", KEY) == 0, capsys.readouterr().err
     result = json.loads((tmp_path / "c.json").read_text())
     assert (result["completed"], result["backend"]) == (9, "openai-chat")
     lengths, cached = result["input_lens"], result["cached_tokens"]
@@ -79,21 +79,21 @@ def test_a_chat_that_grows(fake_server, tmp_path, capsys):
         assert cached[first + 1] >= lengths[first] * 0.8 and cached[first + 2] >= lengths[first + 1] * 0.8
 
 
-def test_a_trace_and_text_prompts(fake_server, tmp_path, capsys):
+def test_a_trace_and_text_prompts(echo_server, tmp_path, capsys):
     trace = tmp_path / "t.jsonl"
     rows = [{"timestamp": 10 * n, "input_length": 2048, "output_length": 64, "hash_ids": [1, 2, 3, n]} for n in (4, 5)]
     trace.write_text("\n".join(json.dumps(row) for row in rows))
     words = ["--dataset-name", "trace", "--dataset-path", str(trace), "--trace-length-divisor", "16"]
     out = ["--save-result", "--result-filename", str(tmp_path / "x.json"), "--api-key", KEY, "--model", "echo"]
-    assert bench(fake_server, *words, *out) == 0, capsys.readouterr().err
+    assert bench(echo_server, *words, *out) == 0, capsys.readouterr().err
     result = json.loads((tmp_path / "x.json").read_text())
     assert result["input_lens"] == [128, 128] and result["output_lens"] == [4, 4]
     assert result["dataset"]["length_divisor"] == 16
 
 
-def test_a_wrong_key_is_a_failure_of_every_request(fake_server, capsys):
+def test_a_wrong_key_is_a_failure_of_every_request(echo_server, capsys):
     words = ["--model", "echo", "--num-prompts", "3", "--random-input-len", "4", "--num-warmups", "1"]
-    assert bench(fake_server, *words, "--api-key", "sk-wrong-key") == 1
+    assert bench(echo_server, *words, "--api-key", "sk-wrong-key") == 1
     said = capsys.readouterr()
     assert re.search(r"HTTP 401: +3\n", said.out) and re.search(r"Mean TTFT \(ms\): +n/a\n", said.out)
     assert "1 warm-ups failed: HTTP 401" in said.err and "sk-wrong-key" not in said.out + said.err

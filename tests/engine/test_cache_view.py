@@ -11,16 +11,16 @@ from tree_core import TreeCore
 
 from cairn.engine.contract import EngineConfig
 from cairn.engine.core_loop import run_core
-from cairn.engine.fake import FakeCore
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.engine.process import ProcessEngine
 from cairn.engine.wire import CacheQuery, CacheReply, Outputs, Shutdown, Submit, frames_from_core, frames_to_core
 from cairn.errors import EngineDead
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.echo_core import EchoCore
 
 
-@pytest.fixture(params=["real", "fake"])
+@pytest.fixture(params=["real", "echo"])
 def core(request):
-    return real_core() if request.param == "real" else FakeCore(EngineConfig(model="fake"))
+    return real_core() if request.param == "real" else EchoCore(EngineConfig(model="echo"))
 
 
 def answer(core, **arguments):
@@ -84,7 +84,7 @@ class Line:
 
 
 def test_steps_go_on_between_the_slices():
-    core = TreeCore(EngineConfig(model="fake"), 5000)
+    core = TreeCore(EngineConfig(model="echo"), 5000)
     line = Line([Submit([request(max_tokens=50, ignore_eos=True)]), None, CacheQuery(7, 100)])
     run_core(core, line)
     [reply] = line.heard(CacheReply)
@@ -103,7 +103,7 @@ def test_the_wire_holds_a_query_to_its_range(wrong):
 
 
 def test_the_wire_brings_a_view_as_it_was():
-    core = TreeCore(EngineConfig(model="fake"), 3000)
+    core = TreeCore(EngineConfig(model="echo"), 3000)
     core.visit(1)
     view, frames = whole(core), frames_from_core()
     assert frames.decode(frames.encode(CacheReply(3, view))) == CacheReply(3, view)
@@ -112,7 +112,7 @@ def test_the_wire_brings_a_view_as_it_was():
 def test_a_view_from_a_process():
     async def look():
         engine = ProcessEngine(
-            EngineConfig(model="fake"), lambda model: FakeTokenizer(), core="cairn.engine.fake:build_fake_core"
+            EngineConfig(model="echo"), lambda model: ByteTokenizer(), core="doubles.echo_core:build_echo_core"
         )
         await engine.start()
         try:
@@ -123,4 +123,4 @@ def test_a_view_from_a_process():
             await engine.stop(0)
 
     for view in asyncio.run(look()):
-        assert view.visits[0].prompt == view.paths[0].end == 50
+        assert view.visits[0].prompt == 50 and view.paths[0].end == 51  # and what of the answer is known

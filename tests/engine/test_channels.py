@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 
-from cairn.engine.memory_channel import MemoryNetwork
 from cairn.engine.side_channel import ChannelLimits, SideChannel
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES
 from cairn.types import ManualClock, SystemClock
+from doubles.memory_channel import MemoryNetwork
 
 HOST = "127.0.0.1"
 DEADLINE = 20.0

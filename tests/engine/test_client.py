@@ -14,17 +14,17 @@ import pytest
 
 from cairn.engine.client import EngineDeadlines, Mailbox
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer, load_fake_tokenizer
-from cairn.engine.local import LocalEngine
 from cairn.engine.process import ProcessEngine
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, QueueFull
+from doubles.byte_tokenizer import ByteTokenizer, load_byte_tokenizer
+from doubles.echo_core import build_echo_core
+from doubles.local_engine import LocalEngine
 
-FAKE_CORE = "cairn.engine.fake:build_fake_core"
+ECHO_CORE = "doubles.echo_core:build_echo_core"
 
 
 def request(text="hello", request_id="r", **fields):
-    prompt = np.array(FakeTokenizer().encode(text), dtype="<i8").tobytes()
+    prompt = np.array(ByteTokenizer().encode(text), dtype="<i8").tobytes()
     return GenerateRequest(request_id=request_id, prompt=prompt, **fields)
 
 
@@ -55,13 +55,13 @@ async def until(condition):
 
 
 class EngineClientContract:
-    """`make(model, **config)` gives an engine around a FakeCore that is not started yet."""
+    """`make(model, **config)` gives an engine around a EchoCore that is not started yet."""
 
-    def make(self, model="fake", deadlines=None, **config):
+    def make(self, model="echo", deadlines=None, **config):
         raise NotImplementedError
 
     @contextlib.asynccontextmanager
-    async def started(self, model="fake", **config):
+    async def started(self, model="echo", **config):
         engine = self.make(model, **config)
         await engine.start()
         try:
@@ -71,7 +71,7 @@ class EngineClientContract:
 
     def test_the_cache_is_emptied_only_when_nothing_is_held(self):
         async def scenario():
-            async with self.started(model="fake:pause_after=1") as engine:
+            async with self.started(model="echo:pause_after=1") as engine:
                 stream = await first_output(engine, request("a long prompt"))
                 assert await engine.reset_cache() == 1
                 await stream.aclose()
@@ -93,7 +93,7 @@ class EngineClientContract:
                 last = outputs[-1]
                 assert last.finish_reason == "stop" and last.timings is not None
                 assert last.cache.prompt_tokens == 5 and last.cache.reason == "never_seen"
-                assert engine.info.architecture == "FakeForCausalLM"
+                assert engine.info.architecture == "EchoForCausalLM"
                 assert engine.tokenizer.decode([104, 105]) == "hi"
 
         run(scenario())
@@ -109,7 +109,7 @@ class EngineClientContract:
 
     def test_closing_early_aborts_in_the_core(self):
         async def scenario():
-            async with self.started("fake:pause_after=2") as engine:
+            async with self.started("echo:pause_after=2") as engine:
                 stream = await first_output(engine, request())
                 assert (await engine.stats()).num_running == 1
                 await stream.aclose()
@@ -123,7 +123,7 @@ class EngineClientContract:
 
     def test_cancelling_the_reader_aborts_in_the_core(self):
         async def scenario():
-            async with self.started("fake:pause_after=2") as engine:
+            async with self.started("echo:pause_after=2") as engine:
                 reader = asyncio.create_task(collect(engine, request()))
                 await until(lambda: running(engine, 1))
                 reader.cancel()
@@ -147,7 +147,7 @@ class EngineClientContract:
 
     def test_too_many_requests_are_overload(self):
         async def scenario():
-            async with self.started("fake:pause_after=1", max_num_seqs=1, max_waiting=1) as engine:
+            async with self.started("echo:pause_after=1", max_num_seqs=1, max_waiting=1) as engine:
                 streams = [await first_output(engine, request(request_id="a"))]
                 waiting = asyncio.create_task(collect(engine, request(request_id="b")))
                 await until(lambda: one_waits(engine))
@@ -176,7 +176,7 @@ class EngineClientContract:
 
     def test_several_at_once_are_refused_together(self):
         async def scenario():
-            async with self.started("fake:pause_after=1", max_num_seqs=1, max_waiting=2) as engine:
+            async with self.started("echo:pause_after=1", max_num_seqs=1, max_waiting=2) as engine:
                 for wrong in ((1, 2, 3), (1, 2, 3, 4), (1, 1)):
                     with pytest.raises(InvalidRequest):
                         await anext(engine.generate(*(request(request_id=f"{name}") for name in wrong)))
@@ -195,7 +195,7 @@ class EngineClientContract:
 
     def test_an_id_that_is_open_already_is_refused(self):
         async def scenario():
-            async with self.started("fake:pause_after=1") as engine:
+            async with self.started("echo:pause_after=1") as engine:
                 stream = await first_output(engine, request())
                 with pytest.raises(InvalidRequest, match="open already"):
                     await collect(engine, request())
@@ -219,7 +219,10 @@ class EngineClientContract:
 
     @pytest.mark.parametrize(
         ("model", "text"),
-        [("fake:fail_at_step=3", "RuntimeError: the fake step"), ("fake:bad_audit=true", "AuditError: the fake")],
+        [
+            ("echo:fail_at_step=3", "RuntimeError: the echoing core's step"),
+            ("echo:bad_audit=true", "AuditError: the echoing core"),
+        ],
     )
     def test_the_cores_end_reaches_every_open_request(self, model, text):
         async def scenario():
@@ -238,17 +241,17 @@ class EngineClientContract:
         run(scenario())
 
     def test_a_model_that_cannot_be_served(self):
-        engine = self.make("fake:refuse=true")
+        engine = self.make("echo:refuse=true")
         with pytest.raises(ModelError, match="told to refuse"):
             run(engine.start())
 
     def test_a_crash_while_building(self):
-        engine = self.make("fake:crash=true")
-        with pytest.raises(EngineDead, match="could not be built: RuntimeError: the fake build was told to crash"):
+        engine = self.make("echo:crash=true")
+        with pytest.raises(EngineDead, match="could not be built: RuntimeError: the echoing core's build"):
             run(engine.start())
 
     def test_a_build_that_takes_too_long(self):
-        engine = self.make("fake:build_seconds=0.6", deadlines=EngineDeadlines(start=0.2))
+        engine = self.make("echo:build_seconds=0.6", deadlines=EngineDeadlines(start=0.2))
         with pytest.raises(EngineDead, match=r"not built within 0\.2 s"):
             run(engine.start())
 
@@ -269,7 +272,7 @@ class EngineClientContract:
 
     def test_stopping_does_not_wait_longer_than_told(self):
         async def scenario():
-            async with self.started("fake:pause_after=1") as engine:
+            async with self.started("echo:pause_after=1") as engine:
                 stream = await first_output(engine, request())
                 await engine.stop(0.05)
                 with pytest.raises(EngineDead, match="stopped"):
@@ -279,7 +282,7 @@ class EngineClientContract:
 
     def test_a_core_that_falls_silent_is_given_up(self):
         async def scenario():
-            model = "fake:stall_at_step=2,stall_seconds=1"
+            model = "echo:stall_at_step=2,stall_seconds=1"
             async with self.started(model, deadlines=EngineDeadlines(silence=0.3, stats=0.1)) as engine:
                 with pytest.raises(EngineDead, match="said nothing"):
                     await collect(engine, request())
@@ -288,7 +291,7 @@ class EngineClientContract:
 
     def test_counters_have_a_deadline(self):
         async def scenario():
-            model = "fake:stall_at_step=2,stall_seconds=0.8,pause_after=1"
+            model = "echo:stall_at_step=2,stall_seconds=0.8,pause_after=1"
             async with self.started(model, deadlines=EngineDeadlines(stats=0.1)) as engine:
                 stream = await first_output(engine, request())
                 await asyncio.sleep(0.05)
@@ -301,17 +304,17 @@ class EngineClientContract:
 
 
 class TestLocalEngine(EngineClientContract):
-    def make(self, model="fake", deadlines=None, **config):
-        return LocalEngine(EngineConfig(model=model, **config), build_fake_core, FakeTokenizer(), deadlines=deadlines)
+    def make(self, model="echo", deadlines=None, **config):
+        return LocalEngine(EngineConfig(model=model, **config), build_echo_core, ByteTokenizer(), deadlines=deadlines)
 
 
 class TestProcessEngine(EngineClientContract):
-    def make(self, model="fake", deadlines=None, core=FAKE_CORE, **config):
-        return ProcessEngine(EngineConfig(model=model, **config), load_fake_tokenizer, core=core, deadlines=deadlines)
+    def make(self, model="echo", deadlines=None, core=ECHO_CORE, **config):
+        return ProcessEngine(EngineConfig(model=model, **config), load_byte_tokenizer, core=core, deadlines=deadlines)
 
     def test_a_killed_core_says_by_what(self):
         async def scenario():
-            async with self.started("fake:die_at_step=2") as engine:
+            async with self.started("echo:die_at_step=2") as engine:
                 with pytest.raises(EngineDead, match="SIGKILL"):
                     await collect(engine, request())
                 assert "SIGKILL" in await engine.wait_dead()
@@ -327,7 +330,7 @@ class TestProcessEngine(EngineClientContract):
 
         run(scenario())
 
-    @pytest.mark.parametrize("core", ["cairn.engine.nowhere:build", "cairn.engine.fake:nothing", "nonsense"])
+    @pytest.mark.parametrize("core", ["cairn.engine.nowhere:build", "doubles.echo_core:nothing", "nonsense"])
     def test_a_core_that_cannot_be_imported(self, core):
         with pytest.raises(ConfigError, match="cannot be imported"):
             run(self.make(core=core).start())
@@ -337,8 +340,8 @@ class TestProcessEngine(EngineClientContract):
             raise ModelError(f"{folder}: no tokenizer")
 
         async def scenario():
-            engine = ProcessEngine(EngineConfig(model="fake:build_seconds=20"), refuse, core=FAKE_CORE)
-            with pytest.raises(ModelError, match="fake:build_seconds=20: no tokenizer"):
+            engine = ProcessEngine(EngineConfig(model="echo:build_seconds=20"), refuse, core=ECHO_CORE)
+            with pytest.raises(ModelError, match="echo:build_seconds=20: no tokenizer"):
                 await engine.start()
             assert not psutil.pid_exists(engine.pid)
 
@@ -368,10 +371,10 @@ class TestProcessEngine(EngineClientContract):
         script = (
             "import asyncio, os, sys\n"
             "from cairn.engine.contract import EngineConfig\n"
-            "from cairn.engine.fake_tokenizer import load_fake_tokenizer\n"
+            "from doubles.byte_tokenizer import load_byte_tokenizer\n"
             "from cairn.engine.process import ProcessEngine\n"
             "async def main():\n"
-            f"    engine = ProcessEngine(EngineConfig(model='fake'), load_fake_tokenizer, core='{FAKE_CORE}')\n"
+            f"    engine = ProcessEngine(EngineConfig(model='echo'), load_byte_tokenizer, core='{ECHO_CORE}')\n"
             "    await engine.start()\n"
             "    print(engine.pid, flush=True)\n"
             "    os.kill(os.getpid(), 9)\n"

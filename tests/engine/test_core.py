@@ -9,7 +9,6 @@ from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineInfo, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.engine.kv_transfer import Terms
 from cairn.engine.specs import SpecMaker
 from cairn.engine.stop_strings import StopStrings
@@ -18,6 +17,7 @@ from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types import Boundary, ManualClock
+from doubles.byte_tokenizer import ByteTokenizer
 
 VOCAB = 128
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
@@ -46,7 +46,7 @@ def core(num_pages=400, eos=(), seed=0, **config) -> Core:
     )
     clock = ManualClock()
     runner = SimulatedRunner(LAYOUT, VOCAB, numerics=False)
-    return Core(info, Scheduler(scheduling, cache, clock), runner, FakeTokenizer(), eos, seed)
+    return Core(info, Scheduler(scheduling, cache, clock), runner, ByteTokenizer(), eos, seed)
 
 
 def request(prompt=range(100), name="a", **fields) -> GenerateRequest:

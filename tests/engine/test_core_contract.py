@@ -5,14 +5,14 @@ from test_core import core as real_core
 from test_core import request
 
 from cairn.engine.contract import STEP_SIZES, EngineConfig
-from cairn.engine.fake import FakeCore
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
+from doubles.echo_core import EchoCore
 
 
-@pytest.fixture(params=["real", "fake"])
+@pytest.fixture(params=["real", "echo"])
 def make(request):
     def build(**config):
-        return real_core(**config) if request.param == "real" else FakeCore(EngineConfig(model="fake", **config))
+        return real_core(**config) if request.param == "real" else EchoCore(EngineConfig(model="echo", **config))
 
     return build
 

@@ -16,12 +16,12 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import KvEventsConfig
 from cairn.engine.core import Core
 from cairn.engine.event_publisher import EventPublisher, encode_event
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.errors import ConfigError
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types import ManualClock
+from doubles.byte_tokenizer import ByteTokenizer
 
 STORED = BlockStored((11, 12), None, (1, 2, 3, 4), 2, "")
 
@@ -161,7 +161,7 @@ def test_a_core_publishes_the_blocks_that_can_be_hit(pair):
     cache = PrefixCache(LAYOUT, 60, CachePolicy(Auto(), LeastRecentlyUsed()), events)
     scheduler = Scheduler(SchedulerConfig(max_model_len=2000), cache, ManualClock())
     runner = SimulatedRunner(LAYOUT, VOCAB, numerics=False)
-    core = Core(plain_core().info, scheduler, runner, FakeTokenizer(), (), 0, events=publisher)
+    core = Core(plain_core().info, scheduler, runner, ByteTokenizer(), (), 0, events=publisher)
     run(core, request(max_tokens=1))
     while not (batches := router.replayed(0)):
         pass

@@ -31,12 +31,12 @@ from cairn.engine.rank_wire import (
 from cairn.engine.rank_worker import follow
 from cairn.engine.ranks import RankDeadlines, RankedRunner, build_ranked
 from cairn.errors import ConfigError, EngineDead, ModelError
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.registry import open_model
-from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, Score, StepPlan
 from cairn.types import SamplingParams
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import thread_ranks
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
 GREEDY = SamplingParams(temperature=0.0)

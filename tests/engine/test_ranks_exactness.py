@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cairn.cache.layout import CacheLayout
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.registry import OpenModel, open_model
-from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.scheduler.preempt import preempt
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import ANSWER, OTHER, TEXT, Engine, assert_same
 
 

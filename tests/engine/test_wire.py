@@ -12,7 +12,6 @@ from cairn.engine.contract import (
     KvTransferConfig,
     TransferReport,
 )
-from cairn.engine.fake import build_fake_core
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
     Abort,
@@ -36,6 +35,7 @@ from cairn.engine.wire import (
 )
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded, QueueFull
 from cairn.types import Boundary
+from doubles.echo_core import build_echo_core
 
 
 def request(**fields):
@@ -73,7 +73,7 @@ def test_messages_to_the_core_survive(message):
 @pytest.mark.parametrize(
     "message",
     [
-        Ready(build_fake_core(EngineConfig(model="fake")).info),
+        Ready(build_echo_core(EngineConfig(model="echo")).info),
         Refused("model", "no config.json"),
         ResetReply(8, 3),
         Outputs([GenerateOutput(request_id="r", token_ids=[1], text="x", finish_reason="stop", stop_reason=3)]),

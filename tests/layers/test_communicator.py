@@ -10,7 +10,7 @@ import torch
 from cairn.errors import EngineDead
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.layers.process_ranks import gloo_rank
-from cairn.layers.thread_ranks import thread_ranks
+from doubles.thread_ranks import thread_ranks
 
 Ranks = list[Communicator]
 KINDS = ["alone", "threads-2", "threads-4", "gloo-2", "gloo-4"]

@@ -17,12 +17,12 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.layers.model import Model
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES
 from cairn.runner.runner import Runner
 from cairn.step import Sample
+from doubles.thread_ranks import thread_ranks
 from models.wide_float import wide_float
 from runner.harness import Driver, RunnersSideBySide, left_of
 

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from transformers import Lfm2Config
 
 from cairn.errors import ConfigError, ModelError
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.check import check
 from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
+from doubles.thread_ranks import thread_ranks
 from models.decoder_families import falcon, granite, lfm2, prompt, published, qwen3, tiny, write
 
 # As published, without the fields that only steer training.

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from cairn.errors import ModelError
 from cairn.layers.backend import kernels_of
 from cairn.layers.communicator import ALONE
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.check import check
 from cairn.models.cut import Cut
 from cairn.models.loader import WeightReader
 from cairn.models.quantization import Quantization
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
+from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks
 from models.fp8_checkpoints import by_blocks, by_tensor, write_modelopt_fp8, write_qwen_fp8

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.layers.communicator import ALONE
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.check import check
 from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.loader import WeightReader
 from cairn.models.registry import open_model
 from cairn.step import Keep
+from doubles.thread_ranks import thread_ranks
 from models.logits_bar import LENGTH, Truth, steps
 from models.nemotron_h_truth import logits_of, published
 from models.published import NANO

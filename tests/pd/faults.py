@@ -9,8 +9,8 @@ import random
 from pd_world import REMOTE_DECODE, Server, World, alone
 
 from cairn.cache.lease import Namespace
-from cairn.transfer.links.memory import Fault
 from cairn.transfer.pull_states import PullState
+from doubles.memory_link import Fault
 
 CLAIMED = (PullState.READING, PullState.CONFIRMING)
 

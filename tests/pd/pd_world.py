@@ -13,7 +13,6 @@ from cairn.cache.eviction import ValuePerByte
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.kv_transfer import KvTransfer, terms_of
-from cairn.engine.memory_channel import MemoryNetwork
 from cairn.engine.sampling import answers_to
 from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
@@ -27,7 +26,6 @@ from cairn.transfer.contract import Peer
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Region
-from cairn.transfer.links.memory import MemoryFabric
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import paired_pages
 from cairn.transfer.producer import Producer
@@ -36,6 +34,8 @@ from cairn.transfer.recent import RecentContent
 from cairn.transfer.staging import Staging, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
+from doubles.memory_channel import MemoryNetwork
+from doubles.memory_link import MemoryFabric
 
 LAYOUT_HASH = b"L" * 32
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ from cairn.engine.build import build_core
 from cairn.engine.build_transfer import MakeLink
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest, KvTransferConfig
 from cairn.engine.tokenizer import ModelTokenizer
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 DEADLINE = 60.0

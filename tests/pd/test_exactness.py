@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 2100).tolist()
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 400, 2000)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()

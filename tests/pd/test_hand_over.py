@@ -8,8 +8,8 @@ from cairn.cache.lease import Namespace
 from cairn.cache.reasons import Reason
 from cairn.errors import InvalidRequest
 from cairn.step import Image
-from cairn.transfer.links.memory import Fault
 from cairn.types import RequestId
+from doubles.memory_link import Fault
 
 TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 400)

@@ -7,7 +7,7 @@ import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
 from cairn.engine.contract import Pixels
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 
 @pytest.fixture(scope="module")

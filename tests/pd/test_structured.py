@@ -8,7 +8,7 @@ import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
 from cairn.engine.contract import Structure
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 SCHEMA = {
     "type": "object",

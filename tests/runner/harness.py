@@ -10,16 +10,16 @@ from torch import Tensor
 
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
-from cairn.layers.thread_ranks import thread_ranks
 from cairn.models.contract import Family
 from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
 from cairn.runner.content import Vision
-from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import FromStep, Keep, Row, Sample, StepPlan, StepResult
 from cairn.types import Pages, SamplingParams
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import thread_ranks
 
 GREEDY = SamplingParams(temperature=0.0)
 

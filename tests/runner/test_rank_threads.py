@@ -3,10 +3,10 @@
 import pytest
 
 from cairn.errors import EngineDead
-from cairn.layers.thread_ranks import thread_ranks
-from cairn.runner.rank_threads import RankThreads
 from cairn.runner.runner import Runner
 from cairn.step import PageCopy, SampledToken, StepPlan, StepResult
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import thread_ranks
 from runner.harness import build_tiny, parse, prompt, random_weights, ranks, raw_config, tiny
 
 

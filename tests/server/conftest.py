@@ -1,4 +1,4 @@
-"""A real server on a free loopback port, around a core in memory."""
+"""A real server on a free loopback port, around the real core with a runner that echoes."""
 
 import asyncio
 import contextlib
@@ -11,30 +11,30 @@ import pytest
 import uvicorn
 
 from cairn.engine.contract import EngineConfig, KvTransferConfig
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer
-from cairn.engine.local import LocalEngine
 from cairn.server.images import ImageParts
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.echo_core import build_echo_core
+from doubles.local_engine import LocalEngine
 
 
 class RunningServer:
-    """HttpServer in a thread of its own. `core` is the FakeCore inside, `code` the exit code once it has ended.
+    """HttpServer in a thread of its own. `core` is the EchoCore inside, `code` the exit code once it has ended.
 
     `requests`: all that the core has been asked, in order.
     """
 
     def __init__(
-        self, options=None, tokenizer=None, images=ImageParts, deadlines=None, build=build_fake_core, **config
+        self, options=None, tokenizer=None, images=ImageParts, deadlines=None, build=build_echo_core, **config
     ):
         self.core = None
         self.requests = []
         self.code = None
         self.port = None
-        self._config = EngineConfig(**({"model": "fake"} | config))
-        self._options = ServerOptions(**({"model_name": "fake", "version": "1.2.3", "port": 0} | (options or {})))
-        self._tokenizer = tokenizer or FakeTokenizer()
+        self._config = EngineConfig(**({"model": "echo"} | config))
+        self._options = ServerOptions(**({"model_name": "echo", "version": "1.2.3", "port": 0} | (options or {})))
+        self._tokenizer = tokenizer or ByteTokenizer()
         self._images = images
         self._deadlines = deadlines
         self._build = build
@@ -73,6 +73,12 @@ class RunningServer:
         while not condition():
             assert time.monotonic() < deadline, "it did not happen within 10 s"
             time.sleep(0.01)
+
+    def assert_nothing_is_held(self):
+        """Once no step is left to be made: the end of an answer may still be being cached when the client has it."""
+        self.until(lambda: not self.core.has_work)
+        stats = self.core.stats()
+        assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
 
     def drain(self):
         if self.code is None:
@@ -130,7 +136,7 @@ def server():
 @pytest.fixture(scope="session")
 def transfer_server():
     """One server that takes part in transfers. Its tests speak HTTP only, so any engine may be behind it."""
-    running = RunningServer(kv_transfer=KvTransferConfig())
+    running = RunningServer(kv_transfer=KvTransferConfig(port=0))
     yield running
     running.drain()
     assert running.join() == 0

@@ -22,8 +22,7 @@ def refused(response, status=400):
 def server_lives(server):
     yield
     assert server.post("/v1/completions", {"prompt": "still there"}).status_code == 200
-    stats = server.core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.held_pages) == (0, 0, 0)
+    server.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""]])
@@ -357,7 +356,7 @@ def test_text_that_is_no_unicode(server, path, body):
 def test_unknown_model(server):
     with server.client() as client, pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-17", prompt="x")
-    assert caught.value.param == "model" and "gpt-17" in caught.value.message and "'fake'" in caught.value.message
+    assert caught.value.param == "model" and "gpt-17" in caught.value.message and "'echo'" in caught.value.message
 
 
 def test_unknown_path_and_method(server):

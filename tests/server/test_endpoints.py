@@ -6,9 +6,11 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from doubles.echo_core import BYTES_PER_TOKEN
+
 
 def test_tokenize_and_back(server):
-    answer = server.post("/tokenize", {"model": "fake", "prompt": "hü"}).json()
+    answer = server.post("/tokenize", {"model": "echo", "prompt": "hü"}).json()
     assert answer == {"count": 3, "max_model_len": 4096, "tokens": [104, 195, 188], "token_strs": None}
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hü"}
 
@@ -37,18 +39,18 @@ def test_the_request_id_comes_back(server):
 
 
 def test_two_requests_may_have_the_same_id(serve):
-    server = serve(model="fake:pause_after=1")
+    server = serve(model="echo:pause_after=1")
     with server.client() as client:
         headers = {"X-Request-Id": "same"}
         streams = [
-            client.completions.create(model="fake", prompt="ab", stream=True, extra_headers=headers) for _ in range(2)
+            client.completions.create(model="echo", prompt="ab", stream=True, extra_headers=headers) for _ in range(2)
         ]
         server.core.resume()
         assert ["".join(chunk.choices[0].text for chunk in stream) for stream in streams] == ["ab", "ab"]
 
 
 def test_metrics_count(serve):
-    server = serve(model="fake", block_size=32)
+    server = serve(model="echo", block_size=32)
     for prompt, options in (("abc", {}), ("abc", {}), ("abcd", {"max_tokens": 2})):
         server.post("/v1/completions", {"prompt": prompt} | options)
     server.until(lambda: server.metric("cairn:audits_total"))
@@ -60,17 +62,19 @@ def test_metrics_count(serve):
     assert metric("cairn:computed_prompt_tokens_total") == 4
     assert metric('vllm:request_success_total{engine="0",finished_reason="stop"') == 2
     assert metric('vllm:request_success_total{engine="0",finished_reason="length"') == 1
-    assert metric('cairn:miss_requests_total{engine="0",model_name="fake",reason="none"') == 1
+    assert metric('cairn:miss_requests_total{engine="0",model_name="echo",reason="none"') == 1
     assert metric("vllm:time_to_first_token_seconds_count") == 3
     assert metric("vllm:e2e_request_latency_seconds_count") == 3
     assert metric("vllm:request_queue_time_seconds_count") == 3
     assert metric("vllm:request_prompt_tokens_sum") == 10
     assert metric("vllm:request_generation_tokens_sum") == 10
     assert metric("vllm:kv_cache_usage_perc") == 0
-    assert metric("cairn:free_pages") == (1 << 30) // (32 * 8)
+    num_pages = (1 << 30) // (32 * BYTES_PER_TOKEN)
+    # the texts and the states behind them that are cached
+    assert metric("cairn:free_pages") == num_pages - 6
     text = server.get("/metrics").text
     info = next(f for f in text_string_to_metric_families(text) if f.name == "vllm:cache_config_info").samples[0]
-    assert info.labels["block_size"] == "32" and info.labels["num_gpu_blocks"] == str((1 << 30) // (32 * 8))
+    assert info.labels["block_size"] == "32" and info.labels["num_gpu_blocks"] == str(num_pages)
 
 
 def test_a_full_hit_runs_no_forward_pass_for_its_first_token(server):
@@ -88,7 +92,7 @@ class TestApiKey:
 
     def test_with_the_key(self, locked):
         with locked.client(api_key="s3cret") as client:
-            assert client.completions.create(model="fake", prompt="x").choices[0].text == "x"
+            assert client.completions.create(model="echo", prompt="x").choices[0].text == "x"
 
     def test_without_the_right_key(self, locked):
         for key in ("-", "s3cre", "s3crets", "S3CRET", "schlüssel"):
@@ -96,7 +100,7 @@ class TestApiKey:
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         assert locked.get("/v1/models").status_code == 401
         with locked.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
-            client.completions.create(model="fake", prompt="x")
+            client.completions.create(model="echo", prompt="x")
 
     def test_every_other_path_is_locked(self, locked):
         for path in (

@@ -10,7 +10,7 @@ from cairn.server.requests import ChatRequest, CompletionRequest
 
 FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "n", "tools", "logit_bias", "unknown"})
 NUMBERS = st.one_of(st.integers(), st.integers(-3, 20), st.floats())
-TEXTS = st.text(st.characters() | st.sampled_from(["\ud800", "\x00"]), max_size=8) | st.sampled_from(["fake", "user"])
+TEXTS = st.text(st.characters() | st.sampled_from(["\ud800", "\x00"]), max_size=8) | st.sampled_from(["echo", "user"])
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(string.ascii_letters, max_size=5), inner),

@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from PIL import Image
 
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.server.images import ImageParts
 from cairn.server.images_fetch import Fetcher
 from cairn.server.options import ImageOptions
+from doubles.byte_tokenizer import ByteTokenizer
 
 IMAGE_TOKENS = 5
 HOST = "pictures.example"
@@ -110,7 +110,7 @@ def image_answer(data=None, kind="image/png", **headers):
 def with_images(kind, options, names, transport, others=None, **config):
     return kind(
         options={"images": options} | (others or {}),
-        tokenizer=FakeTokenizer(IMAGE_TOKENS),
+        tokenizer=ByteTokenizer(IMAGE_TOKENS),
         images=lambda given: ImageParts(given, Fetcher(given, names, transport)),
         **config,
     )
@@ -154,8 +154,7 @@ def nothing_is_left(world):
     world.detour.requests.clear()
     yield
     assert world.post("/v1/chat/completions", chat({"type": "text", "text": "still there"})).status_code == 200
-    stats = world.core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.held_pages) == (0, 0, 0)
+    world.assert_nothing_is_held()
     assert world.detour.elsewhere == [], "something was sent to an address that is not public"
 
 
@@ -489,7 +488,7 @@ def test_images_of_all_open_requests_have_one_room(world, other):
     data = packed(np.zeros((64, 64, 3), np.uint8))
     world.outside.answers["counted"] = image_answer(data)
     num_bytes = len(data) + 3 * 64 * 64
-    server = other(ImageOptions(max_open_bytes=num_bytes + len(data) - 1), model="fake:pause_after=1")
+    server = other(ImageOptions(max_open_bytes=num_bytes + len(data) - 1), model="echo:pause_after=1")
     one = chat(part(uri(data))) | {"max_tokens": 5}
     with httpx.Client(timeout=10) as client:
         with client.stream("POST", f"{server.url}/v1/chat/completions", json=one | {"stream": True}):
@@ -662,7 +661,7 @@ def test_images_that_are_switched_off(other):
 
 def test_json_of_the_answer_is_openais(world):
     response = world.client().chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": [part(uri(packed()))]}], max_tokens=2
+        model="echo", messages=[{"role": "user", "content": [part(uri(packed()))]}], max_tokens=2
     )
     assert response.usage.prompt_tokens > IMAGE_TOKENS
     assert json.loads(response.model_dump_json())["choices"][0]["finish_reason"] == "length"

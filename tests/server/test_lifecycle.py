@@ -8,10 +8,10 @@ import time
 import openai
 import pytest
 
-from cairn.engine.fake_tokenizer import FakeTokenizer
+from doubles.byte_tokenizer import ByteTokenizer
 
-PAUSED = "fake:pause_after=2"
-BODY = {"model": "fake", "prompt": "hello"}
+PAUSED = "echo:pause_after=2"
+BODY = {"model": "echo", "prompt": "hello"}
 PATHS = [
     ("/v1/completions", BODY),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
@@ -56,7 +56,7 @@ def test_a_client_that_goes_away_frees_its_request(serve, path, body, stream):
         connection.sendall(head.encode() + content)
         running(server, 1)
     running(server, 0)
-    assert server.core.stats().held_pages == 0
+    server.assert_nothing_is_held()
     server.until(lambda: server.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1)
     server.core.resume()
     assert server.post(path, body).status_code == 200
@@ -80,7 +80,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_request(server):
 
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_the_engines_death_before_the_first_byte_is_503(serve, path, body):
-    server = serve(model="fake:fail_at_step=1")
+    server = serve(model="echo:fail_at_step=1")
     response = server.post(path, body | {"stream": True})
     assert response.status_code == 503
     error = response.json()["error"]
@@ -89,7 +89,7 @@ def test_the_engines_death_before_the_first_byte_is_503(serve, path, body):
 
 
 def test_the_engines_death_answers_whole_requests_with_503(serve):
-    server = serve(model="fake:fail_at_step=3")
+    server = serve(model="echo:fail_at_step=3")
     with server.client() as client, pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(**BODY)
     assert caught.value.status_code == 503
@@ -98,7 +98,7 @@ def test_the_engines_death_answers_whole_requests_with_503(serve):
 
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_the_engines_death_in_a_stream_is_an_error_event(serve, path, body):
-    server = serve(model="fake:fail_at_step=3")
+    server = serve(model="echo:fail_at_step=3")
     response = server.post(path, body | {"stream": True})
     assert response.status_code == 200
     *_, error, done = response.text.strip().split("\n\n")
@@ -108,7 +108,7 @@ def test_the_engines_death_in_a_stream_is_an_error_event(serve, path, body):
 
 
 def test_the_openai_client_sees_the_error_event(serve):
-    server = serve(model="fake:fail_at_step=3")
+    server = serve(model="echo:fail_at_step=3")
     with (
         server.client() as client,
         pytest.raises(openai.APIError, match="told to fail"),
@@ -118,7 +118,7 @@ def test_the_openai_client_sees_the_error_event(serve):
 
 
 def test_an_audit_that_fails_ends_the_server(serve):
-    server = serve(model="fake:bad_audit=true")
+    server = serve(model="echo:bad_audit=true")
     assert server.join() == 1
 
 
@@ -187,7 +187,7 @@ def test_an_answer_has_a_deadline(serve, stream):
 
 
 def test_the_prompt_is_made_within_the_deadline(serve):
-    class Slow(FakeTokenizer):
+    class Slow(ByteTokenizer):
         def encode(self, text, add_special_tokens=True):
             time.sleep(0.4)
             return [1]
@@ -197,7 +197,7 @@ def test_the_prompt_is_made_within_the_deadline(serve):
 
 
 def test_a_bug_is_a_500_that_tells_nothing(serve, caplog):
-    class Broken(FakeTokenizer):
+    class Broken(ByteTokenizer):
         def encode(self, text, add_special_tokens=True):
             raise ZeroDivisionError("secret")
 

@@ -14,12 +14,12 @@ import pytest
 
 from cairn.engine.client import EngineDeadlines
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer
-from cairn.engine.local import LocalEngine
 from cairn.errors import QueueFull
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.echo_core import build_echo_core
+from doubles.local_engine import LocalEngine
 
 TEXT = b'{"prompt": "x"}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -52,8 +52,7 @@ def closed(connection):
 def lives(server):
     assert server.post("/v1/completions", {"prompt": "still there"}).status_code == 200
     server.until(lambda: server.get("/load").json() == {"server_load": 0})
-    stats = server.core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.held_pages) == (0, 0, 0)
+    server.assert_nothing_is_held()
 
 
 # -- headers -----------------------------------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ def test_without_one_nothing_changes_and_nothing_is_told(locked):
     assert open_ones < document["paths"].keys() and len(document["paths"]) > len(open_ones) + 8
     for path, operations in document["paths"].items():
         for method in operations:
-            response = httpx.request(method, locked.url + path.replace("{name}", "fake"))
+            response = httpx.request(method, locked.url + path.replace("{name}", "echo"))
             assert (response.status_code == 401) == (path not in open_ones), path
             if response.status_code == 401:
                 assert response.headers["www-authenticate"] == "Bearer"
@@ -352,11 +351,11 @@ class Starting:
 
     def _built(self, config):
         assert self.build.wait(30)
-        return build_fake_core(config)
+        return build_echo_core(config)
 
     async def _run(self):
-        options = ServerOptions(model_name="fake", version="1", port=self.port, api_keys=("k",))
-        engine = LocalEngine(EngineConfig(model="fake"), self._built, FakeTokenizer())
+        options = ServerOptions(model_name="echo", version="1", port=self.port, api_keys=("k",))
+        engine = LocalEngine(EngineConfig(model="echo"), self._built, ByteTokenizer())
         self._server, self._loop = HttpServer(engine, options), asyncio.get_running_loop()
         try:
             self.code = await self._server.run()
@@ -403,7 +402,7 @@ def test_a_server_can_be_ended_before_it_serves():
 
 
 def test_what_is_told_of_a_server(serve):
-    server = serve(model="fake:pause_after=1", max_num_seqs=3)
+    server = serve(model="echo:pause_after=1", max_num_seqs=3)
     told = server.get("/server_info").json()
     assert told["version"] == "1.2.3" and told["engine"]["max_num_seqs"] == 3
     assert told["limits"]["max_body_bytes"] == 16 << 20 and "key" not in json.dumps(told)
@@ -427,7 +426,7 @@ def test_readiness_asks_the_engine(serve):
 
 
 def test_the_cache_is_emptied_unless_pages_are_held(serve):
-    server = serve(model="fake:pause_after=2")
+    server = serve(model="echo:pause_after=2")
     prompt = {"prompt": "a long enough prompt", "max_tokens": 1}
 
     def cached():
@@ -438,7 +437,7 @@ def test_the_cache_is_emptied_unless_pages_are_held(serve):
         lines = response.iter_lines()
         assert next(lines)
         refused = server.post("/reset_prefix_cache")
-        assert refused.status_code == 409 and refused.json()["error"]["message"].startswith("1 pages are held")
+        assert refused.status_code == 409 and refused.json()["error"]["message"].startswith("2 pages are held")
     server.until(lambda: server.core.stats().held_pages == 0)
     assert cached() == 20, "it was refused, and has dropped something"
     emptied = server.post("/reset_prefix_cache")
@@ -455,7 +454,7 @@ def test_what_resetting_does_not_do_is_refused(server, name):
 
 def test_a_request_that_finds_no_room_later_is_told_when_to_come_back(serve):
     """Those that waited for their grammar are queued only then."""
-    server = serve(model="fake:pause_after=1")
+    server = serve(model="echo:pause_after=1")
 
     def full():
         refused = [(request.request_id, QueueFull("full")) for request in server.requests]

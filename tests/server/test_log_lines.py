@@ -2,9 +2,9 @@
 
 import msgspec
 
-from cairn.engine.contract import EngineConfig, EngineStats, KvTransferConfig
-from cairn.engine.fake import build_fake_core
+from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.server.log_lines import ThroughputLine, start_lines
+from doubles.echo_core import build_echo_core
 
 
 def test_the_throughput_line_has_the_words_that_people_look_for():
@@ -63,9 +63,16 @@ def test_the_hit_rates_are_of_late():
 
 
 def test_the_start_lines_say_what_the_pool_holds():
-    info = build_fake_core(EngineConfig(model="fake", block_size=16, kv_cache_memory_bytes=1 << 20)).info
+    info = build_echo_core(EngineConfig(model="echo", block_size=16, kv_cache_memory_bytes=1 << 20)).info
     info = msgspec.structs.replace(
-        info, checkpoint_bytes=300, pages_per_checkpoint=3, min_cacheable_tokens=64, mamba_cache_mode="align"
+        info,
+        num_pages=8192,
+        page_bytes=128,
+        bytes_per_token=8.0,
+        checkpoint_bytes=300,
+        pages_per_checkpoint=3,
+        min_cacheable_tokens=64,
+        mamba_cache_mode="align",
     )
     text = "\n".join(start_lines(info))
     assert "8192 pages of 128 bytes (1 MiB in all)" in text
@@ -75,14 +82,14 @@ def test_the_start_lines_say_what_the_pool_holds():
 
 
 def test_the_start_lines_of_other_models():
-    info = build_fake_core(EngineConfig(model="fake", enable_prefix_caching=False)).info
+    info = build_echo_core(EngineConfig(model="echo", enable_prefix_caching=False)).info
     text = "\n".join(start_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))
     assert "no attention layers" in text and "no recurrent state" in text and "prefix caching is off" in text
 
 
 def test_the_start_lines_of_a_server_that_takes_part_in_transfers():
-    plain = "\n".join(start_lines(build_fake_core(EngineConfig(model="fake")).info))
+    plain = "\n".join(start_lines(build_echo_core(EngineConfig(model="echo")).info))
     assert "transfers" not in plain and "tensor parallel" not in plain
-    config = EngineConfig(model="fake", kv_transfer=KvTransferConfig(port=5601), tensor_parallel_size=4)
-    text = "\n".join(start_lines(build_fake_core(config).info))
+    info = build_echo_core(EngineConfig(model="echo", tensor_parallel_size=4)).info
+    text = "\n".join(start_lines(msgspec.structs.replace(info, side_channel="localhost:5601")))
     assert "other servers ask for pages at localhost:5601" in text and "tensor parallel over 4 processes" in text

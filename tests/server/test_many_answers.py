@@ -125,7 +125,7 @@ def test_more_answers_than_may_ever_wait_are_no_matter_of_trying_again(serve, bo
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_prompts_of_one_body_are_taken_together_or_not_at_all(serve, streamed):
     """No stream begins and then breaks because a later prompt has found no room."""
-    server = serve(model="fake:pause_after=1", max_waiting=3, max_num_seqs=1)
+    server = serve(model="echo:pause_after=1", max_waiting=3, max_num_seqs=1)
     body = {"prompt": ["ab", "cd"], "max_tokens": 2}
     with ThreadPoolExecutor() as beside:
         first = beside.submit(server.post, TEXT, body)
@@ -145,9 +145,9 @@ def test_the_prompts_of_one_body_are_taken_together_or_not_at_all(serve, streame
 
 
 def test_a_stream_of_many_that_is_left_is_aborted(serve):
-    server = serve(model="fake:pause_after=3")
+    server = serve(model="echo:pause_after=3")
     with server.client() as client:
-        body = {"model": "fake", "prompt": ["abcdef", "ghijkl"], "n": 2, "max_tokens": 6, "stream": True}
+        body = {"model": "echo", "prompt": ["abcdef", "ghijkl"], "n": 2, "max_tokens": 6, "stream": True}
         with client.completions.create(**body) as chunks:
             next(iter(chunks))
             server.until(lambda: server.core.stats().num_running == 4)

@@ -46,9 +46,7 @@ def schema(server):
     loaded = schemathesis.openapi.from_dict(server.get("/openapi.json").json())
     loaded.config.update(base_url=server.url)
     yield loaded
-    server.until(lambda: not server.core.has_work)
-    stats = server.core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
+    server.assert_nothing_is_held()
     assert server.get("/ready").status_code == 200 and server.get("/load").json() == {"server_load": 0}
 
 

@@ -6,14 +6,14 @@ import itertools
 import pytest
 
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import build_fake_core
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.server import status_routes
 from cairn.server.cache_routes import CacheViews
 from cairn.server.options import ServerOptions
 from cairn.server.questions import Questions
 from cairn.server.service import Service
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.echo_core import build_echo_core
 from virtual_time import run
 
 STATS_SECONDS, VIEW_SECONDS = 5.0, 60.0
@@ -23,8 +23,8 @@ class Hanging:
     """An engine that takes every question and answers none until it is told to."""
 
     def __init__(self):
-        self.info = build_fake_core(EngineConfig(model="fake")).info
-        self.tokenizer = FakeTokenizer()
+        self.info = build_echo_core(EngineConfig(model="echo")).info
+        self.tokenizer = ByteTokenizer()
         self.dead = None
         self.asked = []
         self.answers = None

@@ -13,10 +13,10 @@ import pytest
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
-from cairn.engine.local import LocalEngine
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
+from doubles.local_engine import LocalEngine
 
 SECONDS = 60
 

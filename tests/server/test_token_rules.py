@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import build_fake_core
 from cairn.errors import InvalidRequest
 from cairn.server.bad_words import bad_word_tokens
+from doubles.echo_core import build_echo_core
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -65,7 +65,7 @@ def test_a_word_that_the_model_has_no_tokens_for_is_refused():
 
     from cairn.engine.contract import GenerateRequest
 
-    core = build_fake_core(EngineConfig(model="fake"))
+    core = build_echo_core(EngineConfig(model="echo"))
     words = bad_word_tokens(Wide().encode, ["x"])
     with pytest.raises(InvalidRequest) as caught:
         core.submit(GenerateRequest(request_id="a", prompt=np.array([1], "<i8").tobytes(), bad_words=words))

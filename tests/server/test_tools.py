@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from cairn.engine.fake_tokenizer import FakeTokenizer
 from cairn.server.chat_message import ChatMessage
 from cairn.server.nesting import too_deep_field
 from cairn.server.parsers.choose import AnswerParsers
+from doubles.byte_tokenizer import ByteTokenizer
 
 XML = "<think> <tool_call> <function=...>"
 HERMES = '<tool_call>{"name": ...}'
@@ -28,7 +28,7 @@ ARGUMENTS = {"city": "Oslo", "days": 3}
 @pytest.fixture(scope="module")
 def xml(running_server):
     """The chat template has a role's name in front of each text, which comes back as content."""
-    running = running_server(tokenizer=FakeTokenizer(chat_template=XML))
+    running = running_server(tokenizer=ByteTokenizer(chat_template=XML))
     yield running
     running.drain()
     running.join()
@@ -40,7 +40,7 @@ def serving(running_server):
     servers = []
 
     def start(template, **options):
-        servers.append(running_server(options, FakeTokenizer(chat_template=template)))
+        servers.append(running_server(options, ByteTokenizer(chat_template=template)))
         return servers[-1]
 
     yield start
@@ -50,7 +50,7 @@ def serving(running_server):
 
 
 def ask(server, content, **fields):
-    fields = {"tools": [TOOL], "model": "fake", "max_tokens": 900} | fields
+    fields = {"tools": [TOOL], "model": "echo", "max_tokens": 900} | fields
     return server.client().chat.completions.create(messages=[{"role": "user", "content": content}], **fields)
 
 
@@ -211,7 +211,7 @@ def test_a_turn_goes_back_as_it_came(xml):
         first.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "rain"},
     ]
-    xml.client().chat.completions.create(model="fake", messages=history, tools=[TOOL], max_tokens=2)
+    xml.client().chat.completions.create(model="echo", messages=history, tools=[TOOL], max_tokens=2)
     prompt = bytes(b for b in xml.requests[-1].prompt[::8] if b).decode(errors="replace")
     assert "weather" in prompt and "rain" in prompt
 

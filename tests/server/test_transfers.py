@@ -10,6 +10,7 @@ from cairn.proxy.app import create_app as cairn_proxy
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
 from cairn.proxy.tap import AnswerTap
+from doubles.echo_core import BYTES_PER_TOKEN
 from server.strangers_proxy import create_app as strangers_proxy
 
 ASKS_FOR_DECODE = {
@@ -23,7 +24,7 @@ ASKS_FOR_DECODE = {
 TEXT = {"prompt": "hello"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 PATHS = [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
-TAKES_PART = KvTransferConfig()
+TAKES_PART = KvTransferConfig(port=0)
 
 
 def events_of(text):
@@ -39,6 +40,25 @@ def handed_over(server, path, body):
     return answer.json()["kv_transfer_params"]
 
 
+def port_of(server):
+    """Where other servers ask it for pages."""
+    return int(server.core.info.side_channel.rpartition(":")[2])
+
+
+@pytest.fixture
+def pair(serve):
+    """A server that prefills and one that decodes; both can do both."""
+    return serve(kv_transfer=TAKES_PART), serve(kv_transfer=TAKES_PART)
+
+
+def handed_over_by_one_that_is_gone(serve, path, body):
+    prefill = serve(kv_transfer=TAKES_PART)
+    params = handed_over(prefill, path, body)
+    prefill.drain()
+    assert prefill.join() == 0
+    return params
+
+
 def text_of(choice):
     return choice["text"] if "text" in choice else (choice.get("message") or choice["delta"])["content"]
 
@@ -49,22 +69,22 @@ def test_a_prompt_is_handed_over(serve, path, body):
     params = handed_over(server, path, body)
     assert json.loads(server.requests[0].kv_transfer_params) == ASKS_FOR_DECODE
     assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
-    assert (params["remote_host"], params["remote_port"]) == ("localhost", 5600)
+    assert (params["remote_host"], params["remote_port"]) == ("localhost", port_of(server))
     assert server.post(path, body).json()["kv_transfer_params"] is None
     assert server.requests[1].kv_transfer_params is None
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_what_was_handed_over_goes_to_the_engine_as_it_came(serve, path, body):
-    server = serve(kv_transfer=TAKES_PART)
-    params = handed_over(server, path, body)
+def test_what_was_handed_over_goes_to_the_engine_as_it_came(pair, path, body):
+    prefill, server = pair
+    params = handed_over(prefill, path, body)
     others = {"not_ours": {"ü": [1.5, 123456789012345678901234567890, None]}, "": "\x7f\u2028"}
-    answer = server.post(path, body | {"cache_salt": "cold", "kv_transfer_params": params | others}).json()
+    answer = server.post(path, body | {"kv_transfer_params": params | others}).json()
     assert json.loads(server.requests[-1].kv_transfer_params) == params | others
     prompt_tokens = answer["usage"]["prompt_tokens"]
     assert answer["cairn"]["cache"] == {
         "prompt_tokens": prompt_tokens,
-        "matched_tokens": 0,
+        "matched_tokens": prompt_tokens,
         "cached_tokens": 0,
         "received_tokens": prompt_tokens,
         "computed_tokens": 0,
@@ -73,17 +93,18 @@ def test_what_was_handed_over_goes_to_the_engine_as_it_came(serve, path, body):
         "reason": "none",
         "lost_tokens": {},
     }
-    hint = {"engine": "fake-engine", "host": "localhost", "port": 5600}
-    assert answer["kv_transfer_params"] == {"cairn_decode_hint": hint}
+    hint = answer["kv_transfer_params"]["cairn_decode_hint"]
+    assert (hint["host"], hint["port"]) == ("localhost", port_of(server))
+    assert hint["engine"] == handed_over(server, path, body)["remote_engine_id"] != params["remote_engine_id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_usage_tells_what_the_prefill_server_had_cached(serve, path, body, stream):
-    server = serve(kv_transfer=TAKES_PART)
-    handed_over(server, path, body)
-    params = handed_over(server, path, body)
-    body = body | {"cache_salt": "cold", "kv_transfer_params": params}
+def test_usage_tells_what_the_prefill_server_had_cached(pair, path, body, stream):
+    prefill, server = pair
+    handed_over(prefill, path, body)
+    params = handed_over(prefill, path, body)
+    body = body | {"kv_transfer_params": params}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         answer = events_of(server.post(path, body).text)[-1]
@@ -97,10 +118,10 @@ def test_usage_tells_what_the_prefill_server_had_cached(serve, path, body, strea
 
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize(("path", "body"), PATHS)
-def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(serve, path, body, include_usage):
-    server = serve(kv_transfer=TAKES_PART)
-    params = handed_over(server, path, body)
-    body = body | {"stream": True, "return_token_ids": True, "cache_salt": "cold"}
+def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(pair, path, body, include_usage):
+    prefill, server = pair
+    params = handed_over(prefill, path, body)
+    body = body | {"stream": True, "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}} if include_usage else {}
     answer = server.post(path, body | {"kv_transfer_params": params})
     events = events_of(answer.text)
@@ -110,7 +131,7 @@ def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(serve, p
     tap = AnswerTap(stream=True)
     tap.feed(answer.content)
     found = tap.findings()
-    assert tap.done and json.loads(bytes(found.hint))["port"] == 5600
+    assert tap.done and json.loads(bytes(found.hint))["port"] == port_of(server)
     ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", ())]
     assert found.token_ids == ids and bytes(ids[:-1]).decode() == found.text
     plain = server.post(path, body)
@@ -120,12 +141,14 @@ def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(serve, p
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_a_transfer_that_fails_before_the_first_byte_is_an_http_error(serve, path, body, stream):
-    server = serve(model="fake:lose_transfers=true", kv_transfer=KvTransferConfig(on_failure="fail"))
-    params = handed_over(server, path, body)
-    answer = server.post(path, body | {"stream": stream, "cache_salt": "cold", "kv_transfer_params": params})
+    server = serve(kv_transfer=KvTransferConfig(port=0, on_failure="fail"))
+    params = handed_over_by_one_that_is_gone(serve, path, body)
+    answer = server.post(path, body | {"stream": stream, "kv_transfer_params": params})
     assert answer.status_code == 502 and answer.headers["content-type"] == "application/json"
+    port = params["remote_port"]
     assert answer.json()["error"] == {
-        "message": "the prefill server's pages did not arrive",
+        "message": f"the prompt could not be fetched from localhost:{port}: it cannot be connected to: "
+        "Connection refused",
         "type": "server_error",
         "param": None,
         "code": "engine_error",
@@ -140,11 +163,14 @@ def test_a_transfer_that_fails_before_the_first_byte_is_an_http_error(serve, pat
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_a_prompt_that_finds_no_room_to_be_held_is_refused(serve, path, body, stream):
     """As one that finds the queue full: later it may be taken. It is in no count of answers."""
-    server = serve(model="fake:no_lease_room=true", kv_transfer=TAKES_PART)
-    answer = server.post(path, body | {"stream": stream, "kv_transfer_params": ASKS_FOR_DECODE})
+    server = serve(model="echo:no_lease_room=true", kv_transfer=TAKES_PART)
+    held = server.post(path, body | {"kv_transfer_params": ASKS_FOR_DECODE})
+    assert held.status_code == 200 and held.json()["kv_transfer_params"]["do_remote_prefill"] is True
+    other = {"prompt": "another prompt"} if "prompt" in body else {"messages": [{"role": "user", "content": "another"}]}
+    answer = server.post(path, body | other | {"stream": stream, "kv_transfer_params": ASKS_FOR_DECODE})
     assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
     assert answer.json()["error"] == {
-        "message": "what is held for other servers has left no room for this prompt",
+        "message": "what is held for other servers has left no room for this prompt for 0 s: try again later",
         "type": "invalid_request_error",
         "param": None,
         "code": "rate_limit_exceeded",
@@ -155,9 +181,9 @@ def test_a_prompt_that_finds_no_room_to_be_held_is_refused(serve, path, body, st
 
 
 def test_a_transfer_that_fails_is_recomputed(serve):
-    server = serve(model="fake:lose_transfers=true", kv_transfer=TAKES_PART)
-    params = handed_over(server, "/v1/completions", TEXT)
-    answer = server.post("/v1/completions", TEXT | {"cache_salt": "cold", "kv_transfer_params": params}).json()
+    server = serve(kv_transfer=TAKES_PART)
+    params = handed_over_by_one_that_is_gone(serve, "/v1/completions", TEXT)
+    answer = server.post("/v1/completions", TEXT | {"kv_transfer_params": params}).json()
     assert answer["choices"][0]["text"] == "hello" and answer["cairn"]["cache"]["reason"] == "remote_failed"
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert server.metric("vllm:nixl_bytes_transferred_count") == 0
@@ -216,25 +242,25 @@ def send(server, params):
 
 
 def test_metrics_of_transfers(serve):
-    server = serve(kv_transfer=TAKES_PART, block_size=2)
-    params = handed_over(server, "/v1/completions", TEXT)
-    server.post("/v1/completions", {"prompt": "hel"})
-    for prompt, salt in (("hello", "cold"), ("hello", "cold"), ("hello!!", "cold")):
-        server.post("/v1/completions", {"prompt": prompt, "cache_salt": salt, "kv_transfer_params": params})
+    prefill, server = (serve(kv_transfer=TAKES_PART, block_size=2) for _ in range(2))
+    for prompt in ("hello", "hello", "hello!!"):
+        params = handed_over(prefill, "/v1/completions", {"prompt": prompt})
+        server.post("/v1/completions", {"prompt": prompt, "kv_transfer_params": params})
+    server.post("/v1/completions", {"prompt": "other"})
     metric = server.metric
     assert metric("vllm:external_prefix_cache_queries_total") == metric("vllm:external_prefix_cache_hits_total") == 7
     sources = {
-        source: metric(f'vllm:prompt_tokens_by_source_total{{engine="0",model_name="fake",source="{source}"')
+        source: metric(f'vllm:prompt_tokens_by_source_total{{engine="0",model_name="echo",source="{source}"')
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
     }
-    assert sources == {"local_compute": 5, "local_cache_hit": 3 + 5 + 5, "external_kv_transfer": 5 + 2}
+    assert sources == {"local_compute": 5, "local_cache_hit": 5 + 5, "external_kv_transfer": 5 + 2}
     assert sum(sources.values()) == metric("vllm:prompt_tokens_total")
-    for name, count, total in (
-        ("nixl_xfer_time_seconds", 2, 0.002),
-        ("nixl_bytes_transferred", 2, 7 * 8),
-        ("nixl_num_descriptors", 2, 3 + 1),
-    ):
-        assert metric(f"vllm:{name}_count") == count and metric(f"vllm:{name}_sum") == pytest.approx(total)
+    assert metric("vllm:nixl_xfer_time_seconds_count") == 2 and metric("vllm:nixl_xfer_time_seconds_sum") > 0
+    # each with the pages of its tokens and one of the state behind them, page by page
+    num_pages = (3 + 1) + (2 + 1)
+    num_bytes = num_pages * 2 * BYTES_PER_TOKEN
+    for name, total in (("nixl_bytes_transferred", num_bytes), ("nixl_num_descriptors", num_pages)):
+        assert metric(f"vllm:{name}_count") == 2 and metric(f"vllm:{name}_sum") == total
     assert metric('vllm:nixl_num_descriptors_bucket{engine="0",le="10.0"') == 2
     assert metric("vllm:nixl_num_kv_expired_reqs_total") == metric("vllm:nixl_num_failed_transfers_total") == 0
     assert metric("cairn:leased_pages") == metric("cairn:quarantined_pages") == metric("cairn:open_transfers") == 0
@@ -249,7 +275,7 @@ def test_what_cannot_be_filled_is_absent(server):
 
 
 def test_a_request_that_is_aborted_is_counted_with_its_sources(serve):
-    server = serve(model="fake:pause_after=1")
+    server = serve(model="echo:pause_after=1")
     with httpx.stream("POST", server.url + "/v1/completions", json={"prompt": "hello", "stream": True}) as response:
         assert next(response.iter_lines())
     server.until(lambda: server.metric("vllm:num_requests_running") == 0)
@@ -264,7 +290,7 @@ def test_a_request_that_is_aborted_is_counted_with_its_sources(serve):
 def test_a_strangers_proxy(serve, run_app, path, body, stream):
     """What the page says, and nothing else, is enough."""
     key = {"api_keys": ("s3cret",)}
-    prefill, decode = (serve(options=key, kv_transfer=KvTransferConfig(port=port)) for port in (5601, 5602))
+    prefill, decode = (serve(options=key, kv_transfer=TAKES_PART) for _ in range(2))
     proxy = run_app(strangers_proxy(prefill.url, decode.url))
     headers = {"X-Request-Id": "one-id", "Authorization": "Bearer s3cret"}
     ours = body | {"max_tokens": 4, "max_completion_tokens": 4, "stream": stream, "ignore_eos": True}
@@ -276,7 +302,8 @@ def test_a_strangers_proxy(serve, run_app, path, body, stream):
     assert (at_p.max_tokens, at_d.max_tokens) == (1, 4) and at_p.prompt == at_d.prompt
     assert json.loads(at_p.kv_transfer_params) == ASKS_FOR_DECODE
     asked = json.loads(at_d.kv_transfer_params)
-    assert asked["do_remote_prefill"] is True and (asked["remote_host"], asked["remote_port"]) == ("localhost", 5601)
+    assert asked["do_remote_prefill"] is True
+    assert (asked["remote_host"], asked["remote_port"]) == ("localhost", port_of(prefill))
     assert {at.request_id.rpartition("-")[0].partition("-")[2] for at in (at_p, at_d)} == {"one-id"}
     assert asked["remote_request_id"].rpartition("~")[0] == at_p.request_id
     pieces = events_of(answer.text) if stream else [answer.json()]
@@ -286,20 +313,20 @@ def test_a_strangers_proxy(serve, run_app, path, body, stream):
     assert pieces[-1]["cairn"]["cache"]["received_tokens"] == len(at_d.prompt) // 8
 
 
-def test_a_strangers_proxy_passes_refusals_on(serve, run_app):
-    prefill, decode = (serve(kv_transfer=TAKES_PART) for _ in range(2))
+def test_a_strangers_proxy_passes_refusals_on(pair, run_app):
+    prefill, decode = pair
     proxy = run_app(strangers_proxy(prefill.url, decode.url))
     answer = proxy.http.post("/v1/completions", json={"prompt": ""})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt" and decode.requests == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cairns_own_proxy_and_the_second_turn(serve, run_app, stream):
-    prefill, decode = (serve(kv_transfer=KvTransferConfig(port=port)) for port in (5601, 5602))
+def test_cairns_own_proxy_and_the_second_turn(pair, run_app, stream):
+    prefill, decode = pair
     options = ProxyOptions(prefill=(prefill.url,), decode=(decode.url,), version="1")
     proxy = run_app(cairn_proxy(ProxyService(options)))
     turn = [{"role": "user", "content": "hello"}]
-    # As much of an echo as the first message is: the fake answers with its whole prompt.
+    # As much of an echo as the first message is: the echo answers with its whole prompt.
     body = {"messages": turn, "stream": stream, "max_tokens": 50}
     answer = proxy.http.post("/v1/chat/completions", json=body)
     pieces = events_of(answer.text) if stream else [answer.json()]
@@ -308,5 +335,5 @@ def test_cairns_own_proxy_and_the_second_turn(serve, run_app, stream):
     assert proxy.http.post("/v1/chat/completions", json=body | {"messages": turn}).status_code == 200
     first, second = (json.loads(request.kv_transfer_params) for request in prefill.requests)
     assert first == ASKS_FOR_DECODE
-    hint = {"engine": "fake-engine", "host": "localhost", "port": 5602}
-    assert second == ASKS_FOR_DECODE | {"cairn_decode_hint": hint}
+    hint = second.pop("cairn_decode_hint")
+    assert second == ASKS_FOR_DECODE and (hint["host"], hint["port"]) == ("localhost", port_of(decode))

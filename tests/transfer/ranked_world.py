@@ -15,15 +15,15 @@ from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Of
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Region
-from cairn.transfer.links.memory import MemoryFabric
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import paired_pages
 from cairn.transfer.producer import Producer
-from cairn.transfer.rank_channel import memory_channel
 from cairn.transfer.ranks import RankedWorker, RankServant
 from cairn.transfer.staging import Staging, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
+from doubles.memory_link import MemoryFabric
+from doubles.memory_rank_channel import memory_rank_channel
 from transfer import test_geometry as naive
 
 LAYOUT = b"L" * 32
@@ -115,7 +115,7 @@ class Engine:
             Rank(world.fabric, f"{name}-{rank}", units, self.geometry, rank, num_pages, extra)
             for rank in range(tp_size)
         ]
-        self.channels = [memory_channel() for _ in range(tp_size - 1)]
+        self.channels = [memory_rank_channel() for _ in range(tp_size - 1)]
         self.servants = [
             RankServant(rank.link, rank.worker, far)
             for rank, (_, far) in zip(self.ranks[1:], self.channels, strict=True)

@@ -21,9 +21,9 @@ from cairn.transfer.contract import (
 )
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Region
-from cairn.transfer.links.memory import Fault
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker
+from doubles.memory_link import Fault
 from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
 
 PROMPT = keys(160)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cairn.transfer.links.contract import LinkError, ReadState, Region
-from cairn.transfer.links.memory import Fault, MemoryFabric, Move
+from doubles.memory_link import Fault, MemoryFabric, Move
 from transfer.link_contract import PAGE_BYTES, LinkContract, pages, pool
 
 

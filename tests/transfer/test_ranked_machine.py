@@ -12,7 +12,7 @@ import pytest
 
 from cairn.transfer.contract import ContentAsked, LeaseEnded, PagesFree, PullEnded
 from cairn.transfer.digest import ContentDigest
-from cairn.transfer.links.memory import Fault
+from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, LAYOUT, PLAIN, World, content_want_of, offer_of, want_of
 from transfer.world import keys
 

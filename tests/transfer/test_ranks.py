@@ -9,7 +9,6 @@ import pytest
 
 from cairn.transfer.contract import LeaseEnded, PagesFree, Peer, PullEnded, PullId, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.links.memory import Fault
 from cairn.transfer.rank_channel import (
     CancelRead,
     Describe,
@@ -17,12 +16,13 @@ from cairn.transfer.rank_channel import (
     ReadEnded,
     Serve,
     from_rank,
-    memory_channel,
     order_of,
     start_read,
     to_rank,
 )
 from cairn.transfer.ranks import RankedWorker, RankServant
+from doubles.memory_link import Fault
+from doubles.memory_rank_channel import memory_rank_channel
 from transfer.rank_channel_contract import RankChannelContract
 from transfer.ranked_world import CANARY, World, offer_of, want_of
 from transfer.world import GEOMETRY, keys
@@ -34,7 +34,7 @@ READING, DONE, FAILED, CANCELLED = ReadState.READING, ReadState.DONE, ReadState.
 class TestMemoryChannel(RankChannelContract):
     @pytest.fixture
     def ends(self):
-        return memory_channel()
+        return memory_rank_channel()
 
 
 def order(pull=1, *, checkpoint=True, ranks=(b"r0", b"r1")):
@@ -134,7 +134,7 @@ class Ranks:
     def __init__(self, size=3):
         self.hands = [Hand() for _ in range(size)]
         self.links = [StillLink(b"link %d" % rank) for rank in range(size)]
-        self.channels = [memory_channel() for _ in range(size - 1)]
+        self.channels = [memory_rank_channel() for _ in range(size - 1)]
         self.servants = [
             RankServant(link, hand, far)
             for link, hand, (_, far) in zip(self.links[1:], self.hands[1:], self.channels, strict=True)

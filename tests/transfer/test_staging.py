@@ -9,9 +9,9 @@ from cairn.errors import ConfigError
 from cairn.transfer.contract import PagesFree, Peer, PullEnded, PullId, ReadOrder
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.links.memory import Fault
 from cairn.transfer.planner import paired_pages
 from cairn.transfer.staging import STAGING_BYTES, Staging, staging_pages_for
+from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, World, offer_of, want_of
 from transfer.test_geometry import geometry, model
 from transfer.world import keys

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
-from cairn.transfer.links.memory import Fault
+from doubles.memory_link import Fault
 from transfer.world import BLOCK, NUM_PAGES, STATE_PAGES, World, keys
 
 CANARY = 0xEE

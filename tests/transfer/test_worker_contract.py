@@ -5,7 +5,7 @@ import pytest
 
 from cairn.transfer.contract import Peer, PullId, ReadOrder, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.links.memory import Fault
+from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, World
 
 READING, DONE, FAILED, CANCELLED = ReadState.READING, ReadState.DONE, ReadState.FAILED, ReadState.CANCELLED

@@ -10,10 +10,10 @@ import pytest
 from tree_core import TreeCore
 
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake_tokenizer import FakeTokenizer
-from cairn.engine.local import LocalEngine
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
+from doubles.byte_tokenizer import ByteTokenizer
+from doubles.local_engine import LocalEngine
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
@@ -45,7 +45,7 @@ class Watched:
             return self.core
 
         self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(LocalEngine(EngineConfig(model="fake"), build, FakeTokenizer()), self._options)
+        self._server = HttpServer(LocalEngine(EngineConfig(model="echo"), build, ByteTokenizer()), self._options)
         await self._server.run(self._on_ready)
 
     def _on_ready(self, port):

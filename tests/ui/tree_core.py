@@ -9,11 +9,11 @@ from trees import grown, request
 from cairn.cache.look import look
 from cairn.cache.view import CacheView
 from cairn.engine.contract import EngineConfig
-from cairn.engine.fake import FakeCore
 from cairn.types import Clock, SystemClock
+from doubles.echo_core import EchoCore
 
 
-class TreeCore(FakeCore):
+class TreeCore(EchoCore):
     """Shows the tree of `cache`; `visit` sends one more prompt through it."""
 
     def __init__(self, config: EngineConfig, num_nodes: int, clock: Clock | None = None) -> None:

@@ -7,7 +7,6 @@ Both ends are processes of one server, started together from the same version; n
 them, so there is no proof and no version. What is no record of the schema is still dropped and counted.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol, TypeAlias
 
@@ -23,14 +22,12 @@ __all__ = [
     "Described",
     "Ended",
     "FromRank",
-    "MemoryChannel",
     "RankChannel",
     "ReadEnded",
     "Serve",
     "StartRead",
     "ToRank",
     "from_rank",
-    "memory_channel",
     "order_of",
     "start_read",
     "to_rank",
@@ -54,29 +51,6 @@ class RankChannel(Protocol):
     def receive(self) -> Sequence[bytes]:
         """What has arrived since the last call. Never waits."""
         ...
-
-
-class MemoryChannel:
-    """One end of a `RankChannel` within one process: see `memory_channel`."""
-
-    def __init__(self, inbox: deque[bytes], outbox: deque[bytes]) -> None:
-        self._inbox = inbox
-        self._outbox = outbox
-
-    def send(self, frame: bytes) -> None:
-        self._outbox.append(frame)
-
-    def receive(self) -> Sequence[bytes]:
-        frames = tuple(self._inbox)
-        self._inbox.clear()
-        return frames
-
-
-def memory_channel() -> tuple[MemoryChannel, MemoryChannel]:
-    """Both ends. What lies between them is bounded by the reads that are open: a few frames each."""
-    there: deque[bytes] = deque()
-    back: deque[bytes] = deque()
-    return MemoryChannel(back, there), MemoryChannel(there, back)
 
 
 class StartRead(msgspec.Struct, frozen=True, tag="start"):

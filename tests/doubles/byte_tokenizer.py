@@ -11,12 +11,12 @@ from cairn.engine.contract import Breakpoint, ImageInput, Pixels, RenderedPrompt
 from cairn.errors import InvalidRequest
 from cairn.types import Boundary, BoundaryKind
 
-__all__ = ["END_OF_SEQUENCE", "FAKE_VOCAB_SIZE", "FakeTokenizer", "load_fake_tokenizer"]
+__all__ = ["END_OF_SEQUENCE", "VOCAB_SIZE", "ByteTokenizer", "load_byte_tokenizer"]
 
 END_OF_SEQUENCE = 256
 _MESSAGE_START = 257
 _MESSAGE_END = 258
-FAKE_VOCAB_SIZE = 259
+VOCAB_SIZE = 259
 
 
 _SPECIAL = MappingProxyType({END_OF_SEQUENCE: b"<end>", _MESSAGE_START: b"<start>", _MESSAGE_END: b"<stop>"})
@@ -36,7 +36,7 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class _FakeChat:
+class _ByteChat:
     """A chat as it is written."""
 
     def __init__(self, image: Callable[[int, Pixels], ImageInput], holds: dict[tuple[int | None, int | None], int]):
@@ -64,7 +64,7 @@ class _FakeChat:
         self.boundaries.append(Boundary(len(self.token_ids), kind, self._holds.get((index, None), 0)))
 
 
-class FakeTokenizer:
+class ByteTokenizer:
     """Bytes as tokens; a chat is `<start>role newline content<end>` per message, tools before all of them.
 
     With `image_tokens` it takes images, too, each as so many tokens 0, whatever its size.
@@ -99,7 +99,7 @@ class FakeTokenizer:
         breakpoints: Sequence[Breakpoint] = (),
         continue_final_message: bool = False,
     ) -> RenderedPrompt:
-        chat = _FakeChat(self._image, {(point.message, point.part): point.seconds for point in breakpoints})
+        chat = _ByteChat(self._image, {(point.message, point.part): point.seconds for point in breakpoints})
         if tools:
             chat.write("tools", json.dumps(list(tools), sort_keys=True), None, "system_end")
         for i, message in enumerate(messages):
@@ -135,6 +135,6 @@ class FakeTokenizer:
         return _ByteStream(skip_special_tokens)
 
 
-def load_fake_tokenizer(folder: str) -> FakeTokenizer:
-    """A FakeTokenizer, whatever the folder."""
-    return FakeTokenizer()
+def load_byte_tokenizer(folder: str) -> ByteTokenizer:
+    """A ByteTokenizer, whatever the folder."""
+    return ByteTokenizer()

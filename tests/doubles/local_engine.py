@@ -1,4 +1,4 @@
-"""An engine whose core runs in a thread of this process: for tests, notebooks and single-process use."""
+"""An engine whose core runs in a thread of this process."""
 
 import asyncio
 import logging

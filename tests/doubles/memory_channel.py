@@ -1,4 +1,4 @@
-"""A side channel within one process, for tests and for documentation: it loses, delays and repeats when told to."""
+"""A side channel within one process: it loses, delays and repeats when told to."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A link within one process, for tests and for documentation: it copies, slowly if told to, and misbehaves if told to.
+"""A link within one process: it copies, slowly if told to, and misbehaves if told to.
 
 Bytes move only inside `poll`, a few descriptors at a time, so a test decides between which two of them something
 else happens.

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests, and for whoever wants to look at all ranks at once."""
+"""Ranks that are threads of one process."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -1,0 +1,112 @@
+"""A runner without a model: the answer to a prompt is the prompt. It makes no states and reads none."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from cairn.engine.constraint import GrammarConstraint
+from cairn.engine.contract import GenerateRequest
+from cairn.engine.kv_transfer import Terms
+from cairn.engine.specs import SpecMaker
+from cairn.runner.bad_words import ends_of_bad_words
+from cairn.scheduler.request import Spec
+from cairn.step import Logprobs, Sample, SampledToken, Scored, StepPlan, StepResult
+from cairn.types import SamplingParams
+from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE
+
+__all__ = ["EchoRunner", "EchoSpecs"]
+
+
+@dataclass(frozen=True, slots=True)
+class _EchoParams(SamplingParams):
+    """`index`: which of its request's answers it is."""
+
+    index: int = 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Always: the prompt is what is echoed."""
+        return True
+
+
+class EchoSpecs(SpecMaker):
+    """Asks the scheduler to tell the runner of every draw's prompt."""
+
+    def make(
+        self,
+        request: GenerateRequest,
+        terms: Terms,
+        constraint: GrammarConstraint | None,
+        room_behind: Callable[[int], int],
+    ) -> list[tuple[Spec, GrammarConstraint | None]]:
+        made = super().make(request, terms, constraint, room_behind)
+        return [(replace(spec, sampling=_echo(spec.sampling, i)), form) for i, (spec, form) in enumerate(made)]
+
+
+def _echo(params: SamplingParams, index: int) -> _EchoParams:
+    return _EchoParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)}, index=index)
+
+
+class EchoRunner:
+    """Draws the prompt's byte tokens one by one, then end-of-sequence, and with `ignore_eos` all over again; answer
+    number i begins with byte i. What may not come is left out. Where an image stands, byte 0 is said.
+
+    Token t has the logarithm -1 - t / 1024, so the best ones are 0, 1, 2, ..., and its rank is t + 1.
+    """
+
+    def __init__(self) -> None:
+        self.forward_passes = 0
+        self.steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Needs plans whose requests come from `EchoSpecs`."""
+        self.steps += 1
+        self.forward_passes += bool(plan.rows)
+        scores = [(row.slot, row.start, row.score) for row in plan.rows if row.score is not None]
+        draws = [(row.slot, row.sample) for row in plan.rows if row.sample is not None]
+        draws += [(only.slot, only.sample) for only in plan.sample_only]
+        sampled = tuple(_drawn(slot, sample) for slot, sample in draws)
+        scored = tuple(
+            Scored(slot, start + 1 + i, _logprobs(target, score.top))
+            for slot, start, score in scores
+            for i, target in enumerate(score.targets.tolist())
+        )
+        return StepResult(plan.step, sampled, scored)
+
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
+
+def _drawn(slot: int, sample: Sample) -> SampledToken:
+    token = next((token for token in _wishes(sample) if _may_come(token, sample)), END_OF_SEQUENCE)
+    told = None if sample.logprobs is None else _logprobs(token, sample.logprobs)
+    return SampledToken(slot, token, told)
+
+
+def _wishes(sample: Sample) -> Iterator[int]:
+    """What is to be said next, then what else may be said instead."""
+    assert sample.history is not None and isinstance(sample.params, _EchoParams)
+    prompt = sample.history[: sample.num_prompt_tokens].tolist()
+    said = sample.history[sample.num_prompt_tokens :].tolist()
+    echo = [max(token, 0) for token in prompt if token < END_OF_SEQUENCE]
+    if not echo:
+        yield END_OF_SEQUENCE
+    else:
+        num_said = sum(token != END_OF_SEQUENCE for token in said)
+        if said and num_said % len(echo) == 0 and said[-1] != END_OF_SEQUENCE:
+            yield END_OF_SEQUENCE
+        yield echo[(num_said + sample.params.index) % len(echo)]
+        yield from echo
+    yield from range(VOCAB_SIZE)
+
+
+def _may_come(token: int, sample: Sample) -> bool:
+    allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
+    listed = not sample.params.allowed_tokens or token in sample.params.allowed_tokens
+    return allowed and listed and token not in sample.banned and token not in ends_of_bad_words(sample)
+
+
+def _logprobs(token: int, top: int) -> Logprobs:
+    ids = np.array([[token, *range(top)]], np.int32)
+    return Logprobs(ids, (-1 - ids / 1024).astype(np.float32), ids[:, 0] + 1)
