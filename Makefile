@@ -1,6 +1,7 @@
 # A fresh machine needs Python 3.11 or newer, make and a package registry, then one of
 #
-#   make test    lint, types and all tests but the long ones
+#   make test    lint, types and the tests that every change needs, in some six minutes
+#   make test-more the rest: whole matrices, more rounds of faults, servers of their own
 #   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
 #   make demo    a tiny model, real servers, and a table of what the prefix cache did
 #   make demo-pd the same for a prefill and a decode server behind a proxy
@@ -28,13 +29,16 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-ui test-long soak soak-server lint demo demo-pd serve benchmarks clean
+.PHONY: test test-more test-ui test-long soak soak-server lint demo demo-pd serve benchmarks clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 test-ui: $(UI)
 	@$(RUN) -m pytest -m ui -n 0 tests/ui $(TEST_ARGS)
+
+test-more: $(NIXL)
+	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)

@@ -12,6 +12,7 @@ from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
 from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same
 from engine.test_ranks_exactness import LoadedRanks
+from tiers import first
 
 FAMILIES = ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
 
@@ -20,7 +21,7 @@ def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=first(2, FAMILIES))
 def loaded(request, made_model) -> Loaded:
     return Loaded(made_model(request.param))
 

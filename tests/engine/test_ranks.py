@@ -272,6 +272,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.more
 def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model):
     config = frames_of_config().encode(config_of(tiny_model)).hex()
     command = [sys.executable, "-c", RANK_ZERO, config]

@@ -7,12 +7,13 @@ import pytest
 from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
 from doubles.memory_link import MemoryFabric
+from tiers import first, more
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=first(2, FAMILIES))
 def servers(request, made_model):
     folder, fabric = made_model(request.param), MemoryFabric()
     made = [RealServer(folder, fabric, name) for name in ("p", "d")]
@@ -43,7 +44,7 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
     settle(p, d)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", more("lfm2")])
 def test_the_second_turn_comes_back_for_the_answer(made_model, family):
     """Also that of a model without states, of which keys and values are all there is: it computes the last token."""
     fabric, folder = MemoryFabric(), made_model(family)

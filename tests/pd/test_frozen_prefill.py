@@ -75,6 +75,7 @@ def ask(proxy: httpx.Client, prompt: list[int]) -> httpx.Response:
     return proxy.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0})
 
 
+@pytest.mark.more
 def test_a_request_that_waits_for_a_frozen_prefill_server_is_decoded_alone(servers, proxy):
     p, d = servers
     handed_over = ask(proxy, PROMPT).json()

@@ -18,12 +18,15 @@ from nixl_world import Round, World, world_of
 
 from server.test_hostile_transfers import BODY, CHANGES, FOREIGN, GONE, PATHS, VALUES, ask, check, said
 from server.test_real_engine import Served
+from tiers import first
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
 
 ROUNDS = 3
 MORE_ROUNDS = 12
 LEASE_SECONDS = 51.0
+_FIRST = (nixl_faults.p_killed_mid_read, nixl_faults.client_gone, nixl_faults.hand_over_after_a_restart)
+ORDER = sorted(FAULTS, key=lambda fault: fault not in _FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def world(tiny_model):
         yield made
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", first(3, ORDER), ids=lambda fault: fault.__name__)
 def test_nothing_hangs_and_nothing_is_wrong(world, fault):
     times = Counter()
     for seed in range(ROUNDS + MORE_ROUNDS):
@@ -124,6 +127,7 @@ FEW = settings(
 )
 
 
+@pytest.mark.more
 @FEW
 @given(params=VALUES)
 def test_any_json_over_http(served, reference, params):
@@ -131,6 +135,7 @@ def test_any_json_over_http(served, reference, params):
         check(ask(served, path, params), right)
 
 
+@pytest.mark.more
 @FEW
 @given(changes=CHANGES, gone=GONE)
 def test_a_reference_that_somebody_has_changed_over_http(served, reference, changes, gone):
@@ -145,6 +150,7 @@ def test_a_reference_that_somebody_has_changed_over_http(served, reference, chan
 SALTS = itertools.count()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("key", ["none", "remote_engine_id", "remote_request_id", "remote_num_tokens"])
 def test_a_reference_that_is_not_for_this_prompt_over_http(served, reference, key):
     """Under another salt nothing is cached here, so the server asks its peer, which is itself."""
@@ -170,6 +176,7 @@ def nothing_offered(served, reference):
     served.until(lambda: served.metric("cairn:held_pages") == 0)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("nothing_offered")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["hello", "claim", "granted", "confirm", "confirmed"])
@@ -197,6 +204,7 @@ def test_an_http_client_that_leaves_at_any_phase_leaves_nothing_behind(world, se
     served.assert_at_rest()
 
 
+@pytest.mark.more
 def test_strangers_at_the_side_channel_of_a_server_are_counted(served, reference):
     (_, params) = reference["/v1/completions"]
     before = served.metric("cairn:side_channel_dropped_total")

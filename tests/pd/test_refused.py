@@ -7,7 +7,7 @@ import pytest
 from real_servers import REMOTE_DECODE, RealServer, finish, settle
 
 from cairn.errors import QueueFull
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 PROMPTS = [np.random.default_rng(seed).integers(20, 4000, 200).tolist() for seed in range(5)]
 

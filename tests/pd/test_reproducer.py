@@ -31,6 +31,7 @@ def run(command, log):
 
 
 @pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.more
 def test_the_second_send_hits_on_the_decode_side(tiny_model, tmp_path):
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.pd_reproducer", "--model", str(tiny_model), "--tokens", str(TOKENS)]

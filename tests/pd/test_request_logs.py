@@ -6,7 +6,7 @@ from real_servers import RealServer, finish, hand_over, settle
 
 from cairn.engine.contract import RequestLogConfig
 from cairn.replay.traces import read_trace
-from cairn.transfer.links.memory import MemoryFabric
+from doubles.memory_link import MemoryFabric
 
 
 def test_both_hit_what_they_hit_and_what_came_from_the_other_is_no_hit(tiny_model, tmp_path):

@@ -5,9 +5,10 @@ import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
 from cairn.engine.build_transfer import nixl_link
+from tiers import first
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()
-PAIRS = (((2, 16), (2, 16)), ((1, 16), (2, 64)), ((2, 128), (1, 16)), ((2, 32), (4, 32)), ((4, 16), (2, 128)))
+PAIRS = (((1, 16), (2, 64)), ((2, 16), (2, 16)), ((2, 128), (1, 16)), ((2, 32), (4, 32)), ((4, 16), (2, 128)))
 
 
 def close_enough(found, wanted) -> bool:
@@ -16,7 +17,7 @@ def close_enough(found, wanted) -> bool:
     )
 
 
-@pytest.mark.parametrize(("p_size", "d_size"), PAIRS, ids=str)
+@pytest.mark.parametrize(("p_size", "d_size"), first(1, PAIRS), ids=str)
 def test_any_sizes_hand_over(tiny_model, p_size, d_size):
     servers = [
         RealServer(

@@ -22,6 +22,7 @@ from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest
 from cairn.types import Boundary, ManualClock
+from tiers import more
 
 UNIT = 16
 CHUNK = 256
@@ -104,10 +105,11 @@ def as_trace(told):
     return Trace("served", UNIT, tuple(requests))
 
 
+@pytest.mark.parametrize("seeds", [range(1, 4), more(range(4, 9))], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("num_pages", "exact"), [(4000, False), (150, False), (150, True)])
-def test_the_scheduler_hits_the_same(mode, num_pages, exact):
-    for seed in range(1, 9):
+def test_the_scheduler_hits_the_same(mode, num_pages, exact, seeds):
+    for seed in seeds:
         told, hits, driver = served(random_rows(seed), num_pages, mode, exact)
         replay, outcome = replayed(as_trace(told), num_pages, mode, exact=exact)
         assert outcome.hits == hits

@@ -20,6 +20,7 @@ from runner.test_exactness import (  # noqa: F401
     test_the_self_test_passes,
     test_tokens_fed_from_the_step_that_sampled_them,
 )
+from tiers import first
 
 
 def qwen(model_type: str, size: int = 1, **changes: Any) -> Driver:
@@ -60,7 +61,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     yield from _driver(request.param)
 
 
-@pytest.fixture(params=DRIVERS)
+@pytest.fixture(params=first(3, DRIVERS))
 def every_driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     yield from _driver(request.param)
 

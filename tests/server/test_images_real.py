@@ -80,6 +80,7 @@ def metric(client, start):
 QUESTION = "What do these images show, and in which order were they taken? " * 4
 
 
+@pytest.mark.more
 def test_the_same_pixels_hit_whatever_their_url(client):
     first = chat(client, image(1), image(2), text(QUESTION))
     assert cache_of(first)["cached_tokens"] == 0
@@ -92,6 +93,7 @@ def test_the_same_pixels_hit_whatever_their_url(client):
     assert metric(client, "cairn:images_encoded_total") == 3
 
 
+@pytest.mark.more
 def test_a_stream_by_openais_client(client):
     sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0, timeout=60)
     messages = [{"role": "user", "content": [image(4), text("Describe it.")]}]
@@ -106,6 +108,7 @@ def test_placeholders_typed_as_text(client, marker):
     assert response.json()["error"]["message"].startswith("messages[0].content[1]")
 
 
+@pytest.mark.more
 def test_bad_images_leave_nothing_behind(client):
     wrong = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
     local = {"type": "image_url", "image_url": {"url": f"{client.base_url}/metrics"}}
@@ -118,6 +121,7 @@ def test_bad_images_leave_nothing_behind(client):
     assert metric(client, "vllm:num_requests_running") == metric(client, "cairn:held_pages") == 0
 
 
+@pytest.mark.more
 def test_a_large_image_goes_through_the_engines_wire(client):
     """3 million pixels are resized to what the processor takes, 1,024 tokens at most."""
     rgb = np.zeros((1500, 2000, 3), np.uint8)

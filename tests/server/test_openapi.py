@@ -94,12 +94,14 @@ def test_the_document_has_every_field(server, body):
     assert empty == set(), "anything may be there?"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("method", "path", "most", "statuses"), RIGHT)
 def test_what_the_document_calls_right(schema, method, path, most, statuses):
     found = ask(schema[path][method], GenerationMode.POSITIVE, most)
     assert found & {200, 404} == statuses & {200, 404} and found <= statuses
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("method", "path", "most"), WRONG)
 def test_what_the_document_calls_wrong(schema, method, path, most):
     assert 400 in ask(schema[path][method], GenerationMode.NEGATIVE, most)

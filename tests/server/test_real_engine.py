@@ -15,6 +15,8 @@ import openai
 import psutil
 import pytest
 
+from tiers import first
+
 START_SECONDS, END_SECONDS = 90, 30
 
 
@@ -216,6 +218,7 @@ def test_invalid_json_is_refused(served):
     served.assert_at_rest()
 
 
+@pytest.mark.more
 def test_a_pool_smaller_than_one_request_refuses_that_request_alone(tiny_model, tmp_path):
     server = Served(tiny_model, tmp_path / "log", "--kv-cache-memory-bytes", "1MiB").wait_healthy()
     try:
@@ -229,6 +232,7 @@ def test_a_pool_smaller_than_one_request_refuses_that_request_alone(tiny_model, 
         assert server.end() == 0, server.log.read_text()
 
 
+@pytest.mark.more
 def test_align_shows_the_old_behaviour_and_start_up_speaks_in_words(tiny_model, tmp_path):
     server = Served(tiny_model, tmp_path / "log", "--mamba-cache-mode", "align").wait_healthy()
     try:
@@ -272,7 +276,7 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("what", first(1, BROKEN))
 def test_a_folder_that_cannot_be_served_exits_2(tiny_model, tmp_path, what):
     words, spoil = BROKEN[what]
     folder = tmp_path / "model"

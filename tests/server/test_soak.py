@@ -20,6 +20,7 @@ def small(tiny_model, tmp_path):
     assert code == 0, server.log.read_text()[-2000:]
 
 
+@pytest.mark.more
 def test_everything_at_once(small):
     soak, before = Soak(small, seed=11), small.footprint()
 
