@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from faults import EFFECTS, FAULTS, effects, play
+from pd_world import World, alone, prefill
 
 from tiers import more
 
@@ -30,3 +31,22 @@ def test_a_failure_is_a_clear_error_where_the_policy_says_so(fault):
         r = play(fault, seed, "fail")
         failed += sum(request.finish == "error" for request in r.d.ended.values())
     assert failed or EFFECTS[fault] != "failed"
+
+
+def test_an_error_with_one_peer_is_nobody_elses(monkeypatch, caplog):
+    world = World()
+    p, d, other = (world.server(port) for port in (1, 2, 3))
+    receive = p.producer.receive
+
+    def fail_for_one(sender, frame):
+        if sender == other.channel.name:
+            raise ZeroDivisionError("a peer that nobody thought of")
+        return receive(sender, frame)
+
+    monkeypatch.setattr(p.producer, "receive", fail_for_one)
+    prompt = list(range(100))
+    for server, received in ((other, 0), (d, 100)):
+        name = server.submit(prompt, params=prefill(p, prompt))
+        world.pass_time(6.0)
+        assert server.answers[name] == alone(prompt) and server.scheduler.books.counters.external_hits == received
+    assert p.kv.loop.failure is None and "a peer that nobody thought of" in caplog.text

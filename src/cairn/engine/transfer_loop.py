@@ -95,7 +95,11 @@ class TransferLoop:
         while not self._port.commands.empty():
             self._carry_out(self._port.commands.get_nowait())
         for incoming in heard:
-            self._take(incoming)
+            try:
+                self._take(incoming)
+            except Exception:
+                # One peer's doing must not end the thread that serves all of them.
+                logger.exception("what came from %s", incoming.address or "a consumer")
         events = self._connector.events()
         for event in events:
             self._port.happened.put(event)
