@@ -45,7 +45,7 @@ class StepTimes:
 @dataclass(frozen=True, slots=True, eq=False)
 class LogEntry:
     """One request that has ended. `times`, in seconds since the start of the log: arrival (`t`), `scheduled` if it ever
-    got pages, `finished` (the answer is complete) and `released` (its pages were freed).
+    got pages, `first_token` if it has one, `finished` (the answer is complete) and `released` (its pages were freed).
 
     `is_parallel_sample`: the prompt is counted with another answer to it. `bypasses_cache`: nothing was looked up,
     because all of the prompt had to be computed. `dropped`: entries dropped before this one.
@@ -110,17 +110,22 @@ class RequestLog:
 
     def planned(self, draft: Draft) -> None:
         now = self._clock.now() - self._start
-        before_admission = self._time_before_admission(draft, now)
+        last_plan, self._last_plan = self._last_plan, now
+        admitted = [when for part in draft.parts if (when := self._scheduled(part.request)) > last_plan]
+        # running requests get their pages before others are admitted; checkpoints are reserved last
+        before_admission = min([now, *(when - _NANOSECOND for when in admitted)])
         for part in draft.parts:
             row, lease = None if part.row is None else draft.rows[part.row], part.request.lease
             times = self._step_times[part.request.id]
             if row is not None and (not row.decode or self._is_recorded(row, part)):
-                # running requests get their pages before others are admitted; checkpoints are reserved last
                 when = before_admission if row.decode and self._needs_page(row, part) else now
                 times.steps.append((when, part.end))
             if lease is not None:
+                scheduled = self._scheduled(part.request)
                 for position in lease.files.keys() - lease.kept:
-                    times.forced_checkpoints.setdefault(position, now)
+                    # for other answers, or another server, the one at the prompt's end is reserved with the pages
+                    with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
+                    times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
 
     def _is_recorded(self, row: Row, part: Part) -> bool:
         """Whether a decode step needs a page or may keep a state."""
@@ -129,18 +134,16 @@ class RequestLog:
     def _needs_page(self, row: Row, part: Part) -> bool:
         return row.start % self._block_size == 0 or row.start == part.request.num_prompt_tokens
 
-    def _time_before_admission(self, draft: Draft, now: float) -> float:
-        """The time at which running requests got their pages: in each plan that comes before admission."""
-        started = [part.request.times.scheduled for part in draft.parts]
-        new = [when - self._start for when in started if when is not None and when - self._start > self._last_plan]
-        self._last_plan = now
-        return min([now, *(when - _NANOSECOND for when in new)])
+    def _scheduled(self, request: Request) -> float:
+        when = request.times.scheduled
+        return -1.0 if when is None else when - self._start
 
     def ended(self, request: Request) -> None:
         spec, trunk = request.spec, request.trunk
         times = {
             "t": request.times.arrived,
             "scheduled": request.times.scheduled,
+            "first_token": request.times.first_token,
             "finished": request.times.finished,
             "released": self._clock.now(),
         }

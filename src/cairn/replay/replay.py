@@ -110,7 +110,11 @@ class Replay:
         those of the policy in the same step; the last step ends at the prompt's end if there is an answer."""
         since, timeline = request.scheduled_time, request.timeline
         if timeline is not None:
-            forced = [(math.nextafter(when, -math.inf), position, 0) for when, position in timeline.forced_checkpoints]
+            forced = [
+                (math.nextafter(when, -math.inf), position, 0)
+                for when, position in timeline.forced_checkpoints
+                if when >= timeline.scheduled_time
+            ]
             yield from sorted(forced + [(when, 0, end) for when, end in timeline.prefill_steps])
             since = timeline.prefill_steps[-1][0] if timeline.prefill_steps else since
         if timeline is None or timeline.completed or len(request.answer):
@@ -144,7 +148,15 @@ class Replay:
                 return False
             if request.timeline is not None and not resumed:
                 self._receive_pages(lease, request.timeline.received_end)
-            cache.admitted(lease, resumed or request.is_parallel_sample)
+                for when, position in request.timeline.forced_checkpoints:
+                    if when < request.timeline.scheduled_time and position > lease.hit:
+                        cache.want_always(lease, position)
+            if request.is_parallel_sample and not resumed and lease.restore is not None and lease.hit == len(keys):
+                # it starts from what was held for it, which is no hit that the cache learns from
+                looked_up, lease = lease, cache.branch(lease, lease.restore, name)
+                cache.release(looked_up)
+            else:
+                cache.admitted(lease, resumed or request.is_parallel_sample)
             cache.hold_breakpoints(lease, request.boundaries)
             prefill_until = sequence.num_prompt if cache.policy.exact else sequence.num_tokens
             sequence.lease, sequence.facts = lease, cache.facts(lease, prefill_until, request.boundaries)
@@ -186,7 +198,7 @@ class Replay:
         with self._timed.inside:
             kept = self._reserve_checkpoints(sequence, lease, min(computed, sequence.num_prompt), high)
         if sequence.request.timeline is not None:
-            yield math.nextafter(self._events.now, math.inf)  # a step is applied when all of it has been planned
+            yield self._time_of_apply(sequence, sequence.request.timeline, stop)
         if sequence.lease is not lease:
             return computed
         with self._timed.inside:
@@ -194,6 +206,12 @@ class Replay:
         sequence.position = max(sequence.position, high)
         self.outcome.forward_passes += 1
         return stop
+
+    def _time_of_apply(self, sequence: ReplayRequest, timeline: Timeline, end: int) -> float:
+        """The time at which a step that was just planned is applied: after the whole step was planned."""
+        first_token_time = timeline.first_token_time + sequence.delay
+        last = end >= sequence.num_prompt and first_token_time > self._events.now
+        return first_token_time if last else math.nextafter(self._events.now, math.inf)
 
     def _reserve_checkpoints(self, sequence: ReplayRequest, lease: Lease, start: int, end: int) -> list[int]:
         """Positions in the chunk (start, end] of the prompt that have a reserved checkpoint."""

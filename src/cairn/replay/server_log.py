@@ -79,6 +79,7 @@ class _Line(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out
     prefix: tuple[Number, Positive] | None = None
     boundaries: list[tuple[Positive, BoundaryKind, Count]] = []
     scheduled: Seconds | None = None
+    first_token: Seconds | None = None
     forced_checkpoints: list[tuple[Seconds, Positive]] = []
     parallel_sample: bool = False
     bypasses_cache: bool = False
@@ -187,6 +188,7 @@ def _request(line: _Line, tokens: Ids, where: str) -> TraceRequest | None:
         scheduled_time=line.scheduled,
         prefill_steps=tuple(step for step in line.steps if step[1] <= line.num_in),
         decode_steps=tuple(step for step in line.steps if step[1] > line.num_in),
+        first_token_time=line.first_token if line.first_token is not None else line.scheduled,
         finished_time=max(line.scheduled, line.finished),
         released_time=max(line.scheduled, line.finished, line.released),
         completed=line.finish in ("stop", "length"),

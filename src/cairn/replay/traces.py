@@ -40,18 +40,20 @@ _ANY = -1
 class Timeline:
     """When a server did what for a request, in seconds since the start of its log.
 
-    `scheduled_time`: the request got its pages; `finished_time`: its answer was complete; `released_time`: its pages
-    were freed. `prefill_steps`: the time of each prefill step and the number of prompt tokens computed after it;
-    `decode_steps`: the same for decode steps that need a page or may keep a state, the number of tokens with the answer
-    included. `forced_checkpoints`: the time and the position of each checkpoint that was reserved because another
-    request needs it, whatever the placement policy says. `received_end`: the number of prompt tokens available after
-    another server's pages came, 0 if none came. `completed`: the answer ended with `stop` or `length`.
-    `bypasses_cache`: nothing was looked up. `cached_tokens`: the hit of the server, which a replay does not look at.
+    `scheduled_time`: the request got its pages; `first_token_time`: the step that ended its prompt was applied, or
+    `scheduled_time` if none was; `finished_time`: its answer was complete; `released_time`: its pages were freed.
+    `prefill_steps`: the time of each prefill step and the number of prompt tokens computed after it; `decode_steps`:
+    the same for decode steps that need a page or may keep a state, the number of tokens with the answer included.
+    `forced_checkpoints`: the time and the position of each checkpoint that was reserved because another request needs
+    it, whatever the placement policy says. `received_end`: the number of prompt tokens available after another server's
+    pages came, 0 if none came. `completed`: the answer ended with `stop` or `length`. `bypasses_cache`: nothing was
+    looked up. `cached_tokens`: the hit of the server, which a replay does not look at.
     """
 
     scheduled_time: float
     prefill_steps: tuple[tuple[float, int], ...]
     decode_steps: tuple[tuple[float, int], ...]
+    first_token_time: float
     finished_time: float
     released_time: float
     completed: bool = True
