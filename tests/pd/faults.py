@@ -148,7 +148,8 @@ def d_killed_mid_read(r: Round) -> None:
 def client_gone(r: Round) -> None:
     params = r.prefill()
     name = r.decode(r.d, r.prompt, params)
-    r.somewhere()
+    for _ in range(r.rng.randrange(7)):
+        r.turn()
     r.gone = frozenset({name})
     request = r.d.scheduler.books.requests.get(name)
     if request is not None:
