@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from source_scan import Import, Source, imports, source, sources, within
+from source_scan import ROOT, Import, Source, imports, source, sources, within
 
 FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.keys", "cairn.trace_rows", "cairn.__version__")
 
@@ -71,6 +71,7 @@ TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
 NO_TORCH_MODULES = ("cairn.runner.simulated",)
 WEB = ("fastapi", "starlette", "uvicorn")
 WEB_ROOMS = ("http", "server", "proxy")
+TESTS = ("tests", *(path.stem for path in (ROOT / "tests").iterdir() if path.suffix in ("", ".py")))
 
 
 def may_import_torch(module: Source) -> bool:
@@ -133,6 +134,13 @@ def nixl_in_one_file(modules):
         yield f"nixl is imported by {', '.join(users)}"
 
 
+def nothing_of_the_tests(modules):
+    for module in modules:
+        for found in imports(module):
+            if is_any(found, TESTS):
+                yield f"{module.name}:{found.line} imports {found.target}"
+
+
 def is_any(found: Import, libraries) -> bool:
     return any(within(found.target, library) for library in libraries)
 
@@ -158,6 +166,7 @@ RULES = (
     nothing_else_loads_torch,
     web_framework_in_its_rooms,
     nixl_in_one_file,
+    nothing_of_the_tests,
 )
 
 
@@ -197,6 +206,8 @@ def test_the_package_keeps_the_rule(rule):
         (web_framework_in_its_rooms, "cairn.engine.client", "from starlette.requests import Request"),
         (web_framework_in_its_rooms, "cairn.cli", "def serve():\n    import uvicorn"),
         (web_framework_in_its_rooms, "cairn.settings", "import fastapi.params"),
+        (nothing_of_the_tests, "cairn.engine.build", "from doubles.echo_core import EchoCore"),
+        (nothing_of_the_tests, "cairn.engine.build", "def late():\n    import tests.source_scan"),
     ],
 )
 def test_the_rule_finds_what_breaks_it(rule, name, text):

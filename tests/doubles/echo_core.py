@@ -33,7 +33,7 @@ from doubles.memory_link import MemoryFabric
 
 __all__ = ["BYTES_PER_TOKEN", "EchoCore", "build_echo_core"]
 
-BYTES_PER_TOKEN = 1024
+BYTES_PER_TOKEN = 8192
 _STATE_BYTES = 1024
 _UNITS = ModelUnits(kv_heads=1, attention_layers=1, state_units=1)
 _LAYOUT_HASH = b"echo" * 8

@@ -87,14 +87,13 @@ def _drawn(slot: int, sample: Sample) -> SampledToken:
 def _wishes(sample: Sample) -> Iterator[int]:
     """What is to be said next, then what else may be said instead."""
     assert sample.history is not None and isinstance(sample.params, _EchoParams)
-    prompt = sample.history[: sample.num_prompt_tokens].tolist()
-    said = sample.history[sample.num_prompt_tokens :].tolist()
-    echo = [max(token, 0) for token in prompt if token < END_OF_SEQUENCE]
+    prompt, said = np.split(sample.history, [sample.num_prompt_tokens])
+    echo = np.maximum(prompt[prompt < END_OF_SEQUENCE], 0).tolist()
     if not echo:
         yield END_OF_SEQUENCE
     else:
-        num_said = sum(token != END_OF_SEQUENCE for token in said)
-        if said and num_said % len(echo) == 0 and said[-1] != END_OF_SEQUENCE:
+        num_said = np.count_nonzero(said != END_OF_SEQUENCE)
+        if len(said) and num_said % len(echo) == 0 and said[-1] != END_OF_SEQUENCE:
             yield END_OF_SEQUENCE
         yield echo[(num_said + sample.params.index) % len(echo)]
         yield from echo

@@ -1,11 +1,11 @@
-"""How a look at the cache travels: every core, the loop that slices it between steps, the wire, and a process."""
+"""How a look at the cache travels: the core, the loop that slices it between steps, the wire, and a process."""
 
 import asyncio
 from collections import deque
 
 import numpy as np
 import pytest
-from test_core import core as real_core
+from test_core import core as core_of
 from test_core import request
 from tree_core import TreeCore
 
@@ -15,12 +15,11 @@ from cairn.engine.process import ProcessEngine
 from cairn.engine.wire import CacheQuery, CacheReply, Outputs, Shutdown, Submit, frames_from_core, frames_to_core
 from cairn.errors import EngineDead
 from doubles.byte_tokenizer import ByteTokenizer
-from doubles.echo_core import EchoCore
 
 
-@pytest.fixture(params=["real", "echo"])
-def core(request):
-    return real_core() if request.param == "real" else EchoCore(EngineConfig(model="echo"))
+@pytest.fixture
+def core():
+    return core_of()
 
 
 def answer(core, **arguments):
@@ -37,7 +36,7 @@ def whole(core, most=500):
     return view
 
 
-def test_every_core_shows_what_it_did(core):
+def test_a_core_shows_what_it_did(core):
     assert whole(core).visits == [] and whole(core).tree.paths == 0
     reports = [answer(core, name=name) for name in ("a", "b")]
     view = whole(core)
@@ -56,7 +55,7 @@ def test_every_core_shows_what_it_did(core):
     assert core.stats().lost_tokens["never_seen"] == sum(report.lost_tokens.get("never_seen", 0) for report in reports)
 
 
-def test_every_core_shows_no_more_than_asked_for(core):
+def test_a_core_shows_no_more_than_asked_for(core):
     for first in range(4):
         answer(core, name=f"r{first}", prompt=[first + 1] * 100)
     assert len(whole(core, 2).paths) == 2 and whole(core, 2).tree.tokens == whole(core).tree.tokens

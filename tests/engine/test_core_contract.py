@@ -1,20 +1,11 @@
-"""What every engine core does: run on the real one (with a runner of tags) and on the one in memory."""
+"""What an engine core does for its client: the core with a runner of tags."""
 
 import pytest
-from test_core import core as real_core
+from test_core import core as core_of
 from test_core import request
 
-from cairn.engine.contract import STEP_SIZES, EngineConfig
+from cairn.engine.contract import STEP_SIZES
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from doubles.echo_core import EchoCore
-
-
-@pytest.fixture(params=["real", "echo"])
-def make(request):
-    def build(**config):
-        return real_core(**config) if request.param == "real" else EchoCore(EngineConfig(model="echo", **config))
-
-    return build
 
 
 def outputs_of(core):
@@ -27,8 +18,8 @@ def outputs_of(core):
     raise AssertionError("no end in sight")
 
 
-def test_outputs_end_with_a_reason_a_report_and_timings(make):
-    core = make()
+def test_outputs_end_with_a_reason_a_report_and_timings():
+    core = core_of()
     core.submit(request(max_tokens=5, ignore_eos=True))
     found = outputs_of(core)
     assert sum(len(output.token_ids) for output in found) == 5
@@ -38,24 +29,24 @@ def test_outputs_end_with_a_reason_a_report_and_timings(make):
     assert all(output.cache is None for output in found[:-1])
 
 
-def test_requests_side_by_side_each_end_once(make):
-    core = make()
+def test_requests_side_by_side_each_end_once():
+    core = core_of()
     for name in ("a", "b", "c"):
         core.submit(request(name=name, max_tokens=4, ignore_eos=True))
     found = outputs_of(core)
     assert sorted(output.request_id for output in found if output.finish_reason) == ["a", "b", "c"]
 
 
-def test_a_repeated_prompt_is_cached(make):
-    core = make()
+def test_a_repeated_prompt_is_cached():
+    core = core_of()
     for name in ("a", "b"):
         core.submit(request(name=name, max_tokens=2, ignore_eos=True))
         last = outputs_of(core)[-1]
     assert (last.cache.cached_tokens, last.cache.reason) == (100, "none")
 
 
-def test_aborts_are_silent_and_leave_nothing(make):
-    core = make()
+def test_aborts_are_silent_and_leave_nothing():
+    core = core_of()
     core.submit(request(max_tokens=50, ignore_eos=True))
     core.step()
     core.abort("a")
@@ -65,8 +56,8 @@ def test_aborts_are_silent_and_leave_nothing(make):
     assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
 
 
-def test_refusals_take_nothing(make):
-    core = make(max_waiting=1)
+def test_refusals_take_nothing():
+    core = core_of(max_waiting=1)
     for wrong in ({"prompt": []}, {"prompt": [1 << 40]}, {"prompt": [1] * 100_000}):
         with pytest.raises(InvalidRequest) as caught:
             core.submit(request(**wrong))
@@ -76,8 +67,8 @@ def test_refusals_take_nothing(make):
         core.submit(request(name="b"))
 
 
-def test_several_are_taken_together_or_not_at_all(make):
-    core = make(max_waiting=3)
+def test_several_are_taken_together_or_not_at_all():
+    core = core_of(max_waiting=3)
     together = [request(name=name, max_tokens=2, ignore_eos=True) for name in "ab"]
     for wrong, param in (([request(name="c", prompt=[1 << 40])], "prompt"), ([request(name="c", n=2)], "prompt")):
         with pytest.raises(InvalidRequest) as caught:
@@ -89,8 +80,8 @@ def test_several_are_taken_together_or_not_at_all(make):
     assert {output.request_id for output in outputs_of(core)} == {"a", "b"}
 
 
-def test_counters_only_grow(make):
-    core = make()
+def test_counters_only_grow():
+    core = core_of()
     before = core.stats()
     core.submit(request(max_tokens=3, ignore_eos=True))
     outputs_of(core)
@@ -100,8 +91,8 @@ def test_counters_only_grow(make):
     assert after.audits > before.audits and after.steps > before.steps
 
 
-def test_the_cache_is_emptied_only_when_nothing_is_held(make):
-    core = make()
+def test_the_cache_is_emptied_only_when_nothing_is_held():
+    core = core_of()
     core.submit(request(name="a", max_tokens=5, ignore_eos=True))
     core.step()
     held = core.stats().held_pages
@@ -116,8 +107,8 @@ def test_the_cache_is_emptied_only_when_nothing_is_held(make):
     assert outputs_of(core)[-1].cache.cached_tokens == 0
 
 
-def test_every_step_is_counted_by_its_tokens(make):
-    core = make()
+def test_every_step_is_counted_by_its_tokens():
+    core = core_of()
     core.submit(request(name="a", max_tokens=3, ignore_eos=True))
     outputs_of(core)
     sizes = dict(zip((*STEP_SIZES, "more"), core.stats().step_sizes, strict=True))

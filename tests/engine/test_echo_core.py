@@ -6,7 +6,7 @@ import pytest
 from cairn.engine.contract import EngineConfig, GenerateRequest, Structure
 from cairn.errors import AuditError, ConfigError, ModelError
 from doubles.byte_tokenizer import END_OF_SEQUENCE, ByteTokenizer
-from doubles.echo_core import EchoCore, build_echo_core
+from doubles.echo_core import BYTES_PER_TOKEN, EchoCore, build_echo_core
 from doubles.faults import Faults
 
 FORM = Structure(kind="json", text="{}", field="response_format")
@@ -46,7 +46,7 @@ def test_a_cached_prompt_and_one_that_had_to_give_way_are_echoed_the_same():
     echoing = core()
     assert [answer(echoing, request("hello" * 20))[0] for _ in range(2)] == ["hello" * 20] * 2
     assert echoing.stats().prefix_cache_hits == 100
-    tight = core(block_size=16, kv_cache_memory_bytes=24 * 16 * 1024)
+    tight = core(block_size=16, kv_cache_memory_bytes=24 * 16 * BYTES_PER_TOKEN)
     texts = {"ab" * 50: "", "cd" * 50: ""}
     tight.submit(*(request(text, text[0], ignore_eos=True, max_tokens=180) for text in texts))
     while tight.has_work:

@@ -32,7 +32,7 @@ class RunningServer:
         self.requests = []
         self.code = None
         self.port = None
-        self._config = EngineConfig(**({"model": "echo"} | config))
+        self._config = EngineConfig(**({"model": "echo", "kv_cache_memory_bytes": 128 << 20} | config))
         self._options = ServerOptions(**({"model_name": "echo", "version": "1.2.3", "port": 0} | (options or {})))
         self._tokenizer = tokenizer or ByteTokenizer()
         self._images = images

@@ -1,5 +1,6 @@
 """`kv_transfer_params` through HTTP: what is asked, what comes back, and what is counted of it."""
 
+import itertools
 import json
 
 import httpx
@@ -25,6 +26,7 @@ TEXT = {"prompt": "hello"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 PATHS = [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
 TAKES_PART = KvTransferConfig(port=0)
+SALTS = itertools.count()
 
 
 def events_of(text):
@@ -45,10 +47,19 @@ def port_of(server):
     return int(server.core.info.side_channel.rpartition(":")[2])
 
 
-@pytest.fixture
-def pair(serve):
-    """A server that prefills and one that decodes; both can do both."""
-    return serve(kv_transfer=TAKES_PART), serve(kv_transfer=TAKES_PART)
+@pytest.fixture(scope="module")
+def pair(running_server):
+    """A server that prefills and one that decodes; both can do both. What they are asked has to be `unseen`."""
+    both = running_server(kv_transfer=TAKES_PART), running_server(kv_transfer=TAKES_PART)
+    yield both
+    for server in both:
+        server.drain()
+        assert server.join() == 0
+
+
+def unseen(body):
+    """The same with a cache of its own."""
+    return body | {"cache_salt": f"salt-{next(SALTS)}"}
 
 
 def handed_over_by_one_that_is_gone(serve, path, body):
@@ -77,6 +88,7 @@ def test_a_prompt_is_handed_over(serve, path, body):
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_what_was_handed_over_goes_to_the_engine_as_it_came(pair, path, body):
     prefill, server = pair
+    body = unseen(body)
     params = handed_over(prefill, path, body)
     others = {"not_ours": {"ü": [1.5, 123456789012345678901234567890, None]}, "": "\x7f\u2028"}
     answer = server.post(path, body | {"kv_transfer_params": params | others}).json()
@@ -102,6 +114,7 @@ def test_what_was_handed_over_goes_to_the_engine_as_it_came(pair, path, body):
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_usage_tells_what_the_prefill_server_had_cached(pair, path, body, stream):
     prefill, server = pair
+    body = unseen(body)
     handed_over(prefill, path, body)
     params = handed_over(prefill, path, body)
     body = body | {"kv_transfer_params": params}
@@ -120,8 +133,9 @@ def test_usage_tells_what_the_prefill_server_had_cached(pair, path, body, stream
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(pair, path, body, include_usage):
     prefill, server = pair
+    body = unseen(body)
     params = handed_over(prefill, path, body)
-    body = body | {"stream": True, "return_token_ids": True}
+    body |= {"stream": True, "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}} if include_usage else {}
     answer = server.post(path, body | {"kv_transfer_params": params})
     events = events_of(answer.text)
@@ -313,16 +327,16 @@ def test_a_strangers_proxy(serve, run_app, path, body, stream):
     assert pieces[-1]["cairn"]["cache"]["received_tokens"] == len(at_d.prompt) // 8
 
 
-def test_a_strangers_proxy_passes_refusals_on(pair, run_app):
-    prefill, decode = pair
+def test_a_strangers_proxy_passes_refusals_on(serve, run_app):
+    prefill, decode = (serve(kv_transfer=TAKES_PART) for _ in range(2))
     proxy = run_app(strangers_proxy(prefill.url, decode.url))
     answer = proxy.http.post("/v1/completions", json={"prompt": ""})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt" and decode.requests == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cairns_own_proxy_and_the_second_turn(pair, run_app, stream):
-    prefill, decode = pair
+def test_cairns_own_proxy_and_the_second_turn(serve, run_app, stream):
+    prefill, decode = (serve(kv_transfer=TAKES_PART) for _ in range(2))
     options = ProxyOptions(prefill=(prefill.url,), decode=(decode.url,), version="1")
     proxy = run_app(cairn_proxy(ProxyService(options)))
     turn = [{"role": "user", "content": "hello"}]
