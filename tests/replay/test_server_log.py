@@ -2,10 +2,11 @@
 
 import json
 from base64 import b64encode
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from logged import hits_by_name, layout, logged_hits, replayed
+from logged import LoggedServer, hits_by_name, layout, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
 from cairn.cli import main
@@ -306,3 +307,32 @@ def test_a_log_of_a_server_without_a_cache(tmp_path):
 def test_namespaces_share_nothing(tmp_path):
     trace = read(tmp_path, line(1, range(100)), line(2, range(100), namespace=5), line(3, range(100), namespace=5))
     assert hits_by_name(trace, replayed(trace)) == {"r1": 0, "r2": 0, "r3": 100}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(48, 16), (16, 5), (16, 1), (16, 48)])
+def test_other_blocks_than_the_servers(theirs, ours, tmp_path):
+    """What is hit of answers does not depend on where the server needed pages."""
+    server = LoggedServer(tmp_path / "log", num_pages=4000, sizes=layout(theirs))
+    server.submit("a", range(1000, 1060), max_tokens=150)
+    server.run()
+    keys = server.sequences["a"]
+    for name, prompt in (("b", keys[:205]), ("c", [*keys[:190], 7, 8, 9])):
+        server.submit(name, prompt, max_tokens=20)
+        server.run()
+    server.close()
+    trace = read_trace(tmp_path / "log")
+    trace = replace(trace, header=replace(trace.header, layout=layout(ours)))
+    assert replayed(trace, budget_bytes=4000 * 64).outcome.hits == list(logged_hits(trace).values()) == [0, 192, 128]
+
+
+def test_what_a_preemption_has_cost_is_charged_to_it(tmp_path):
+    """The one that is sent back keeps no state: what goes on from there later has lost it for that reason."""
+    answers = [line(n, range(300 * n, 300 * n + 180), 100, **span(0.1 * n, 4.0, 80)) for n in (1, 2)]
+    again = line(3, range(600, 780), **span(2.5, 9.0, 180))
+    trace = read(tmp_path, *answers, again, header=first_line(layout(16, 1), 24, "junction"))
+    assert replayed(trace, budget_bytes=64 * 100).outcome.lost["preempted"] == 0
+    assert "preempted" in {reason for pages in range(17, 24) for reason in lost(trace, pages)}
+
+
+def lost(trace, pages):
+    return replayed(trace, budget_bytes=64 * pages).outcome.lost
