@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["common_tokens"]
-
 _BLOCK = 8192
 """Key tokens that are compared in one go."""
 

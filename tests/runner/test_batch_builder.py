@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.cache.layout import AttentionGroup
-from cairn.layers.backend import ROW_TILE, TILE
+from cairn.kernels.contract import ROW_TILE, TILE
 from cairn.layers.batch import Mark
 from cairn.runner.batch_builder import BatchPlaces, build_batch
 from cairn.step import Keep, Row

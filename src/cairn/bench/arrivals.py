@@ -5,8 +5,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["arrival_times"]
-
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """Seconds after the start at which each of `count` requests is due, ascending.

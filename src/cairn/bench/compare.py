@@ -13,8 +13,6 @@ from cairn.bench.metrics import METRICS
 from cairn.bench.plots import plot_comparison
 from cairn.errors import ConfigError
 
-__all__ = ["compare", "read_result"]
-
 _MAX_BYTES = 1 << 32
 _WIDTH = 100
 _SAME = ("dataset_name", "dataset", "num_prompts", "seed", "request_rate", "burstiness", "max_concurrency", "model_id")

@@ -11,17 +11,6 @@ import numpy as np
 from cairn.bench.work import Conversation, Speller, Turn, Vocabulary
 from cairn.errors import ConfigError
 
-__all__ = [
-    "Chats",
-    "PrefixRepetition",
-    "RandomPrompts",
-    "ShareGpt",
-    "chats",
-    "prefix_repetition",
-    "random_prompts",
-    "sharegpt",
-]
-
 _MAX_FILE_BYTES = 4 << 30
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024

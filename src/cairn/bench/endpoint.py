@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from cairn.bench.work import Turn
 
-__all__ = ["Endpoint", "Said"]
-
 _ROLES = MappingProxyType({"system": "System", "user": "User", "assistant": "Assistant"})
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from cairn.bench.metrics import METRICS
 
-__all__ = ["DATASETS", "add_bench_flags"]
-
 DATASETS = ("random", "prefix_repetition", "sharegpt", "trace", "chat")
 _MAX_PROMPTS = 1 << 20
 _MAX_TOKENS = 1 << 24

@@ -10,8 +10,6 @@ from cairn.bench.stream import Failure, Outcome, Sender
 from cairn.bench.work import Conversation
 from cairn.types import Clock
 
-__all__ = ["EventLoopPace", "Load", "Pace", "Ran"]
-
 
 class Pace(Clock, Protocol):
     """A clock that can be waited for."""

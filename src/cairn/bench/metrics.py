@@ -10,8 +10,6 @@ import numpy as np
 from cairn.bench.load import Ran
 from cairn.bench.stream import Outcome
 
-__all__ = ["METRICS", "Spread", "Summary", "summary_of"]
-
 METRICS = MappingProxyType(
     {
         "ttft": ("TTFT", "Time to First Token"),

@@ -28,8 +28,6 @@ from cairn.bench.traces import TraceCut, trace_prompts
 from cairn.bench.work import Conversation, Speller, TokenizerSpeller, Vocabulary, Words, spelled
 from cairn.errors import ConfigError
 
-__all__ = ["Material", "Target", "goals_of", "material_of", "open_limit", "pairs_of", "target_of"]
-
 _GOALS = ("ttft", "tpot", "e2el")
 _DEFAULT_PROMPTS = 1000
 _MAX_OPEN = 4096

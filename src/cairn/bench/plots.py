@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["cached_shares", "first_tokens", "plot_cached_share", "plot_comparison", "plot_first_tokens"]
-
 _BINS = 40
 _NO_CACHE = "the server did not say what was cached"
 

@@ -8,8 +8,6 @@ import httpx
 from cairn.bench.load import Pace
 from cairn.errors import CairnError
 
-__all__ = ["first_model", "until_ready"]
-
 _TRY_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 

@@ -11,8 +11,6 @@ from cairn.bench.load import Ran
 from cairn.bench.metrics import METRICS, Summary
 from cairn.errors import ConfigError
 
-__all__ = ["Circumstances", "result_json", "save", "table_lines"]
-
 _WIDTH = 50
 _MAX_EXAMPLES = 1
 

@@ -13,8 +13,6 @@ from httpx_sse import EventSource, SSEError
 from cairn.bench.endpoint import Endpoint
 from cairn.types import Clock
 
-__all__ = ["MAX_ANSWER_BYTES", "Failure", "HttpSender", "Outcome", "Sender"]
-
 MAX_ANSWER_BYTES = 1 << 30
 """Of one answer; a million tokens with all that may stand beside them are less."""
 

@@ -12,8 +12,6 @@ from cairn.bench.work import Conversation, Turn, Vocabulary
 from cairn.errors import ConfigError
 from cairn.trace_rows import TraceBounds, TraceRow, trace_lines, trace_rows
 
-__all__ = ["TraceCut", "trace_prompts"]
-
 _BOUNDS = TraceBounds(lines=1 << 24, unit=1 << 20, tokens=1 << 26, ids=1 << 40)
 # Odd 64-bit constants of splitmix64 (Steele, Lea, Flood 2014).
 _STEP = np.uint64(0x9E3779B97F4A7C15)

@@ -12,8 +12,6 @@ from cairn.cache.placement import Wanted
 from cairn.cache.residents import Residents
 from cairn.types import Pages
 
-__all__ = ["Admission"]
-
 FIRST_WAYS = MappingProxyType({Kind.ANSWER_END: (0,), Kind.PROMPT_END: (0, 1)})
 """How many ways on there may be from a new checkpoint; from others one."""
 

@@ -15,8 +15,6 @@ import numpy as np
 from cairn.cache.key_run import WIDE
 from cairn.cache.lease import Namespace
 
-__all__ = ["DIGEST_BYTES", "BlockNames", "Contents", "KeyName", "block_hash", "next_digest", "root_digest"]
-
 DIGEST_BYTES = 32
 
 

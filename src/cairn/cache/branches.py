@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from cairn.step import GRID
 
-__all__ = ["BranchDistances"]
-
 WINDOW = 512
 """Branches that are remembered."""
 

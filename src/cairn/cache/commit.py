@@ -10,8 +10,6 @@ from cairn.cache.residents import Residents
 from cairn.cache.tree import Node
 from cairn.step import GRID
 
-__all__ = ["TreeWriter"]
-
 
 @dataclass(frozen=True, slots=True)
 class TreeWriter:

@@ -10,8 +10,6 @@ from cairn.step import GRID
 if TYPE_CHECKING:
     from cairn.cache.prefix_cache import PrefixCache
 
-__all__ = ["Situation", "cure"]
-
 _GIB = 1 << 30
 
 

@@ -21,8 +21,6 @@ from cairn.cache.key_run import WIDE
 from cairn.cache.lease import Namespace
 from cairn.cache.tree import Node, last_keys
 
-__all__ = ["AllBlocksCleared", "BlockEvents", "BlockRemoved", "BlockStored", "Event", "TreeObserver"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:

@@ -8,8 +8,6 @@ from cairn.cache.pages import PagePool
 from cairn.cache.residents import Residents
 from cairn.step import PageCopy
 
-__all__ = ["Growth"]
-
 
 @dataclass(frozen=True, slots=True)
 class Growth:

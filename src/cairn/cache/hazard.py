@@ -7,8 +7,6 @@ beginnings. A row knows hits and time at risk by age. What a row has not seen en
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Class", "HazardTable"]
-
 Class = tuple[int, ...]
 
 BINS = 34

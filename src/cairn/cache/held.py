@@ -9,8 +9,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.tree import Node
 from cairn.types import Clock
 
-__all__ = ["HELD_SHARE", "HeldCheckpoints"]
-
 HELD_SHARE = 0.25
 """Most of the pool that held checkpoints may keep, with the keys and values below them: what is held is of no use to
 other clients, and a pool full of it would leave the eviction policy nothing to choose from."""

@@ -10,8 +10,6 @@ from cairn.cache.pages import PagePool
 from cairn.cache.tree import Node
 from cairn.types import Pages
 
-__all__ = ["Holders"]
-
 
 @dataclass(frozen=True, slots=True)
 class Holders:

@@ -15,8 +15,6 @@ from cairn.cache.lease import Lease, Namespace
 from cairn.cache.reasons import Reason
 from cairn.types import Clock
 
-__all__ = ["Interval", "Journal", "LostPrefix", "PrefixNames", "Visit"]
-
 INTERVAL_SECONDS = 10.0
 NAMED_TOKENS = 64
 """How many of its last tokens name a prefix, besides its length."""

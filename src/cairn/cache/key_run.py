@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from cairn.keys import common_tokens
 from cairn.types import Keys
 
-__all__ = ["NARROW", "WIDE", "Sought", "common_prefix", "widen"]
-
 NARROW, WIDE = 4, 8
 _NARROW_TOKENS = np.iinfo(np.int32)
 

@@ -23,8 +23,6 @@ from cairn.cache.view import (
     VisitView,
 )
 
-__all__ = ["look"]
-
 _STONES = 8
 """Most checkpoints of one path that are shown one by one."""
 _MAX_LOST = 20

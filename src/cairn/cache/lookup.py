@@ -15,8 +15,6 @@ from cairn.cache.tree import Node, Walk, path_pages, walk
 from cairn.keys import common_tokens
 from cairn.types import Keys
 
-__all__ = ["Acceptance", "Finder", "missed"]
-
 _MAX_COMPARED = 1 << 19
 """Most tokens of running requests that one lookup compares."""
 

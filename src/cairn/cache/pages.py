@@ -5,8 +5,6 @@ from numpy.typing import NDArray
 
 from cairn.types import Pages
 
-__all__ = ["PagePool"]
-
 
 class PagePool:
     """`num_pages` interchangeable pages. A page is free exactly when its count is 0.

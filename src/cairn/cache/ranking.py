@@ -10,8 +10,6 @@ from cairn.cache.reuse import Lineage, Reuse, ReuseBook
 from cairn.cache.tree import Node
 from cairn.types import Clock
 
-__all__ = ["Ranking", "pages_freed"]
-
 DOUBT = 3
 """What is new is given a chance: it is not taken if even so many times its worth is less than that of what would go. A
 place that statistics alone have named is taken at what they say."""

@@ -19,8 +19,6 @@ from cairn.cache.runs import Runs
 from cairn.cache.tree import Node
 from cairn.types import Clock, Pages, SystemClock
 
-__all__ = ["Residents"]
-
 
 class Residents:
     """Nodes, checkpoints and ghosts: `runs` has the books of the nodes, `ranking` the order of the checkpoints.

@@ -18,8 +18,6 @@ from cairn.cache.hazard import Class, HazardTable
 if TYPE_CHECKING:
     from cairn.cache.tree import Node
 
-__all__ = ["NO_LINEAGE", "Lineage", "Reuse", "ReuseBook"]
-
 LEAST_INTERVAL = 16
 """Requests between two looks at the statistics, at least."""
 

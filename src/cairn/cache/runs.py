@@ -15,8 +15,6 @@ from cairn.cache.reuse import ReuseBook
 from cairn.cache.tree import Node, split
 from cairn.types import Pages
 
-__all__ = ["Runs"]
-
 
 class Runs:
     """The nodes of all namespaces, the references they hold on pages, and the ghosts among them.

@@ -14,8 +14,6 @@ from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
 from cairn.cache.tree import Node
 
-__all__ = ["Columns", "Numbers", "Stone", "Survey"]
-
 Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 _SLICE = 1024

@@ -23,8 +23,6 @@ from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
 from cairn.types import Keys, Pages
 
-__all__ = ["Node", "Walk", "last_keys", "path_pages", "split", "walk"]
-
 
 class Node:
     """One run of key tokens. `raw` is their bytes, as `cairn.cache.key_run` has them.

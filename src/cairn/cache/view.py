@@ -9,19 +9,6 @@ trees the heaviest paths are shown one by one, and what lies below them as sums.
 
 from dataclasses import dataclass
 
-__all__ = [
-    "MAX_SHOWN",
-    "CacheView",
-    "CheckpointView",
-    "Folded",
-    "IntervalView",
-    "LostView",
-    "PathView",
-    "PoolView",
-    "TreeView",
-    "VisitView",
-]
-
 MAX_SHOWN = 5000
 """Most paths that a view shows one by one."""
 

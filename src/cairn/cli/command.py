@@ -16,8 +16,6 @@ from cairn.errors import CairnError, ConfigError
 if TYPE_CHECKING:
     from cairn.engine.contract import TextTokenizer
 
-__all__ = ["main"]
-
 # Written out: to import them would load torch for every --help.
 _MADE_FAMILIES = "nemotron_h, qwen3_5, qwen3_5_moe, qwen3_5_vl, granitemoehybrid, falcon_h1, lfm2, qwen3"
 

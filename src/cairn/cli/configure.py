@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from cairn.server.options import ImageOptions, ServerOptions
     from cairn.settings import ServeSettings
 
-__all__ = ["engine_config", "proxy_options", "server_options"]
-
 
 def engine_config(settings: "ServeSettings") -> "EngineConfig":
     from cairn.engine.contract import EngineConfig

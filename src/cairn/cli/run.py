@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from cairn.server.run import HttpServer
     from cairn.settings import ServeSettings
 
-__all__ = ["load_model_tokenizer", "run_proxy", "run_server", "warn"]
-
 logger = logging.getLogger("cairn.cli")
 
 

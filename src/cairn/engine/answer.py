@@ -5,8 +5,6 @@ from cairn.engine.contract import GenerateRequest, TextStream
 from cairn.engine.kv_transfer import Terms
 from cairn.engine.stop_strings import StopStrings
 
-__all__ = ["GrowingAnswer"]
-
 _BAD_GATEWAY = 502
 """The status of an answer that failed because another server did."""
 

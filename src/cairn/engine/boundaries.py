@@ -8,8 +8,6 @@ from cairn.engine.chat_template import TextEnds
 from cairn.engine.contract import Breakpoint
 from cairn.types import Boundary, BoundaryKind
 
-__all__ = ["list_boundaries", "place_boundaries"]
-
 _RANK: Mapping[BoundaryKind, int] = MappingProxyType(
     {"system_end": 0, "message_end": 1, "image_end": 2, "breakpoint": 3}
 )

@@ -36,8 +36,6 @@ from cairn.transfer.staging import Staging
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
 
-__all__ = ["MakeLink", "RankMemory", "build_transfer", "nixl_link", "rank_worker"]
-
 _MAX_SECRET = 4096
 _DESCRIBE_SECONDS = 60.0
 _LOOK_SECONDS = 0.001

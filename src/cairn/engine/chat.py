@@ -13,8 +13,6 @@ from typing import Any
 from cairn.engine.contract import Breakpoint, Pixels, TemplateValue
 from cairn.errors import InvalidRequest
 
-__all__ = ["Chat", "Mark", "Message", "behind_last_mark", "first_turn", "marked", "pictures", "plain", "unmarked"]
-
 Message = dict[str, Any]
 
 SYSTEM_ROLES = ("system", "developer")

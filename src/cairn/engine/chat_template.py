@@ -17,8 +17,6 @@ from cairn.engine.chat import Chat, Mark, Message, behind_last_mark, first_turn,
 from cairn.engine.contract import Breakpoint
 from cairn.errors import InvalidRequest
 
-__all__ = ["MAX_RENDERINGS", "ChatTemplate", "TextEnds"]
-
 MAX_RENDERINGS = 12
 """Most renderings of one chat: itself, its marked copy, its beginnings."""
 

@@ -7,8 +7,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from cairn.step import TokenMask
 
-__all__ = ["GrammarConstraint", "limits"]
-
 
 def limits() -> LLParserLimits:
     """What compiling a grammar and one step of it may take: some tens of milliseconds, and 40 MB of lexer states."""

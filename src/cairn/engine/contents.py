@@ -17,8 +17,6 @@ from cairn.errors import InvalidRequest
 from cairn.step import Image
 from cairn.types import Keys
 
-__all__ = ["DIGEST_BYTES", "ImageKeys"]
-
 DIGEST_BYTES = 32
 _MAX_IMAGES = 1 << 16
 

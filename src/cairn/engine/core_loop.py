@@ -27,8 +27,6 @@ from cairn.engine.wire import (
 from cairn.errors import RequestError
 from cairn.types import Clock, SystemClock
 
-__all__ = ["CoreLink", "run_core"]
-
 _IDLE_SECONDS = 1.0
 _SETTLE_SECONDS = 0.05
 _MESSAGES_PER_TURN = 256

@@ -13,8 +13,6 @@ from cairn.scheduler.request import Request
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
 
-__all__ = ["cache_report", "engine_stats", "timings", "with_images"]
-
 
 def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int, audits: int) -> EngineStats:
     """Counters since the start, and gauges of this moment."""

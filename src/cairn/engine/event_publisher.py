@@ -22,8 +22,6 @@ from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Even
 from cairn.engine.contract import KvEventsConfig
 from cairn.errors import ConfigError
 
-__all__ = ["EventPublisher", "encode_event"]
-
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_MS = 100
 """How long a batch or a replay request may wait for the thread."""

@@ -9,8 +9,6 @@ from cairn.engine.contract import GenerateRequest
 from cairn.engine.grammars import Grammars
 from cairn.errors import InvalidRequest, RequestError
 
-__all__ = ["Forming", "Forms"]
-
 Forms: TypeAlias = dict[str, GrammarConstraint]
 """A request's id -> what holds its answer to a form."""
 

@@ -14,8 +14,6 @@ from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.types import Clock, SystemClock
 
-__all__ = ["GrammarCheck"]
-
 _COMMAND = (sys.executable, "-P", "-m", "cairn.engine.grammar_worker")
 _SECONDS = 5.0
 _START_SECONDS = 30.0

@@ -16,8 +16,6 @@ from cairn.engine.contract import Structure
 from cairn.engine.structure import grammar_of, refusal
 from cairn.errors import InvalidRequest
 
-__all__ = ["byte_tokenizer", "main", "reason_against"]
-
 _MAX_BYTES = 2 << 30
 
 

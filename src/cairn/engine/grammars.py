@@ -13,8 +13,6 @@ from cairn.engine.structure import grammar_of, refusal
 from cairn.errors import InvalidRequest, Overloaded, RequestError
 from cairn.types import Clock
 
-__all__ = ["Compiled", "Grammars"]
-
 _KEPT = 64
 _AT_ONCE = 2
 _SECONDS = 30.0

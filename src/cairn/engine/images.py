@@ -17,8 +17,6 @@ from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.tensor_headers import read_json
 from cairn.types import Boundary
 
-__all__ = ["ImagePrompts"]
-
 TokenText = Callable[[int], str | None]
 """The text of a token id, None for an id that the tokenizer does not know."""
 

@@ -20,8 +20,6 @@ from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers
 from cairn.transfer.params import HINT, RemoteDecode, RemotePrefill, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 
-__all__ = ["KvTransfer", "Terms", "report", "terms_of"]
-
 _NAME = "kv_transfer_params"
 
 

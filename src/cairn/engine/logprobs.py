@@ -7,8 +7,6 @@ import numpy as np
 
 from cairn.step import Logprobs
 
-__all__ = ["TokenLogprobs", "packed"]
-
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of probabilities before any transform, for n tokens. `token_ids`: int32 [n, width], the token itself

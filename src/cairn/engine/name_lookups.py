@@ -5,8 +5,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-__all__ = ["NameLookups"]
-
 _MAX_OPEN = 16
 
 

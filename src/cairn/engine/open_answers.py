@@ -15,8 +15,6 @@ from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.types import RequestId
 
-__all__ = ["OpenAnswers"]
-
 
 class OpenAnswers:
     """Those of one scheduler's requests, which it ends at stop strings, and where their form does. `transfer`: the way

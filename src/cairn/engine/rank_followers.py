@@ -30,8 +30,6 @@ from cairn.errors import CairnError, ConfigError, EngineDead
 from cairn.step import StepPlan
 from cairn.types import Clock
 
-__all__ = ["Follower", "Followers", "RankDeadlines"]
-
 _LOOK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 0.5
 

@@ -20,8 +20,6 @@ from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.ranks import RankServant
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
-__all__ = ["RankSockets", "rank_service", "serve_rank"]
-
 _QUEUED_FRAMES = 4096
 _FRAMES_PER_TURN = 256
 _READING_MILLISECONDS = 1

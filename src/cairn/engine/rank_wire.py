@@ -31,23 +31,6 @@ from cairn.step import (
 )
 from cairn.types import Pages, SamplingParams
 
-__all__ = [
-    "Hello",
-    "PlanFrame",
-    "RankConfig",
-    "RankFailed",
-    "RankReady",
-    "RankRefused",
-    "RankService",
-    "StepDone",
-    "ToRankZero",
-    "frame_of_plan",
-    "frames_of_config",
-    "frames_of_plans",
-    "frames_to_rank_zero",
-    "plan_of_frame",
-]
-
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

@@ -42,8 +42,6 @@ from cairn.step import StepPlan
 if TYPE_CHECKING:
     from cairn.runner.runner import Observe, Runner
 
-__all__ = ["RankPlace", "ServiceFactory", "build_rank", "follow", "main"]
-
 _CONFIG_SECONDS = 60.0
 _LINGER_SECONDS = 2.0
 

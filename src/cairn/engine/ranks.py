@@ -28,8 +28,6 @@ from cairn.types import Clock, SystemClock
 if TYPE_CHECKING:
     from cairn.runner.runner import Observe, Runner
 
-__all__ = ["RankDeadlines", "RankedRunner", "build_ranked"]
-
 
 class RankedRunner:
     """Implements `StepRunner` for all ranks together. One thread only.

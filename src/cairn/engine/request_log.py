@@ -23,8 +23,6 @@ from cairn.scheduler.request import Request
 from cairn.step import GRID, Row
 from cairn.types import Boundary, Clock, Keys
 
-__all__ = ["EntrySink", "LogEntry", "RequestLog", "StepTimes", "reported"]
-
 _NANOSECOND = 1e-9
 
 

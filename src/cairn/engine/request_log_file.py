@@ -16,8 +16,6 @@ from typing import Protocol
 from cairn.engine.request_log import LogEntry
 from cairn.errors import ConfigError
 
-__all__ = ["LineMaker", "LogFile"]
-
 MAX_ENTRIES = 1024
 MAX_TOKENS = 1 << 24
 """What may wait for the thread: requests, and tokens of theirs (8 bytes each)."""

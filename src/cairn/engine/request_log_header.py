@@ -15,8 +15,6 @@ from cairn.engine.request_log_lines import LogLines
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.types import Clock
 
-__all__ = ["open_log"]
-
 VERSION = 2
 UNIT = 64
 """Tokens of a block hash."""

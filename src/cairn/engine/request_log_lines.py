@@ -25,8 +25,6 @@ import numpy as np
 from cairn.cache.lease import Namespace
 from cairn.engine.request_log import LogEntry, reported
 
-__all__ = ["LogLines"]
-
 BLOCK_HASH_BITS = 52
 """Every reader of JSON keeps them."""
 

@@ -18,8 +18,6 @@ from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.types import RequestId, SamplingParams
 
-__all__ = ["answers_to", "check_sampling", "check_token_ids", "sampling_params", "seed_of"]
-
 _INT64 = 1 << 63
 _MAX_WORD_TOKENS = 1088
 """A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""

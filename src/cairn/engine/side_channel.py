@@ -33,8 +33,6 @@ from cairn.transfer.peers import is_loopback
 from cairn.transfer.unresponsive_peers import Address
 from cairn.types import Clock
 
-__all__ = ["Channel", "ChannelLimits", "Incoming", "SideChannel"]
-
 _BACKLOG = 1024
 _ACCEPTS_PER_TURN = 32
 _PAUSE_SECONDS = 0.5

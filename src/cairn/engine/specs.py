@@ -17,8 +17,6 @@ from cairn.scheduler.request import Spec
 from cairn.step import Image
 from cairn.types import Keys, RequestId
 
-__all__ = ["SpecMaker"]
-
 
 class SpecMaker:
     """Knows the model's vocabulary, and draws the seeds of requests that name none from `seed`. `image_keys`: None for

@@ -7,8 +7,6 @@ import msgspec
 from cairn.engine.contract import STEP_SIZES, EngineStats
 from cairn.step import StepPlan
 
-__all__ = ["StepSizes", "tokens_of"]
-
 
 def tokens_of(plan: StepPlan) -> int:
     """Tokens that go through the model, and those that are drawn without."""

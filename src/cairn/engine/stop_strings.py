@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["StopStrings"]
-
 
 class StopStrings:
     """Gives out an answer's text as far as it is certain that no stop string has begun in it. `include`: the stop

@@ -16,8 +16,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest
 
-__all__ = ["MAX_CALLS", "MAX_CHOICES", "MAX_DEPTH", "MAX_TEXT", "grammar_of", "refusal"]
-
 MAX_TEXT = 1 << 19
 """Characters of a schema, a regular expression, or whatever else is asked for."""
 

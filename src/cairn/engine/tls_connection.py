@@ -14,8 +14,6 @@ from collections import deque
 
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
-__all__ = ["UNPROVED_BYTES", "ConnectionLost", "TlsConnection"]
-
 UNPROVED_BYTES = 16 << 10
 
 _READ_BYTES = 64 << 10

@@ -5,8 +5,6 @@ import re
 
 from tokenizers import Tokenizer
 
-__all__ = ["TokenSpelling"]
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 

@@ -16,8 +16,6 @@ from cairn.transfer.links.contract import Link
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 
-__all__ = ["TransferLoop"]
-
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
 _LINGERING_SECONDS = 0.05

@@ -18,8 +18,6 @@ from cairn.transfer.params import remote_request_id
 from cairn.transfer.wire import NONCE_BYTES
 from cairn.types import Pages
 
-__all__ = ["Abort", "Answer", "Command", "MakeOffer", "StartPull", "TransferPort", "Withdraw"]
-
 
 @dataclass(frozen=True, slots=True)
 class MakeOffer:

@@ -8,8 +8,6 @@ from tokenizers import Tokenizer
 
 from cairn.engine.tokenizer import MARKS
 
-__all__ = ["grammar_tokenizer"]
-
 
 def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """llguidance's tokenizer for the `tokenizer.json` given as text and a model of `vocab_size` logits. Takes a second

@@ -5,8 +5,6 @@ import socket
 
 import zmq
 
-__all__ = ["Waker"]
-
 
 class Waker:
     """A pipe to oneself. The thread that polls owns everything but `wake`."""

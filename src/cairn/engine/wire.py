@@ -36,33 +36,6 @@ from cairn.errors import (
 )
 from cairn.types import Keys
 
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "Abort",
-    "CacheQuery",
-    "CacheReply",
-    "Fatal",
-    "Frames",
-    "FromCore",
-    "Outputs",
-    "Ready",
-    "Refusal",
-    "Refused",
-    "Reset",
-    "ResetReply",
-    "Shutdown",
-    "StatsQuery",
-    "StatsReply",
-    "Submit",
-    "ToCore",
-    "check_request",
-    "config_frames",
-    "frames_from_core",
-    "frames_to_core",
-    "key_tokens",
-    "transfer_params",
-]
-
 MAX_FRAME_BYTES = 64 << 20
 """No frame is larger; sockets refuse one that claims to be. Room for a prompt of eight million tokens."""
 

@@ -33,8 +33,6 @@ from cairn.engine.wire import (
 )
 from cairn.errors import ConfigError, EngineDead
 
-__all__ = ["load_factory", "main"]
-
 _CONFIG_SECONDS = 60.0
 _SEND_SECONDS = 60.0
 _LINGER_SECONDS = 2.0

@@ -5,8 +5,6 @@ import ipaddress
 
 from starlette.types import Scope
 
-__all__ = ["client_address", "client_id", "note_api_key"]
-
 _SCOPE_KEY = "cairn.client"
 
 

@@ -13,8 +13,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.failures import error_body
 
-__all__ = ["Connection", "ConnectionDeadlines", "ConnectionLimit"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionDeadlines:

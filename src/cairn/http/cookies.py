@@ -2,8 +2,6 @@
 
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
-__all__ = ["no_cookies"]
-
 
 def no_cookies() -> CookieJar:
     """A jar that refuses every cookie. httpx has no switch for that, and would send what one user's answer has set with

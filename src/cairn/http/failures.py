@@ -7,8 +7,6 @@ from starlette.responses import Response
 
 from cairn.errors import RequestError
 
-__all__ = ["ClientGone", "error_body", "error_content", "error_response", "failed", "internal_error", "retry_headers"]
-
 
 class ClientGone(Exception):
     """The client has closed the connection before its answer was there. Nobody is left to be told."""

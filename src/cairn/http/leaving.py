@@ -8,8 +8,6 @@ from starlette.types import Receive
 
 from cairn.http.failures import ClientGone
 
-__all__ = ["unless_gone"]
-
 Result = TypeVar("Result")
 
 

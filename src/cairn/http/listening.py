@@ -14,8 +14,6 @@ import uvicorn
 from cairn.errors import ConfigError
 from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
 
-__all__ = ["first_of", "listen", "raise_descriptor_limit", "until_started", "web_server"]
-
 _FLUSH_SECONDS = 5
 _STARTED_POLL_SECONDS = 0.01
 _MAX_CONNECTIONS = 8192

@@ -19,8 +19,6 @@ from cairn.errors import InvalidRequest, RequestError
 from cairn.http.clients import note_api_key
 from cairn.http.failures import ClientGone, error_response, failed, internal_error
 
-__all__ = ["ApiKey", "BodyLimit", "BugShield", "GateKeeper", "HeadLimit", "Places", "RequestIds"]
-
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ from contextlib import suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["UnreadBodies"]
-
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 16 << 20
 

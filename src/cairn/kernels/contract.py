@@ -15,8 +15,6 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-__all__ = ["ROW_TILE", "TILE", "Kernels", "Tiles"]
-
 TILE: Final = 64
 """Rows of a prefill tile and tokens of a chunk of the chunked scan."""
 

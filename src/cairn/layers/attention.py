@@ -10,8 +10,6 @@ from cairn.layers.batch import Batch
 from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory
 
-__all__ = ["PagedAttention", "attend"]
-
 
 def attend(
     kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], batch: Batch, memory: Memory, layer: int, group: int = 0

@@ -3,9 +3,7 @@
 from typing import Literal
 
 from cairn.kernels import cpu, reference
-from cairn.kernels.contract import ROW_TILE, TILE, Kernels
-
-__all__ = ["ROW_TILE", "TILE", "Backend", "Kernels", "kernels_of"]
+from cairn.kernels.contract import Kernels
 
 Backend = Literal["cpu", "reference"]
 

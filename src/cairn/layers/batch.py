@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Batch", "GroupBatch", "Mark", "Span", "Vectors"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mark:

@@ -9,8 +9,6 @@ from torch import Tensor
 from cairn.layers.batch import Batch
 from cairn.layers.memory import Memory
 
-__all__ = ["Mixer", "Parallel", "Scaled"]
-
 Mixer = Callable[[Tensor, Batch, Memory], Tensor]
 """[rows, hidden] -> the rank's partial sum of [rows, hidden], a new tensor."""
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ALONE", "Alone", "Communicator"]
-
 
 class Communicator(Protocol):
     """One rank's line to the others. All ranks make the same calls in the same order, with tensors of one shape.

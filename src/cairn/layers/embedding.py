@@ -8,8 +8,6 @@ from torch import Tensor
 
 from cairn.layers.communicator import Communicator
 
-__all__ = ["Embedding", "SpreadEmbedding", "TokenVectors"]
-
 
 class TokenVectors(Protocol):
     """Token ids to vectors."""

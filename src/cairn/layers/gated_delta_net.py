@@ -11,8 +11,6 @@ from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, RecurrentLayer
 from cairn.layers.norms import RMSNorm
 
-__all__ = ["DeltaShape", "DeltaWeights", "GatedDeltaNet"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:

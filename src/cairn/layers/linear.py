@@ -8,8 +8,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import ROW_TILE, Kernels, Tiles
 
-__all__ = ["Linear", "Projection", "ScaledLinear"]
-
 
 class Projection(Protocol):
     """A matrix product, and what a family does to its result before anybody sees it."""

@@ -11,8 +11,6 @@ from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory, RecurrentLayer
 from cairn.layers.norms import GatedNorm
 
-__all__ = ["Mamba2", "Mamba2Shape", "Mamba2Weights"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AttentionSpec", "ConvPart", "Memory", "MemorySpec", "PagedLayer", "RecurrentLayer", "RecurrentSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:

@@ -8,8 +8,6 @@ from cairn.layers.batch import Batch
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory
 
-__all__ = ["SquaredReluMLP"]
-
 
 @dataclass(frozen=True, slots=True)
 class SquaredReluMLP:

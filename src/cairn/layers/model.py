@@ -10,8 +10,6 @@ from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
 
-__all__ = ["Model"]
-
 
 class Model(Protocol):
     """A causal language model that runs flattened batches. `exact`: it computes in fixed shapes, so that a row's bits

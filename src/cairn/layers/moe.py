@@ -11,8 +11,6 @@ from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory
 from cairn.layers.mlp import SquaredReluMLP
 
-__all__ = ["MixtureOfExperts", "Router"]
-
 
 @dataclass(frozen=True, slots=True)
 class Router:

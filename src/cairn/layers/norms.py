@@ -9,8 +9,6 @@ from torch import Tensor
 from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import Communicator
 
-__all__ = ["GatedNorm", "GatedRMSNorm", "RMSNorm", "SpreadGatedRMSNorm"]
-
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:

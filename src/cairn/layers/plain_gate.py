@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import Kernels
 
-__all__ = ["PlainGate"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlainGate:

@@ -16,8 +16,6 @@ from torch import Tensor
 from cairn.errors import EngineDead
 from cairn.layers.rank_sum import sum_in_order
 
-__all__ = ["GatherGroup", "ProcessRank", "gloo_rank"]
-
 
 class GatherGroup(Protocol):
     """What is asked of a torch process group, whatever its backend. Its operations time out by themselves."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["sum_in_order"]
-
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """((parts[0] + parts[1]) + parts[2]) + ..., in float32 or wider, rounded to their dtype once."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import TILE
 
-__all__ = ["Rotary", "Rotation", "make_rotary"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rotation:

@@ -12,8 +12,6 @@ from cairn.layers.memory import Memory
 from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import Rotary
 
-__all__ = ["HeadNormedLinear", "RotaryAttention"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadNormedLinear:

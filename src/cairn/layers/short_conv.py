@@ -13,8 +13,6 @@ from cairn.layers.batch import Batch
 from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory
 
-__all__ = ["ShortConv"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:

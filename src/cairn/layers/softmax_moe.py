@@ -11,8 +11,6 @@ from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory
 from cairn.layers.swiglu import SwiGLU
 
-__all__ = ["GatedSharedExpert", "SoftmaxMixture", "SoftmaxRouter"]
-
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxRouter:

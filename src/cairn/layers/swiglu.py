@@ -9,8 +9,6 @@ from cairn.layers.batch import Batch
 from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory
 
-__all__ = ["SwiGLU"]
-
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:

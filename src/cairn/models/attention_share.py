@@ -9,8 +9,6 @@ from cairn.layers.memory import AttentionSpec
 from cairn.models.cut import Run, Share, deal
 from cairn.models.layer_sizes import LayerSizes
 
-__all__ = ["AttentionShare", "AttentionSizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionShare:

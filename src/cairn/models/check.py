@@ -10,11 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
-from cairn.models.loader import Accounting, DType, account, read_headers
+from cairn.models.loader import Accounting, DType, account
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
 from cairn.models.registry import OpenModel, open_model
-
-__all__ = ["CheckReport", "CheckSettings", "check", "render"]
+from cairn.models.tensor_headers import read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 

@@ -16,22 +16,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from cairn.errors import ModelError
 
-__all__ = [
-    "MAX_LAYERS",
-    "Fields",
-    "boolean",
-    "facts_of",
-    "integer",
-    "interval",
-    "layer_kinds",
-    "number",
-    "numbers",
-    "only",
-    "other",
-    "read",
-    "token_ids",
-]
-
 MAX_LAYERS = 512
 
 

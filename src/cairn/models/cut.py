@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from cairn.errors import ConfigError
 
-__all__ = ["Cut", "Run", "Share", "Units", "check_rank", "deal", "even", "rows_of"]
-
 Run = tuple[int, int]
 """Entries [begin, end)."""
 

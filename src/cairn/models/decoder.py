@@ -14,8 +14,6 @@ from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
 from cairn.layers.norms import RMSNorm
 
-__all__ = ["Decoder", "Layer"]
-
 Layer = tuple[RMSNorm, Mixer]
 
 

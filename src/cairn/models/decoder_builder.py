@@ -39,8 +39,6 @@ from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.rank_weights import RankWeights
 from cairn.models.short_conv_share import ShortConvSizes
 
-__all__ = ["DecoderBuilder", "Execution", "shapes_of"]
-
 Build = Callable[[Any, "DecoderBuilder"], Decoder]
 Matrices = tuple[torch.Tensor, ...]
 """One for each expert."""

@@ -9,8 +9,6 @@ from cairn.layers.norms import RMSNorm
 from cairn.models.delta_net_share import DeltaNetShare, DeltaNetSizes
 from cairn.models.rank_weights import RankWeights
 
-__all__ = ["build_delta_net"]
-
 
 def build_delta_net(weights: RankWeights, name: str, sizes: DeltaNetSizes, layer: int) -> GatedDeltaNet:
     """`layer` counts the model's recurrent layers. Raises ConfigError as `DeltaNetSizes.share` does, and whatever the

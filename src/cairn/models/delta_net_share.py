@@ -9,8 +9,6 @@ from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.cut import Run, Share, deal
 from cairn.models.layer_sizes import LayerSizes
 
-__all__ = ["DeltaNetShare", "DeltaNetSizes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetSizes(LayerSizes):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ModelError
-from cairn.models.config_schema import Fields, boolean, integer, number, numbers, only, other
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, number, numbers, only, other
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
+from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config, expanded
 from cairn.models.mamba2_share import Mamba2Sizes
@@ -17,8 +17,6 @@ from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 if TYPE_CHECKING:
     from cairn.models.decoder import Decoder, Layer
     from cairn.models.decoder_builder import DecoderBuilder
-
-__all__ = ["FAMILY", "RECIPE", "FalconH1Config"]
 
 
 def _normed(given: Fields, name: str, found: Any) -> bool:

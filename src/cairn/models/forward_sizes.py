@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ForwardSizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardSizes:

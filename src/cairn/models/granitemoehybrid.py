@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cairn.models.config_schema import integer, layer_kinds, number, only
+from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number, only
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, rope_theta
+from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import ExpertSizes, LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from cairn.layers.blend import Mixer
     from cairn.models.decoder import Decoder, Layer
     from cairn.models.decoder_builder import DecoderBuilder
-
-__all__ = ["FAMILY", "RECIPE", "GraniteConfig"]
 
 MAMBA, ATTENTION = "mamba", "attention"
 

@@ -11,8 +11,6 @@ from cairn.models.quantization import Quantization
 from cairn.models.stored import consumed, stored
 from cairn.models.tensor_headers import read_headers
 
-__all__ = ["weights_identity"]
-
 _IDENTITY = b"cairn/weights/1"
 _SAMPLE_BYTES = 64
 _SAMPLES = 8

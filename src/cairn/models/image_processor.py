@@ -15,8 +15,6 @@ from pathlib import Path
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.tensor_headers import read_json
 
-__all__ = ["FILE", "Grid", "ImageProcessor"]
-
 Grid = tuple[int, int, int]
 """Patches in time, height and width."""
 

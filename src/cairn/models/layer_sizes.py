@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from cairn.layers.memory import AttentionSpec, RecurrentSpec
 from cairn.models.cut import Run, even
 
-__all__ = ["ExpertSizes", "FeedForwardSizes", "LayerSizes"]
-
 
 class LayerSizes:
     """A kind of layer. Counts are of one layer of the whole model."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cairn.models.config_schema import Fields, boolean, integer, layer_kinds, number, other
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, other
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
+from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.short_conv_share import ShortConvSizes
@@ -16,8 +16,6 @@ from cairn.models.short_conv_share import ShortConvSizes
 if TYPE_CHECKING:
     from cairn.models.decoder import Decoder, Layer
     from cairn.models.decoder_builder import DecoderBuilder
-
-__all__ = ["FAMILY", "RECIPE", "Lfm2Config"]
 
 CONV, ATTENTION = "conv", "full_attention"
 

@@ -21,17 +21,6 @@ from cairn.models.served_dtype import ServedDType, served_dtype
 from cairn.models.stored import FP8, Stored, consumed, dequantized, scale_problem, stored
 from cairn.models.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 
-__all__ = [
-    "Accounting",
-    "DType",
-    "TensorHeader",
-    "WeightReader",
-    "account",
-    "read_config",
-    "read_headers",
-    "serving_dtype",
-]
-
 DType = Literal["auto", "float32", "bfloat16"]
 
 _TORCH_DTYPES: Mapping[ServedDType, torch.dtype] = MappingProxyType(

@@ -24,8 +24,6 @@ from cairn.models.families import family_of
 from cairn.models.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
 from cairn.models.recipe import SIZES, Asked, Recipe, Size
 
-__all__ = ["MADE_FAMILIES", "RECIPES", "SIZES", "drawn", "make_model"]
-
 SavedDType = Literal["float32", "bfloat16"]
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(

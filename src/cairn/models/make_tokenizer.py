@@ -12,8 +12,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from cairn.errors import ModelError
 
-__all__ = ["CHAT_TEMPLATE", "END_OF_MESSAGE", "END_OF_TEXT", "make_tokenizer"]
-
 END_OF_TEXT, START_OF_MESSAGE, END_OF_MESSAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, START_OF_MESSAGE, END_OF_MESSAGE)
 MARK_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -9,8 +9,6 @@ from cairn.layers.plain_gate import PlainGate
 from cairn.models.mamba2_share import Mamba2Sizes, StateShare
 from cairn.models.rank_weights import RankWeights
 
-__all__ = ["build_mamba2"]
-
 
 def build_mamba2(
     weights: RankWeights, name: str, sizes: Mamba2Sizes, layer: int, factors: tuple[float, ...] = ()

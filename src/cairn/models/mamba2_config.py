@@ -8,8 +8,6 @@ from cairn.models.config_schema import Fields, boolean, integer, interval, other
 from cairn.models.decoder_config import MAX_HEADS, DecoderConfig
 from cairn.models.mamba2_share import Mamba2Sizes
 
-__all__ = ["MAMBA2_FLOAT32", "Mamba2Config", "expanded"]
-
 MAMBA2_FLOAT32 = ("A_log", "D", "dt_bias")
 """Last name parts of the tensors that stay float32 whatever the serving dtype: a few numbers per head that act through
 an exponential."""

@@ -10,8 +10,6 @@ from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.cut import Run, Share, deal
 from cairn.models.layer_sizes import LayerSizes
 
-__all__ = ["Mamba2Sizes", "StateShare"]
-
 
 @dataclass(frozen=True, slots=True)
 class StateShare:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from cairn.models.decoder import Decoder, Layer
     from cairn.models.decoder_builder import DecoderBuilder
 
-__all__ = ["FAMILY", "RECIPE", "NemotronHConfig"]
-
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 """The letters of `hybrid_override_pattern`."""
 

@@ -14,8 +14,6 @@ from cairn.errors import ModelError
 from cairn.models.config_schema import Fields
 from cairn.models.tensor_headers import read_json
 
-__all__ = ["Quantization", "read_quantization"]
-
 MODELOPT_FILE = "hf_quant_config.json"
 MAX_BLOCK = 1 << 16
 

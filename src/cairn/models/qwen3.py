@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from cairn.models.config_schema import integer, layer_kinds, only
+from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_theta
+from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
     from cairn.models.decoder import Decoder, Layer
     from cairn.models.decoder_builder import DecoderBuilder
-
-__all__ = ["FAMILY", "RECIPE", "Qwen3Config"]
 
 ATTENTION = "full_attention"
 

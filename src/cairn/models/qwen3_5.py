@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
-from cairn.models.config_schema import Fields, boolean, integer, layer_kinds, only, other
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, only, other
 from cairn.models.contract import Family
-from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, DecoderConfig, rope_fields
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
 from cairn.models.delta_net_share import DeltaNetSizes
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
 from cairn.models.recipe import LOGIT_STD, Recipe, by_size
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from cairn.layers.blend import Mixer
     from cairn.models.decoder import Decoder, Layer
     from cairn.models.decoder_builder import DecoderBuilder
-
-__all__ = ["DENSE_RECIPE", "FAMILIES", "IMAGE_TOKENS", "MOE_RECIPE", "Qwen35Config"]
 
 DELTA, FULL = "linear_attention", "full_attention"
 

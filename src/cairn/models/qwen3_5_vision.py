@@ -24,8 +24,6 @@ from cairn.models.make_tokenizer import CHAT_TEMPLATE
 from cairn.models.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.recipe import Asked, Recipe, by_size
 
-__all__ = ["PREFIX", "RECIPE", "VisionConfig", "VisionTower", "load_tower", "parse", "read_vision", "tensors"]
-
 PREFIX = "model.visual."
 """How the names of the tower's tensors begin."""
 

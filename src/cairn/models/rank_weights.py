@@ -8,13 +8,11 @@ row parallel       from a share of the inputs a partial sum of all outputs; the 
 import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.layers.backend import Kernels
+from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Cut, Run
-
-__all__ = ["RankWeights"]
 
 ALIGNMENT = 64
 """Bytes to which torch aligns memory, and on which vector kernels' rounding may depend."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["LOGIT_STD", "SIZES", "Asked", "Recipe", "Size", "by_size"]
-
 Size = Literal["tiny", "small"]
 SIZES: tuple[Size, ...] = ("tiny", "small")
 

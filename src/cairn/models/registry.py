@@ -14,8 +14,9 @@ from cairn.models.decoder_builder import Execution
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.families import family_of
 from cairn.models.identity import weights_identity
-from cairn.models.loader import DType, WeightReader, read_config, read_headers, serving_dtype
+from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.quantization import Quantization, read_quantization
+from cairn.models.tensor_headers import read_headers
 
 if TYPE_CHECKING:
     from cairn.layers.model import Model

@@ -11,8 +11,6 @@ from cairn.models.cut import Units
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STATE_BYTES", "Remembered"]
-
 STATE_BYTES = 4
 """Of one number of the recurrent state, which is served in float32 whatever the serving dtype."""
 

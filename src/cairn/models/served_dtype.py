@@ -6,8 +6,6 @@ from typing import Literal
 
 from cairn.errors import ModelError
 
-__all__ = ["DTYPE_BYTES", "ServedDType", "served_dtype"]
-
 ServedDType = Literal["float32", "bfloat16"]
 
 DTYPE_BYTES: Mapping[ServedDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})

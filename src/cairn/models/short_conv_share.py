@@ -6,8 +6,6 @@ from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.cut import Share, even
 from cairn.models.layer_sizes import LayerSizes
 
-__all__ = ["ShortConvSizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSizes(LayerSizes):

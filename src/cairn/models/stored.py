@@ -10,8 +10,6 @@ from torch import Tensor
 from cairn.models.quantization import Quantization
 from cairn.models.tensor_headers import TensorHeader
 
-__all__ = ["FP8", "Stored", "consumed", "dequantized", "scale_problem", "stored"]
-
 FP8: Final = "F8_E4M3"
 """safetensors' name of the one FP8 dtype that is read."""
 

@@ -9,8 +9,6 @@ from safetensors import SafetensorError, safe_open
 
 from cairn.errors import ModelError
 
-__all__ = ["READ_ERRORS", "TensorHeader", "read_headers", "read_json"]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 << 20

@@ -9,8 +9,6 @@ import msgspec
 
 from cairn.proxy.protocol import Body, text_field
 
-__all__ = ["affinity_key", "is_batch", "message_bytes", "prompt_bytes", "ranked"]
-
 
 def affinity_key(body: Body, limit: int) -> bytes:
     """A digest of what a request shares with others, of at most `limit` bytes of its prompt.

@@ -37,8 +37,6 @@ from cairn.proxy.tap import AnswerTap
 from cairn.proxy.trail import Trail, trail_of
 from cairn.proxy.upstream import CallFailed, Headers, Reply, read_whole
 
-__all__ = ["Forwarding", "GeneratePath", "Job", "job_of"]
-
 GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
 
 _FULL = 429

@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from cairn.errors import Overloaded, QueueFull
 from cairn.http.failures import failed
 
-__all__ = ["Gate"]
-
 
 class Gate:
     """Counts the requests that are being answered, and ends them when their time is up. Closed for good on draining."""

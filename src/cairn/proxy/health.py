@@ -9,8 +9,6 @@ from cairn.proxy.pool import Pool, Upstream
 from cairn.proxy.upstream import CallFailed, UpstreamClient
 from cairn.types import Clock
 
-__all__ = ["HealthChecks"]
-
 _MAX_ANSWER_BYTES = 1 << 16
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,6 @@ import msgspec
 
 from cairn.types import Clock
 
-__all__ = ["Hints"]
-
 
 class Hints:
     """Second-turn hints by the trail's mark at which prompt and answer ended. The least recently used goes first."""

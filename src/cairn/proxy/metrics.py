@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cairn.proxy.hints import Hints
 from cairn.proxy.pool import Pool, Upstream
-
-__all__ = ["CONTENT_TYPE_LATEST", "ProxyMetrics"]
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0),

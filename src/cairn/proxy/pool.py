@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager, contextmanager
 from cairn.proxy.affinity import ranked
 from cairn.proxy.upstream import CallFailed
 
-__all__ = ["Pool", "Upstream"]
-
 
 class Upstream:
     """One server. `up`: it said so when it was last asked, and no connection to it has broken since."""

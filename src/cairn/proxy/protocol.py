@@ -18,20 +18,6 @@ import msgspec
 
 from cairn.errors import InvalidRequest
 
-__all__ = [
-    "DECODE_HINT",
-    "BadReference",
-    "Body",
-    "bool_field",
-    "decode_body",
-    "handover_of",
-    "parse_body",
-    "prefill_body",
-    "refuses_params",
-    "text_field",
-    "valid_hint",
-]
-
 DECODE_HINT = "cairn_decode_hint"
 
 Body = dict[str, msgspec.Raw]

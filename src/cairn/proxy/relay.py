@@ -13,8 +13,6 @@ from cairn.http.failures import ClientGone, error_content
 from cairn.http.leaving import unless_gone
 from cairn.proxy.upstream import Headers
 
-__all__ = ["ClientSide", "Relay"]
-
 _LAST_WORDS_SECONDS = 10.0
 
 

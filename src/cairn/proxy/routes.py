@@ -4,18 +4,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn.errors import RequestError
 from cairn.http.clients import client_address
 from cairn.http.failures import ClientGone, failed
 from cairn.proxy.forward import Forwarding, GeneratePath, job_of
-from cairn.proxy.metrics import CONTENT_TYPE_LATEST
 from cairn.proxy.pool import Upstream
 from cairn.proxy.relay import ClientSide, Relay
 from cairn.proxy.service import ProxyService
 from cairn.proxy.upstream import CallFailed, Headers
-
-__all__ = ["router"]
 
 _FORWARDED = (b"authorization", b"traceparent", b"tracestate")
 _MAX_MODELS_BYTES = 1 << 20

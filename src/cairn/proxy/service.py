@@ -14,8 +14,6 @@ from cairn.proxy.pool import Pool, Upstream
 from cairn.proxy.upstream import CallFailed, UpstreamClient
 from cairn.types import Clock, SystemClock
 
-__all__ = ["ProxyService"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ import msgspec
 
 from cairn.proxy.protocol import Body, valid_hint
 
-__all__ = ["AnswerTap", "Findings"]
-
 _MAX_PENDING_BYTES = 4 << 20
 _MAX_ANSWER_CHARS = 4 << 20
 _MAX_INT64 = (1 << 63) - 1

@@ -10,8 +10,6 @@ from cairn.proxy.affinity import message_bytes, prompt_bytes
 from cairn.proxy.protocol import Body, text_field
 from cairn.proxy.tap import Findings
 
-__all__ = ["Trail", "trail_of"]
-
 _UNITS_PER_MARK = 64
 _MAX_MARKS = 16384
 

@@ -12,8 +12,6 @@ import httpx
 from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
 
-__all__ = ["CallFailed", "Headers", "Reply", "UpstreamClient", "read_whole"]
-
 Headers = Sequence[tuple[bytes, bytes]]
 
 _POOL_SECONDS = 5.0

@@ -6,8 +6,6 @@ from types import MappingProxyType
 
 from cairn.replay.layouts import LAYOUT_NAMES
 
-__all__ = ["DEFAULT_LAYOUT", "DEFAULT_SHARE", "PLOT_FORMATS", "POLICIES", "add_replay_flags"]
-
 POLICIES = MappingProxyType(
     {
         "auto": ("auto", "value"),

@@ -4,8 +4,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 
-__all__ = ["WAIT_FOR_ROOM", "EventQueue", "Process"]
-
 Process = Iterator[float]
 """One request's simulation: each value is the time, in seconds, at which it goes on."""
 

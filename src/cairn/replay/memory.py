@@ -9,8 +9,6 @@ import numpy as np
 
 from cairn.cache.prefix_cache import PrefixCache
 
-__all__ = ["TreeMemory", "tree_memory"]
-
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Kinds of objects that are there without any cache."""
 

@@ -8,8 +8,6 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.reasons import Reason
 from cairn.replay.memory import TreeMemory
 
-__all__ = ["Outcome"]
-
 
 @dataclass(slots=True)
 class Outcome:

@@ -9,8 +9,6 @@ from cairn.cache.key_run import Sought
 from cairn.cache.tree import Node, split, walk
 from cairn.replay.traces import Ids
 
-__all__ = ["Paths"]
-
 
 class Paths:
     """Grows with each path; O(length of the path) a call."""

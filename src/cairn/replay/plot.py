@@ -9,8 +9,6 @@ from typing import Any
 from cairn.errors import ConfigError
 from cairn.replay.report import UNLIMITED, Report, Result
 
-__all__ = ["Plot"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plot:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["HALF_BY_DEFAULT", "PUBLISHED"]
-
 
 def _qwen(layers: int, vocab_size: int, experts: int, experts_per_token: int) -> Mapping[str, object]:
     """What Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B have in common."""

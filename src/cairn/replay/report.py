@@ -12,8 +12,6 @@ from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.outcome import Outcome
 from cairn.replay.traces import Trace
 
-__all__ = ["UNLIMITED", "Report", "Result"]
-
 UNLIMITED = "unlimited"
 
 _LEAST_WIDTH = 24

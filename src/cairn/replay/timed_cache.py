@@ -7,8 +7,6 @@ from cairn.replay.outcome import Outcome
 from cairn.step import GRID
 from cairn.types import Clock, ManualClock
 
-__all__ = ["TimedCache"]
-
 
 class Stopwatch:
     """Adds up, in `seconds`, the time that `clock` shows between going in and coming out. It costs little itself: of a

@@ -2,8 +2,6 @@
 
 from cairn.step import Sample
 
-__all__ = ["ends_of_bad_words"]
-
 
 def ends_of_bad_words(sample: Sample) -> tuple[int, ...]:
     """The tokens that would complete a bad word here, rising: the last token of each whose other tokens are what the

@@ -9,12 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.cache.layout import AttentionGroup
-from cairn.layers.backend import ROW_TILE, TILE
+from cairn.kernels.contract import ROW_TILE, TILE
 from cairn.layers.batch import Batch, GroupBatch, Mark, Span, Vectors
 from cairn.step import Keep, Row
 from cairn.types import Pages
-
-__all__ = ["BatchPlaces", "RowContent", "build_batch"]
 
 Ints = NDArray[np.int64]
 

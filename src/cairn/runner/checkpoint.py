@@ -17,8 +17,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.layers.memory import MemorySpec, RecurrentSpec
 from cairn.types import Pages
 
-__all__ = ["CheckpointFiles"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Piece:

@@ -11,8 +11,6 @@ from cairn.runner.batch_builder import RowContent
 from cairn.runner.positions import positions_of
 from cairn.step import Image, Row
 
-__all__ = ["ImageCounts", "Vision", "row_content"]
-
 
 class ImageCounts(Protocol):
     """Since the start: images that went through the encoder, those found kept instead, and the bytes kept now."""

@@ -6,8 +6,6 @@ from math import log
 import torch
 from torch import Tensor
 
-__all__ = ["MinP", "TopK", "TopP"]
-
 
 @dataclass(frozen=True, slots=True)
 class MinP:

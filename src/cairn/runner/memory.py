@@ -11,8 +11,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 
-__all__ = ["LiveStates", "new_pool", "paged_layers"]
-
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives, and as wide as any vector register."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from cairn.types import Keys
 
-__all__ = ["FrequencyPenalty", "RepetitionPenalty"]
-
 _LEAST = 1e-30
 """The least penalty that is reckoned with: in float32 a smaller one makes infinity, or no number, of a logit."""
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.cache.layout import CacheLayout
-from cairn.layers.backend import TILE
+from cairn.kernels.contract import TILE
 from cairn.step import FromStep, Row, StepPlan
 from cairn.types import Pages
-
-__all__ = ["PlanLimits"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from cairn.step import Image
 
-__all__ = ["positions_of"]
-
 
 def positions_of(start: int, end: int, images: Sequence[Image], merge: int) -> NDArray[np.int64]:
     """Positions of tokens [start, end) in time, height and width, int64 [3, end - start].

@@ -14,8 +14,6 @@ from cairn.runner.token_rules import AllowedTokens, BannedTokens, ListedTokens, 
 from cairn.step import Sample
 from cairn.types import SamplingParams
 
-__all__ = ["Transform", "draw", "filters_of", "transforms_of"]
-
 Transform = Callable[[Tensor], Tensor]
 """Logits, [vocab] -> a new tensor of the same shape; the given one is left alone."""
 

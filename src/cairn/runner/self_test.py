@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.layers.backend import ROW_TILE, TILE
+from cairn.kernels.contract import ROW_TILE, TILE
 from cairn.layers.linear import Linear
-
-__all__ = ["check_row_independence"]
 
 
 def check_row_independence(linears: Iterable[Linear], seed: int = 0) -> int:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cairn.step import Logprobs, Score
 
-__all__ = ["SCORED_AT_ONCE", "logprobs_of", "score"]
-
 SCORED_AT_ONCE = 64
 """Rows of a prompt whose logits are in memory together: with 250,000 tokens to choose from they take 64 MB."""
 

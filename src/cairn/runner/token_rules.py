@@ -8,8 +8,6 @@ from torch import Tensor
 
 from cairn.step import TokenMask
 
-__all__ = ["AllowedTokens", "BannedTokens", "ListedTokens", "LogitBias"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllowedTokens:

@@ -14,8 +14,6 @@ from cairn.models.identity import weights_identity
 from cairn.models.qwen3_5_vision import load_tower, read_vision, tensors
 from cairn.step import Image
 
-__all__ = ["CachedVision", "EncoderCounters", "ImageEncoder", "VisionElsewhere", "open_vision", "tower_identity"]
-
 
 class ImageEncoder(Protocol):
     """Pixels to vectors, whatever the family. `merge`: patches that make one vector, in height and in width;

@@ -11,8 +11,6 @@ from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.sampling import sample_at
 from cairn.step import GRID, PageCopy, Restore, SampleOnly
 
-__all__ = ["admit", "admit_whole"]
-
 
 def admit_whole(books: Books, draft: Draft) -> bool:
     """Take in those that have had all of their prompt from another server, while others run: their first tokens are

@@ -9,8 +9,6 @@ from cairn.scheduler.sampling import sample_at, score_of, waits_for_its_token
 from cairn.step import FromStep, PageCopy, Row
 from cairn.types import Keys
 
-__all__ = ["add_prefill", "advance", "next_prefill_end"]
-
 
 def advance(books: Books, draft: Draft) -> bool:
     """Add a row for each running request that can go on, first come first served.

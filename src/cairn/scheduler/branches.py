@@ -18,8 +18,6 @@ from cairn.cache.prefix_cache import PrefixCache
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Request, Trunk
 
-__all__ = ["Branches"]
-
 
 @dataclass(slots=True, eq=False)
 class _Held:

@@ -3,8 +3,6 @@
 from cairn.cache.layout import CacheLayout
 from cairn.step import GRID
 
-__all__ = ["capacity_tokens", "chunk_end"]
-
 
 def chunk_end(start: int, limit: int, budget: int) -> int:
     """Where a prefill chunk from `start` ends: at `limit` if the budget (tokens) reaches it, else on the 64-token

@@ -16,8 +16,6 @@ from cairn.step import GRID
 from cairn.transfer.contract import ContentAsked, ContentName, HeldCheckpoint, Offer
 from cairn.types import Keys
 
-__all__ = ["answer", "remember"]
-
 
 def remember(books: Books, request: Request) -> None:
     """The request, whose prompt came from another server, has ended well."""

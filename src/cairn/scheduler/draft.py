@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from cairn.scheduler.request import Request
 from cairn.step import Keep, PageCopy, Restore, Row, SampleOnly, Save, StepPlan
 
-__all__ = ["Draft", "Part"]
-
 
 @dataclass(slots=True, eq=False)
 class Part:

@@ -8,8 +8,6 @@ from cairn.scheduler.fetch import abandon, let_source_go
 from cairn.scheduler.hand_over import offer
 from cairn.scheduler.request import Finish, Phase, Request
 
-__all__ = ["finish", "settle"]
-
 
 def finish(books: Books, request: Request, reason: Finish) -> bool:
     """End a request now. False if it has ended already."""

@@ -20,21 +20,6 @@ from cairn.scheduler.transfers import Fetch, content_name
 from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want
 from cairn.types import Pages
 
-__all__ = [
-    "MAX_OVERTAKEN",
-    "SLOW_SECONDS",
-    "abandon",
-    "cancel_slow_fetch",
-    "give_way",
-    "let_source_go",
-    "note_failure",
-    "note_overtaking",
-    "pages_free",
-    "pull_ended",
-    "slow_fetches",
-    "start_pulls",
-]
-
 MAX_OVERTAKEN = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
 

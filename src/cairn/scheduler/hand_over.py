@@ -13,17 +13,6 @@ from cairn.scheduler.transfers import Leased, content_name
 from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
 from cairn.types import Pages
 
-__all__ = [
-    "has_room",
-    "hold_state",
-    "lease_ended",
-    "needs_file",
-    "num_pages",
-    "offer",
-    "promised_pages",
-    "set_aside",
-]
-
 
 def has_room(books: Books, request: Request, besides: int = 0) -> bool:
     """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages

@@ -24,8 +24,6 @@ from cairn.scheduler.draft import Draft
 from cairn.scheduler.request import Phase, Request
 from cairn.step import GRID
 
-__all__ = ["MAX_IDLE", "MAX_WAITS", "InFlight", "SharedCounters"]
-
 MIN_SHARED = GRID
 """Tokens that waiting has to save."""
 

@@ -7,8 +7,6 @@ from cairn.scheduler.books import Books
 from cairn.scheduler.draft import Draft, Part
 from cairn.step import Keep, Save
 
-__all__ = ["add_keeps", "add_saves"]
-
 
 def add_saves(books: Books, draft: Draft) -> None:
     """The last states of requests that are ending, once no step names them any more."""

@@ -10,8 +10,6 @@ from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request, Spec
 
-__all__ = ["check_quota", "num_leases"]
-
 
 def num_leases(books: Books) -> int:
     """Prompts that are leased, or are going to be."""

@@ -11,8 +11,6 @@ from cairn.scheduler.ending import finish
 from cairn.scheduler.hand_over import has_room, num_pages
 from cairn.scheduler.request import Phase, Request
 
-__all__ = ["await_lease_room", "refuse_overdue"]
-
 
 def await_lease_room(books: Books, request: Request) -> None:
     """The leases leave no room for `request`, or are first to have room for one before it."""

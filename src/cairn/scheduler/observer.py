@@ -5,8 +5,6 @@ from typing import Protocol
 from cairn.scheduler.draft import Draft
 from cairn.scheduler.request import Request
 
-__all__ = ["RequestObserver"]
-
 
 class RequestObserver(Protocol):
     """Called by the scheduler's thread. Must neither block nor call back."""

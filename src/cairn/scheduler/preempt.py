@@ -8,8 +8,6 @@ from cairn.scheduler.fetch import cancel_slow_fetch, give_way
 from cairn.scheduler.request import Phase, Request
 from cairn.step import PageCopy
 
-__all__ = ["make_room", "preempt"]
-
 
 def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy] | None:
     """Pages for `num_tokens` tokens of a running request, preempting younger ones if need be.

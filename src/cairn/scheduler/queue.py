@@ -6,8 +6,6 @@ from itertools import takewhile
 
 from cairn.scheduler.request import Request
 
-__all__ = ["RequestQueue", "WaitingQueue"]
-
 
 class RequestQueue:
     """Requests in order of turns."""

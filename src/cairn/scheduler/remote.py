@@ -8,8 +8,6 @@ from cairn.scheduler.lease_wait import refuse_overdue
 from cairn.scheduler.request import Request
 from cairn.transfer.contract import ContentAsked, LeaseEnded, PagesFree, PullEnded
 
-__all__ = ["take_events"]
-
 
 def take_events(books: Books) -> tuple[bool, list[Request]]:
     """Whether anything has changed, and the requests that ended because their pages did not come, or because what is

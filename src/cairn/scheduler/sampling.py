@@ -3,8 +3,6 @@
 from cairn.scheduler.request import Request
 from cairn.step import Sample, Score
 
-__all__ = ["sample_at", "score_of", "waits_for_its_token"]
-
 
 def sample_at(request: Request, position: int) -> Sample:
     """How the token at absolute position `position` is drawn."""

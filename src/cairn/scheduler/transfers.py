@@ -9,8 +9,6 @@ from cairn.step import PageCopy
 from cairn.transfer.contract import ContentName, NamedImage, PullId, SchedulerSide
 from cairn.types import Keys
 
-__all__ = ["Fetch", "LeaseQuota", "Leased", "Sequences", "Transfers", "content_name"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseQuota:

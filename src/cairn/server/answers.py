@@ -8,8 +8,6 @@ import msgspec
 
 from cairn.engine.contract import CacheReport, FinishReason, GenerateOutput, TokenLogprobs
 
-__all__ = ["Answer", "Choice", "cairn_part", "transfer_part", "usage_part"]
-
 
 @dataclass(slots=True)
 class Choice:

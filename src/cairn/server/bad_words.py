@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from cairn.errors import InvalidRequest
 from cairn.server.messages import check_text
 
-__all__ = ["bad_word_tokens"]
-
 _FIELD = "bad_words"
 
 

@@ -12,8 +12,6 @@ from cairn.server.cache_page import cache_page
 from cairn.server.routes import ServiceOfApp
 from cairn.server.service import Service
 
-__all__ = ["CacheViews", "router"]
-
 _SHOWN = 500
 _FRESH_SECONDS = 1.0
 

@@ -14,8 +14,6 @@ from cairn.server.parsers.contract import (
     Reasoning,
 )
 
-__all__ = ["ChatMessage"]
-
 
 class ChatMessage:
     """Takes one answer's text and tells what has been added to its message. `new_id` names calls; with `parallel`

@@ -13,8 +13,6 @@ from cairn.errors import CairnError, EngineDead, RequestError
 from cairn.http.failures import ClientGone, error_body, retry_headers
 from cairn.server.unreadable import why_unreadable
 
-__all__ = ["describe", "install_error_handlers", "response_for"]
-
 _SHOWN_INPUT = 80
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ from cairn.server.service import Service
 from cairn.server.structured import structure_of
 from cairn.server.tools import FORCED_FORM, tool_use
 
-__all__ = ["AnswerForm", "form_of"]
-
 _PROMPT_END = 32
 """Tokens at a prompt's end among which the reasoning is opened."""
 

@@ -7,8 +7,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cairn.errors import Overloaded, QueueFull
 from cairn.http.clients import client_id
 
-__all__ = ["Gate", "ImageRoom", "ImageShare", "ImageShares"]
-
 
 class Gate:
     """Counts the requests that are being answered. Closed for good once the server drains."""

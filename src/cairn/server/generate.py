@@ -23,8 +23,6 @@ from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape
 from cairn.server.streaming import DONE_EVENT, EventStream, event
 
-__all__ = ["Deadline", "Job", "respond"]
-
 _LAST_EVENT_SECONDS = 10.0
 
 

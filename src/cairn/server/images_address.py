@@ -11,8 +11,6 @@ from typing import Protocol
 
 from cairn.errors import InvalidRequest
 
-__all__ = ["Resolver", "SystemResolver", "is_public", "public_addresses"]
-
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "192.0.0.192")))
 """Clouds' own services that are not in a private range, or only just."""

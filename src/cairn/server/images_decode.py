@@ -10,8 +10,6 @@ from PIL import Image, ImageOps
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
 
-__all__ = ["decode"]
-
 _MAX_SIDE = 65_535
 _MAX_SCANS = 100
 """Encoders write about ten. Each goes through all pixels, and a few bytes are enough for one."""

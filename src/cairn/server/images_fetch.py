@@ -15,8 +15,6 @@ from cairn.server.gate import ImageShare
 from cairn.server.images_address import Resolver, SystemResolver, public_addresses
 from cairn.server.options import ImageOptions
 
-__all__ = ["Allowance", "Fetcher", "data_uri"]
-
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
 _UNTYPED = frozenset(("application/octet-stream", "binary/octet-stream"))
 """What object stores say of files whose type nobody told them."""

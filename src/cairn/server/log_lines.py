@@ -2,8 +2,6 @@
 
 from cairn.engine.contract import EngineInfo, EngineStats
 
-__all__ = ["ThroughputLine", "start_lines"]
-
 
 def start_lines(info: EngineInfo) -> list[str]:
     """The cache in words."""

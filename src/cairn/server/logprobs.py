@@ -7,8 +7,6 @@ from typing import Any
 
 from cairn.engine.contract import TokenLogprobs
 
-__all__ = ["Places", "TokenTexts", "joined"]
-
 _LEAST = -9999.0
 """What is written for a token that could not come: JSON has no infinity. vLLM's."""
 

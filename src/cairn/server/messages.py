@@ -11,8 +11,6 @@ from cairn.errors import InvalidRequest
 from cairn.server.images import pixels_of
 from cairn.server.requests import Message, TemplateFields
 
-__all__ = ["TEMPLATE_SWITCHES", "Conversation", "breakpoints_of", "check_text", "conversation"]
-
 TEMPLATE_SWITCHES: Mapping[str, type] = MappingProxyType(
     {
         "add_vision_id": bool,

@@ -7,13 +7,11 @@ to this object, so two servers in one process do not mix.
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cairn.engine.contract import STEP_SIZES, EngineInfo, EngineStats, GenerateOutput, TransferReport
-
-__all__ = ["CONTENT_TYPE_LATEST", "Metrics", "RequestMeter", "TransferMetrics"]
 
 _LABELS = ("model_name", "engine")
 _FINISHED_REASONS = ("stop", "length", "abort", "error")

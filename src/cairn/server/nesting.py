@@ -3,8 +3,6 @@
 import json
 import re
 
-__all__ = ["MAX_NESTING", "too_deep_field"]
-
 MAX_NESTING = 256
 """Objects and lists within each other; fewer than what any JSON decoder here gives up at."""
 

@@ -10,8 +10,6 @@ from fastapi.openapi.utils import get_openapi
 from cairn.server.openapi_schemas import Schema, answers, calls, error, fields, nullable, reference
 from cairn.server.service import Service
 
-__all__ = ["document"]
-
 _PROBES = frozenset({"/health", "/ping", "/ready"})
 _TEXT: Mapping[str, str] = MappingProxyType({"/metrics": "text/plain", "/cache/ui": "text/html"})
 _EMPTY = frozenset({*_PROBES, "/reset_prefix_cache"})

@@ -2,8 +2,6 @@
 
 from typing import Any, TypeAlias
 
-__all__ = ["Schema", "answers", "calls", "error", "fields", "nullable", "reference"]
-
 Schema: TypeAlias = dict[str, Any]
 
 _MAX_MODEL_FIELDS = ("id", "object", "created", "owned_by", "root", "parent", "max_model_len")

@@ -25,17 +25,6 @@ from cairn.server.shapes import Shown
 from cairn.server.transfers import transfer_params
 from cairn.types import Boundary
 
-__all__ = [
-    "Prompt",
-    "chat_prompt",
-    "check_model",
-    "completion_prompts",
-    "conversation_of",
-    "engine_request",
-    "shown_of",
-    "valid_tokens",
-]
-
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
 

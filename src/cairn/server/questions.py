@@ -6,8 +6,6 @@ from typing import TypeVar
 
 from cairn.errors import EngineDead, Overloaded
 
-__all__ = ["Questions"]
-
 Answer = TypeVar("Answer")
 
 

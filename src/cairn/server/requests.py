@@ -13,18 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from cairn.engine.contract import MAX_ALLOWED_TOKENS, MAX_ANSWERS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from cairn.errors import InvalidRequest
 
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "Message",
-    "SamplingFields",
-    "StreamOptions",
-    "TemplateFields",
-    "TokenizeRequest",
-    "refuse_unsupported",
-]
-
 _INT32 = 1 << 31
 _INT64 = 1 << 63
 _MAX_TOKENS = (1 << 31) - 1

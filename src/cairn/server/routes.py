@@ -36,9 +36,6 @@ from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
 from cairn.server.truncation import truncated
 
-__all__ = ["ServiceOfApp", "router", "service_of"]
-
-
 Result = TypeVar("Result")
 
 

@@ -5,8 +5,6 @@ from typing import Any
 from cairn.errors import InvalidRequest
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
-__all__ = ["answers_per_prompt", "max_tokens_field", "max_tokens_of", "sampling_of"]
-
 _GREEDY_BELOW = 1e-5
 _COMPLETION_MAX_TOKENS = 16
 _LONGEST_ID = 12

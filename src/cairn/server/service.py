@@ -21,8 +21,6 @@ from cairn.server.parsers.choose import choose_parsers
 from cairn.server.questions import Questions
 from cairn.types import Clock, SystemClock
 
-__all__ = ["Service"]
-
 # Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
 _MAX_COUNTING = 24
 _MAX_EMPTYING = 24

@@ -9,8 +9,6 @@ from cairn.server.answers import Answer, Choice, cairn_part, transfer_part, usag
 from cairn.server.chat_message import ChatMessage
 from cairn.server.logprobs import Places, TokenTexts, joined
 
-__all__ = ["AnswerShape", "ChatShape", "CompletionShape", "Shown"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shown:

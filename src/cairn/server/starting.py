@@ -7,8 +7,6 @@ from cairn.errors import Overloaded
 from cairn.http.failures import error_response
 from cairn.http.unread import UnreadBodies
 
-__all__ = ["Stage"]
-
 _PROBES = frozenset({"/health", "/ping", "/ready"})
 
 

@@ -5,14 +5,12 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn.errors import EngineDead, InvalidRequest, NotFound, Overloaded
 from cairn.http.failures import failed
-from cairn.server.metrics import CONTENT_TYPE_LATEST
 from cairn.server.routes import ServiceOfApp
 from cairn.server.service import Service
-
-__all__ = ["router"]
 
 
 def router() -> APIRouter:

@@ -12,8 +12,6 @@ from starlette.types import Receive, Scope, Send
 from cairn.http.failures import ClientGone
 from cairn.http.leaving import unless_gone
 
-__all__ = ["DONE_EVENT", "EventStream", "event"]
-
 DONE_EVENT = b"data: [DONE]\n\n"
 
 

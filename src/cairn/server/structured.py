@@ -10,8 +10,6 @@ from cairn.errors import InvalidRequest
 from cairn.server.messages import check_text
 from cairn.server.requests import SamplingFields
 
-__all__ = ["MAX_BYTES", "json_text", "structure_of"]
-
 MAX_BYTES = 1 << 19
 """Of a schema, or of whatever else is asked for, as JSON."""
 

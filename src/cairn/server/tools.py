@@ -9,8 +9,6 @@ from cairn.server.parsers.contract import Tools
 from cairn.server.requests import ChatRequest
 from cairn.server.structured import MAX_BYTES, json_text
 
-__all__ = ["FORCED_FORM", "ToolUse", "tool_use"]
-
 FORCED_FORM = "json"
 """The form of calls in answers that have to consist of them: every model can be held to it."""
 

@@ -6,8 +6,6 @@ from typing import Any
 from cairn.engine.contract import EngineInfo
 from cairn.errors import InvalidRequest
 
-__all__ = ["transfer_params"]
-
 _NAME = "kv_transfer_params"
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 32

@@ -7,8 +7,6 @@ from cairn.server.prompts import Prompt
 from cairn.server.requests import SamplingFields
 from cairn.server.sampling import max_tokens_of
 
-__all__ = ["truncated"]
-
 _FIELD = "truncate_prompt_tokens"
 
 

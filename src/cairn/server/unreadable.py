@@ -6,8 +6,6 @@ import sys
 
 from cairn.server.nesting import MAX_NESTING, too_deep_field
 
-__all__ = ["why_unreadable"]
-
 _SIGNS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 _DIGITS = re.compile(rb"[0-9]{%d,}" % (sys.int_info.default_max_str_digits + 1))
 _MAX_NAME = 64

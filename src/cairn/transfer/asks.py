@@ -17,8 +17,6 @@ from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.wire import ContentClaim, ContentGranted, Reason, Refused, Release, Released, Reply, refusal
 from cairn.types import Clock
 
-__all__ = ["AskLimits", "Asks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskLimits:

@@ -9,8 +9,6 @@ from cairn.transfer.params import remote_request_id
 from cairn.transfer.producer import Producer
 from cairn.types import Pages
 
-__all__ = ["Connector"]
-
 logger = logging.getLogger(__name__)
 
 

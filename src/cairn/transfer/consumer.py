@@ -13,8 +13,6 @@ from cairn.transfer.unresponsive_peers import Address, UnresponsivePeers
 from cairn.transfer.wire import NONCE_BYTES, Denied
 from cairn.types import Clock
 
-__all__ = ["Consumer"]
-
 _MAX_SESSIONS = 256
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from cairn.transfer.contract import Peer
 from cairn.transfer.frames import replies, requests
 from cairn.transfer.wire import VERSION, Denied, FromProducer, Hello, Reply, Request, Welcome
 
-__all__ = ["ConsumerSessions", "Identity", "Serve"]
-
 Serve: TypeAlias = Callable[[bytes, Request], Reply | None]
 """Answers a record that came by this connection; None when the answer comes later, by `ConsumerSessions.encode`."""
 

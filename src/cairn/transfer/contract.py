@@ -16,28 +16,6 @@ import numpy as np
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
 
-__all__ = [
-    "AskId",
-    "ContentAsked",
-    "ContentName",
-    "ContentWant",
-    "Event",
-    "HeldCheckpoint",
-    "LeaseEnded",
-    "NamedImage",
-    "Offer",
-    "PagesFree",
-    "Peer",
-    "PeerGeometry",
-    "PullEnded",
-    "PullId",
-    "ReadOrder",
-    "SchedulerSide",
-    "Volume",
-    "Want",
-    "WorkerSide",
-]
-
 AskId = NewType("AskId", int)
 PullId = NewType("PullId", int)
 

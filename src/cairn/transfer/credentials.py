@@ -17,8 +17,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-__all__ = ["TlsCredentials", "check_secret", "derive_credentials"]
-
 _MIN_SECRET = 16
 _SALT = b"cairn/side-channel/3"
 # Fixed, or two servers would not make the same certificate. RFC 5280, 4.1.2.5: the last date means "no end".

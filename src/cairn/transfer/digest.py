@@ -16,8 +16,6 @@ from cairn.step import GRID
 from cairn.transfer.contract import ContentName
 from cairn.types import Keys
 
-__all__ = ["DIGEST_BYTES", "ContentDigest", "content_digest", "layout_hash"]
-
 DIGEST_BYTES = 32
 
 _CONTENT = b"cairn/kv/1"

@@ -12,8 +12,6 @@ import numpy as np
 from cairn.transfer.wire import MAX_FRAME_BYTES, FromProducer, ToProducer
 from cairn.types import Pages
 
-__all__ = ["Frames", "pack_pages", "replies", "requests", "unpack_pages"]
-
 Message = TypeVar("Message")
 
 

@@ -21,8 +21,6 @@ from cairn.transfer.geometry_pairing import Pairing
 from cairn.transfer.links.contract import Descriptors
 from cairn.types import Pages
 
-__all__ = ["TokenCopies", "file_reads", "lay_out", "page_reads", "staging_copies", "staging_pages", "staging_reads"]
-
 _Array = NDArray[np.int64]
 
 

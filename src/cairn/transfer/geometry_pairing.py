@@ -17,8 +17,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry
 
-__all__ = ["ModelUnits", "Pairing", "Ranges", "Source", "geometry_of", "pair"]
-
 _Array = NDArray[np.int64]
 
 

@@ -19,8 +19,6 @@ from types import MappingProxyType
 from cairn.transfer.contract import Offer
 from cairn.transfer.wire import Claim, ContentClaim, Granted
 
-__all__ = ["TRANSITIONS", "EndedLease", "Lease", "LeaseLimits", "LeaseState"]
-
 
 class LeaseState(Enum):
     """What is true of a lease."""

@@ -30,8 +30,6 @@ from cairn.transfer.wire import (
 )
 from cairn.types import Clock, Pages
 
-__all__ = ["LeaseBook"]
-
 
 class LeaseBook:
     """All leases of one engine. `random` gives that many unpredictable bytes."""

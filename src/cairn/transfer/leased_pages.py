@@ -5,8 +5,6 @@ from numpy.typing import NDArray
 
 from cairn.types import Pages
 
-__all__ = ["LeasedPages"]
-
 
 class LeasedPages:
     """Counts by page how many leases name it: a page that several leases share counts once."""

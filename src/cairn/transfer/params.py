@@ -18,8 +18,6 @@ from cairn.errors import InvalidRequest
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.wire import NONCE_BYTES
 
-__all__ = ["HINT", "DecodeHint", "RemoteDecode", "RemotePrefill", "parse_kv_transfer_params", "remote_request_id"]
-
 HINT: Final = "cairn_decode_hint"
 """Where a decoding server says, in its answer, who it is; a proxy sends it along with the next turn's prefill."""
 

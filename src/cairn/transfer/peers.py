@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from cairn.errors import ConfigError
 
-__all__ = ["PeerPolicy", "is_loopback"]
-
 _LOOPBACK_NAMES = frozenset({"localhost"})
 _MAX_HOST = 253
 

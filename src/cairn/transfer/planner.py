@@ -20,8 +20,6 @@ from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.transfer.staging import Staging
 from cairn.types import Pages
 
-__all__ = ["DirectPiece", "PairedPages", "Piece", "Planner", "RankReads", "paired_pages", "whole_pages"]
-
 RankReads: TypeAlias = tuple[int, Descriptors]
 """What to read from which of the peer's ranks."""
 

@@ -9,8 +9,6 @@ from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.wire import Claim, Confirm, ContentClaim, Heartbeat, Release, Reply, Request
 from cairn.types import Clock
 
-__all__ = ["Producer"]
-
 
 class Producer:
     """Answers the side channel of one engine. `leases` and `asks` are also the engine's own doors to what it has

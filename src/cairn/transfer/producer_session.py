@@ -16,8 +16,6 @@ from cairn.transfer.frames import replies, requests
 from cairn.transfer.wire import NONCE_BYTES, VERSION, Denied, FromProducer, Hello, Reply, ToProducer, Welcome
 from cairn.types import Clock
 
-__all__ = ["HANDSHAKE_SECONDS", "TRANSITIONS", "ProducerSession", "SessionState"]
-
 HANDSHAKE_SECONDS = 5.0
 """How long a producer has to be connected to and to answer Hello."""
 

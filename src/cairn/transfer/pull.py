@@ -29,8 +29,6 @@ from cairn.transfer.wire import (
 )
 from cairn.types import Clock
 
-__all__ = ["Pull", "PullTools"]
-
 _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
     {
         PullState.CLAIMING: ("claim", "content_claim"),

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["TRANSITIONS", "PullLimits", "PullState"]
-
 
 class PullState(Enum):
     """Where a transfer is, and what is true there."""

@@ -16,23 +16,6 @@ from cairn.transfer.contract import Peer, PeerGeometry, PullId, ReadOrder
 from cairn.transfer.frames import Frames, pack_pages, unpack_pages
 from cairn.transfer.links.contract import LinkError
 
-__all__ = [
-    "CancelRead",
-    "Describe",
-    "Described",
-    "Ended",
-    "FromRank",
-    "RankChannel",
-    "ReadEnded",
-    "Serve",
-    "StartRead",
-    "ToRank",
-    "from_rank",
-    "order_of",
-    "start_read",
-    "to_rank",
-]
-
 Ended: TypeAlias = Literal["done", "failed", "cancelled"]
 """How a read can end: the values of `ReadState` but "reading"."""
 

@@ -33,8 +33,6 @@ from cairn.transfer.rank_channel import (
     to_rank,
 )
 
-__all__ = ["RankServant", "RankedWorker"]
-
 _ENDED: Mapping[ReadState, Ended] = MappingProxyType(
     {ReadState.DONE: "done", ReadState.FAILED: "failed", ReadState.CANCELLED: "cancelled"}
 )

@@ -10,8 +10,6 @@ from cairn.transfer.contract import ContentName
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest
 from cairn.types import Keys
 
-__all__ = ["RecentContent"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequence:

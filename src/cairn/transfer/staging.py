@@ -21,8 +21,6 @@ from cairn.transfer.geometry_pairing import ModelUnits, Pairing
 from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.types import Pages
 
-__all__ = ["STAGING_BYTES", "StagedPiece", "Staging", "staging_pages_for"]
-
 STAGING_BYTES = 64 << 20
 """More staging than this makes nothing faster."""
 

@@ -11,8 +11,6 @@ from cairn.transfer.frames import unpack_pages
 from cairn.transfer.wire import MAX_MARK_BYTES, Claim, ContentClaim, ContentGranted, Granted
 from cairn.types import Pages
 
-__all__ = ["ContentTerms", "Grant", "LeaseTerms", "Terms", "terms_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Grant:

@@ -5,8 +5,6 @@ from typing import TypeAlias
 
 from cairn.types import Clock
 
-__all__ = ["Address", "UnresponsivePeers"]
-
 Address: TypeAlias = tuple[str, int]
 """Host and port of a peer's side channel."""
 

@@ -19,34 +19,6 @@ import msgspec
 
 from cairn.transfer.contract import PeerGeometry
 
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "MAX_MARK_BYTES",
-    "NONCE_BYTES",
-    "VERSION",
-    "Alive",
-    "Asked",
-    "Claim",
-    "Confirm",
-    "Confirmed",
-    "ContentClaim",
-    "ContentGranted",
-    "Denied",
-    "FromProducer",
-    "Granted",
-    "Heartbeat",
-    "Hello",
-    "Reason",
-    "Refused",
-    "Release",
-    "Released",
-    "Reply",
-    "Request",
-    "ToProducer",
-    "Welcome",
-    "refusal",
-]
-
 VERSION = 3
 """Both sides must speak the same one. History: 1, the first; 2, content claims are granted; 3, TLS below them."""
 

@@ -10,8 +10,6 @@ from cairn.transfer.contract import Peer, PullId, ReadOrder, Volume
 from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHandle, ReadState
 from cairn.transfer.planner import Piece, Planner
 
-__all__ = ["CHUNK_BYTES", "LinkWorker"]
-
 CHUNK_BYTES = 64 << 20
 """Most bytes of one handle: a link may move all of them before it returns, and a cancel waits for all of them."""
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["EngineConfig", "KvEventsConfig", "KvTransferConfig", "RequestLogConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsConfig:

@@ -10,8 +10,6 @@ from cairn.engine.contract.request import GenerateRequest
 from cairn.engine.contract.text import TextTokenizer
 from cairn.errors import RequestError
 
-__all__ = ["EngineClient", "EngineCore"]
-
 
 class EngineCore(Protocol):
     """The engine's inside, one thread only: submit and abort requests, and turn the handle."""

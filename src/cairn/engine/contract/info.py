@@ -2,8 +2,6 @@
 
 import msgspec
 
-__all__ = ["STEP_SIZES", "EngineInfo", "EngineStats"]
-
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Steps are counted by how many tokens they had, at most: vLLM's buckets. Larger ones have one more."""
 

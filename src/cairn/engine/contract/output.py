@@ -6,8 +6,6 @@ import msgspec
 
 from cairn.engine.logprobs import TokenLogprobs
 
-__all__ = ["CacheReport", "FinishReason", "GenerateOutput", "Timings", "TransferReport"]
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

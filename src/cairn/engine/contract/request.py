@@ -6,21 +6,6 @@ import msgspec
 
 from cairn.types import Boundary
 
-__all__ = [
-    "MAX_ALLOWED_TOKENS",
-    "MAX_ANSWERS",
-    "MAX_BAD_WORDS",
-    "MAX_BREAKPOINTS",
-    "MAX_HOLD_SECONDS",
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
-    "MAX_PROMPT_LOGPROBS",
-    "GenerateRequest",
-    "ImageInput",
-    "Pixels",
-    "Structure",
-]
-
 MAX_BREAKPOINTS = 4
 """Places that one request may have held, as at Anthropic."""
 

@@ -9,8 +9,6 @@ import msgspec
 from cairn.engine.contract.request import ImageInput
 from cairn.types import Boundary
 
-__all__ = ["Breakpoint", "RenderedPrompt", "TemplateValue", "TextStream", "TextTokenizer"]
-
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A chat as token ids, with the places at which messages end (see `GenerateRequest.boundaries`), and its images

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import TILE
 
-__all__ = ["attend_decode", "attend_prefill", "write_kv"]
-
 
 def write_kv(keys: Tensor, values: Tensor, kv: tuple[Tensor, Tensor], pages: Tensor, offsets: Tensor) -> None:
     """See `Kernels.write_kv`."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from cairn.kernels.contract import TILE
 from cairn.kernels.cpu.elementwise import silu_
 
-__all__ = ["conv_prefill", "conv_update"]
-
 
 def _taps(windows: Sequence[Tensor], weight: Tensor, bias: Tensor | None, out: Tensor, silu: bool) -> None:
     """out = bias + sum over taps of windows[tap] * weight[tap], or silu of it; `windows` may not overlap `out`."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from cairn.kernels.contract import Tiles
 from cairn.kernels.cpu.elementwise import silu_
 
-__all__ = ["experts", "gated_experts", "linear"]
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
     """See `Kernels.linear`."""

@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["sigmoid", "silu_", "softplus"]
-
 _UNROLLED = 64
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import TILE
 
-__all__ = ["gdn_prefill", "gdn_update"]
-
 NORM_EPS = 1e-6
 
 

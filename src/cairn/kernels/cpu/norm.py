@@ -5,8 +5,6 @@ from torch import Tensor
 
 from cairn.kernels.cpu.elementwise import silu_
 
-__all__ = ["gated_rms_norm", "rms_norm"]
-
 
 def _widened(x: Tensor, copy: bool = False) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import TILE
 
-__all__ = ["ssd_prefill", "ssd_update"]
-
 
 def ssd_prefill(
     x: Tensor,

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attend_decode", "attend_prefill", "write_kv"]
-
 
 def write_kv(keys: Tensor, values: Tensor, kv: tuple[Tensor, Tensor], pages: Tensor, offsets: Tensor) -> None:
     """See `Kernels.write_kv`."""

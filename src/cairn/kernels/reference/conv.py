@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["conv_prefill", "conv_update"]
-
 
 def conv_prefill(
     x: Tensor,

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cairn.kernels.contract import Tiles
 
-__all__ = ["experts", "gated_experts", "linear"]
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
     """See `Kernels.linear`. Rows outside all tiles stay 0."""

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["sigmoid", "softplus"]
-
 
 def softplus(x: Tensor) -> Tensor:
     """See `Kernels.softplus`."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["gdn_prefill", "gdn_update"]
-
 
 def gdn_prefill(
     v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], state: Tensor, marks: Sequence[int]

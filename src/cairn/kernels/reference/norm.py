@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["gated_rms_norm", "rms_norm"]
-
 
 def _normed(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ssd_prefill", "ssd_update"]
-
 
 def ssd_prefill(
     x: Tensor,

@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-__all__ = ["CachePage", "cache_page"]
-
 
 @dataclass(frozen=True, slots=True)
 class CachePage:

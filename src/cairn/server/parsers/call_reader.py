@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event
 from cairn.server.parsers.marks import first_mark, open_mark, trailing_breaks
 
-__all__ = ["CallReader", "State"]
-
 State = Callable[[bool], bool]
 """Takes what it can from the front of the text, told whether that is all; False when it needs more."""
 

@@ -10,8 +10,6 @@ from cairn.server.parsers.plain import Chained, PlainText
 from cairn.server.parsers.reasoning import CLOSE, OPEN, ThinkParser
 from cairn.server.parsers.xml_calls import XmlCalls
 
-__all__ = ["REASONING_PARSERS", "TOOL_PARSERS", "AnswerParsers", "choose_parsers"]
-
 TOOL_PARSERS: Mapping[str, str] = MappingProxyType(
     {
         "hermes": "json",

@@ -3,17 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-__all__ = [
-    "AnswerParser",
-    "CallArguments",
-    "CallBegin",
-    "CallEnd",
-    "Content",
-    "Event",
-    "Reasoning",
-    "Tools",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Content:

@@ -11,8 +11,6 @@ from typing import Any
 
 from cairn.server.parsers.call_reader import CallReader, State
 
-__all__ = ["MAX_CALL", "JsonCalls"]
-
 MAX_CALL = 1 << 20
 """Characters of a call whose arguments do not follow its name; a longer one is content."""
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["MAX_BREAKS", "first_mark", "open_mark", "trailing_breaks"]
-
 MAX_BREAKS = 64
 """Most line breaks in a row that are taken for a part of the markup they stand next to."""
 

@@ -2,8 +2,6 @@
 
 from cairn.server.parsers.contract import AnswerParser, Content, Event
 
-__all__ = ["Chained", "PlainText"]
-
 
 class PlainText:
     """Implements `AnswerParser`: everything is content."""

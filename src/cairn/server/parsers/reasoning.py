@@ -3,8 +3,6 @@
 from cairn.server.parsers.contract import Content, Event, Reasoning
 from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark, trailing_breaks
 
-__all__ = ["CLOSE", "OPEN", "ThinkParser"]
-
 OPEN, CLOSE = "<think>", "</think>"
 
 

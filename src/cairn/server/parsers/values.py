@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["is_text", "kinds_of", "typed"]
-
 _MAX_DEPTH = 8
 _PREFIXES = (
     (("int", "uint", "long", "short", "unsigned"), "integer"),

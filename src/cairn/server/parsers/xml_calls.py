@@ -16,8 +16,6 @@ from cairn.server.parsers.contract import Tools
 from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark
 from cairn.server.parsers.values import is_text, kinds_of, typed
 
-__all__ = ["MAX_VALUE", "XmlCalls"]
-
 MAX_VALUE = 1 << 20
 """Characters of a value that may be anything but text; a longer one is text."""
 

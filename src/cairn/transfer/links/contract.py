@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from cairn.errors import CairnError
 
-__all__ = ["Descriptors", "Link", "LinkError", "ReadHandle", "ReadState", "Region"]
-
 ReadHandle = NewType("ReadHandle", int)
 
 

@@ -26,8 +26,6 @@ from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, Re
 from cairn.transfer.links.nixl_agent import start_agent
 from cairn.transfer.links.nixl_memory import Description, is_whole, kind, page_table, range_table, read_description
 
-__all__ = ["NixlLink"]
-
 _LOCAL = "NIXL_INIT_AGENT"
 
 

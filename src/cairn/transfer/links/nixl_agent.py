@@ -10,8 +10,6 @@ from typing import Any
 
 from cairn.errors import ConfigError
 
-__all__ = ["start_agent"]
-
 _COPIES = "UCX_CMA_TX_QUOTA"
 
 

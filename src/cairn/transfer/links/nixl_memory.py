@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from cairn.transfer.links.contract import Descriptors, LinkError, Region
 
-__all__ = ["Description", "is_whole", "kind", "page_table", "range_table", "read_description"]
-
 _MAX_METADATA = 1 << 20
 
 
