@@ -1,174 +1,195 @@
 """What a kernel backend is: these functions, nothing else.
 
-A backend is a package (`cpu`, `reference`, later `cuda`) whose functions have these signatures; a module is an
-implementation of the protocol. `reference` is the slow readable truth, every other backend is tested against it.
+A backend is a package whose functions have these signatures; a module is an implementation of the protocol.
+`reference` is the slow readable truth, every other backend is tested against it. Nothing is kept between calls, except
+what `pack` and `prepare` give back.
 
-Letters in shapes: T tokens (rows), C channels, W convolution width, H heads, P head dim, N state size, G groups of
-heads that share B and C, Hq/Hk query/kv heads, D attention head dim, S live slots.
+Letters in shapes: T rows of the batch, B sequences, N snapshots (see `Batch`), C channels, W convolution width, H heads,
+P head dim, S state size, G groups of heads that share b and c, Hq/Hk query/key heads, D attention head dim, E experts,
+K experts of a token.
 
-Tiles: prefill rows come in tiles of `TILE` rows on the absolute token grid (row index in the tile = position mod
-`TILE`). The last tile is padded behind; the first is padded in front when the sequence continues off the grid.
+Operands may be views whose last dimension is contiguous and whose rows are not, as the parts of a fused product are.
+Unless a function says so they are left alone, and what is returned is a new contiguous tensor. Model dtype is bfloat16
+or float32 (the tests use float64, too); a norm, a gate or a state is computed in float32 or wider and rounded once.
 """
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-TILE: Final = 64
-"""Rows of a prefill tile and tokens of a chunk of the chunked scan."""
+from cairn.kernels.batch import Batch, HostBatch
 
-ROW_TILE: Final = 16
-"""Rows of a GEMM tile where rows of unrelated sequences meet: decode rows, experts' tokens, logits."""
-
-Tiles = Sequence[slice]
-"""Row slices that cover a matrix; each is one GEMM of its own, so that a row's result does not depend on the rest."""
+Weight = Any
+"""What `Kernels.pack` made of a weight: a backend's own."""
 
 
 class Kernels(Protocol):
-    """One backend. All states are updated in place; nothing is kept between calls."""
+    """One backend."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
-        """x [T, in], weight [out, in], bias [out] -> [T, out]; `tiles` None is one GEMM over all rows."""
+    # -- once -----------------------------------------------------------------------------------------------------
+
+    def pack(self, weight: Tensor) -> Weight:
+        """A weight [out, in], or a stack of experts' [E, out, in], in the form that this backend multiplies with. It
+        may keep the tensor itself, whose memory is then not to be changed any more."""
         ...
 
-    def softplus(self, x: Tensor) -> Tensor:
-        """log(1 + exp(x)), elementwise; the result of an element does not depend on the others."""
+    def prepare(self, host: HostBatch) -> object:
+        """What the backend wants to know of a batch before its layers run, once a step: `Batch.metadata`."""
         ...
 
-    def sigmoid(self, x: Tensor) -> Tensor:
-        """1 / (1 + exp(-x)), elementwise; the result of an element does not depend on the others."""
+    # -- products -------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """tokens int64 [T], weight [vocab, hidden], not packed -> [T, hidden]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm (arXiv 1910.07467) of each row, computed in float32 or wider, in x's dtype."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> [T, out], all in one dtype."""
         ...
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-        """Norm of x * silu(gate) over each of `groups` equal parts of a row (Mamba2, arXiv 2405.21060), in gate's
-        dtype. x is float32 or wider."""
+    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
+        """hidden [n, in] of any n rows, weight [vocab, in] -> logits float32 (or wider) [n, vocab]."""
         ...
 
-    def conv_prefill(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        front: int,
-        marks: Sequence[int],
-        silu: bool = True,
-    ) -> list[Tensor]:
-        """Causal depthwise convolution of one sequence, then silu if wanted, in place on x [T, C] (its first row is a
-        token).
-
-        weight [W, C], taps oldest first; state [W-1, C]: the raw inputs before x, which is not updated. `front`: rows
-        missing in the first tile. Returns the states after the first `marks[i]` tokens, each [W-1, C]. `marks` does not
-        descend, 0 < mark <= T.
-        """
-        ...
-
-    def conv_update(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, silu: bool = True
-    ) -> None:
-        """One token of each of several sequences: x [T, C] in place, states [S, W-1, C] at slots [T] in place."""
-        ...
-
-    def ssd_prefill(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        bc: tuple[Tensor, Tensor],
-        ad: tuple[Tensor, Tensor],
-        state: Tensor,
-        marks: Sequence[int],
-    ) -> list[Tensor]:
-        """Mamba2's state space scan (arXiv 2405.21060) of one sequence: x [T, H, P] becomes y in place.
-
-            state = exp(dt a) state + dt x b^T,    y = state c + d x        per head
-
-        T is a multiple of TILE; dt [T, H] is 0 at padding; bc: b and c, [T, G, N]; ad: a (negative) and d, [H];
-        state [H, P, N] in place. Returns the states after the first `marks[i]` rows, each [H, P, N]. `marks` does not
-        descend, 0 < mark <= T.
-        """
-        ...
-
-    def ssd_update(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        bc: tuple[Tensor, Tensor],
-        ad: tuple[Tensor, Tensor],
-        states: Tensor,
-        slots: Sequence[int],
-    ) -> None:
-        """One token of each of several sequences, as `ssd_prefill`: x [T, H, P] in place, states [S, H, P, N] at
-        slots in place."""
-        ...
-
-    def gdn_prefill(
-        self, v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], state: Tensor, marks: Sequence[int]
-    ) -> list[Tensor]:
-        """The gated delta rule (arXiv 2412.06464) of one sequence: v [T, Hv, V] becomes y in place.
-
-            state = exp(g) state,    state = state + k (beta (v - k state))^T,    y = K^-0.5 q state        per head
-
-        T is a multiple of TILE; qk: q and k, [T, Hk, K], each divided by its length here (eps 1e-6 under the root);
-        a q/k head serves Hv / Hk consecutive value heads. gates: g (log of the decay, at most 0) and beta, [T, Hv],
-        both 0 at padding, where v, q and k are finite. state [Hv, K, V] in place. Returns the states after the first
-        `marks[i]` rows, each [Hv, K, V]. `marks` does not descend, 0 < mark <= T.
-        """
-        ...
-
-    def gdn_update(
-        self, v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], states: Tensor, slots: Sequence[int]
-    ) -> None:
-        """One token of each of several sequences, as `gdn_prefill`: v [T, Hv, V] in place, states [S, Hv, K, V] at
-        slots in place."""
-        ...
-
-    def write_kv(self, keys: Tensor, values: Tensor, kv: tuple[Tensor, Tensor], pages: Tensor, offsets: Tensor) -> None:
-        """k and v [T, Hk, D] into keys and values [page, Hk, token, D] at (pages[t], offsets[t])."""
-        ...
-
-    def attend_prefill(self, q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, first: int, end: int) -> Tensor:
-        """Causal attention of one sequence's tiles over its pages, scaled by D^-0.5: q [T, Hq, D] -> [T, Hq, D].
-
-        Row i of q stands at position first + i, a multiple of TILE for i = 0; positions >= end are padding. `pages`
-        lists the pages that hold [0, end), whatever lies behind.
-        """
-        ...
-
-    def attend_decode(
-        self, q: Tensor, keys: Tensor, values: Tensor, pages: Sequence[Tensor], lengths: Sequence[int]
-    ) -> Tensor:
-        """One query for each of several sequences, which have `lengths[i]` tokens in `pages[i]`: q [T, Hq, D]."""
-        ...
-
-    def experts(
-        self,
-        x: Tensor,
-        choice: Tensor,
-        share: Tensor,
-        weights: tuple[Sequence[Tensor], Sequence[Tensor]],
-        tile: int | None,
-    ) -> Tensor:
+    def experts(self, x: Tensor, choice: Tensor, share: Tensor, up: Weight, down: Weight, batch: Batch) -> Tensor:
         """Squared-ReLU experts: sum over k of share[t, k] * down[e] relu(up[e] x[t])^2 with e = choice[t, k].
 
-        x [T, in], choice and share [T, K], a token's choices all different; weights: up [E][inner, in] and down
-        [E][in, inner]. Returns float32 or wider [T, in]. `tile`: each expert runs in GEMMs of exactly that many rows.
-        A token's terms are added in ascending order of e.
+        x [T, in], choice int64 and share float32 [T, K], a token's choices all different; up [E, inner, in] and down
+        [E, in, inner], packed. Returns [T, in] in x's dtype; a token's terms are added in float32 or wider, in
+        ascending order of e.
         """
         ...
 
     def gated_experts(
-        self,
-        x: Tensor,
-        choice: Tensor,
-        share: Tensor,
-        weights: tuple[Sequence[Tensor], Sequence[Tensor]],
-        tile: int | None,
+        self, x: Tensor, choice: Tensor, share: Tensor, gate_up: Weight, down: Weight, batch: Batch
     ) -> Tensor:
         """SwiGLU experts (arXiv 2002.05202), else as `experts`: down[e] (silu(gate) * up) with gate and up the halves
-        of gate_up[e] x[t]; weights: gate_up [E][2 * inner, in], gate first, and down [E][in, inner]."""
+        of gate_up[e] x[t]; gate_up [E, 2 * inner, in], gate first."""
+        ...
+
+    # -- row by row -----------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension (arXiv 1910.07467), in x's dtype: x [T, width] or, for the norm
+        of each head, [T, heads, width]; weight [width] in x's dtype or float32."""
+        ...
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place, both [T, width] in one dtype and residual contiguous; then `rms_norm` of it."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        """The norm of x * silu(gate) over each of `groups` equal parts of a row, times weight (Mamba2, arXiv
+        2405.21060): x float32 [T, width], gate [T, width], weight [width] -> gate's dtype."""
+        ...
+
+    def head_norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rms_norm` of each head times silu(gate) (gated delta net): x float32 [T, H, P], gate [T, H * P], weight
+        float32 [P] -> gate's dtype [T, H * P]."""
+        ...
+
+    def silu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """silu(gate) * x, both [T, width] -> [T, width] in gate's dtype."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate): x [T, width], gate [T, width] or [T, 1] -> [T, width] in x's dtype."""
+        ...
+
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """relu(x)^2."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, heads, D] with its first 2 * pairs elements turned by cos and sin float32 [T, pairs] (arXiv
+        2104.09864), element i paired with element i + pairs; in x's dtype."""
+        ...
+
+    def softmax_router(self, logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        """logits float32 [T, E] -> (choice int64, share float32), both [T, K = top_k]: the experts that softmax(logits)
+        rates best; a share is that rate, over the chosen ones' sum if `normalize`."""
+        ...
+
+    def sigmoid_router(
+        self,
+        logits: Tensor,
+        correction: Tensor,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        normalize: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): chosen by sigmoid(logits) + correction [E] out of the best
+        `top_groups` of `num_groups` equal groups, each worth its two best experts; the share is the sigmoid alone, over
+        the chosen ones' sum + 1e-20 if `normalize`, times scale. Shapes as for `softmax_router`."""
+        ...
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: Batch, silu: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Causal depthwise convolution, then silu if wanted: x [T, C] in model dtype -> (float32 [T, C], snapshots).
+
+        weight float32 [W, C], taps oldest first, bias float32 [C]; states [slots + 1, W - 1, C] in model dtype: the
+        raw inputs before the pass, updated in place. Snapshots [N, W - 1, C] in the states' dtype.
+        """
+        ...
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        a: Tensor,
+        d: Tensor,
+        dt_bias: Tensor,
+        dt_limit: tuple[float, float],
+        states: Tensor,
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor]:
+        """Mamba2's state space scan (arXiv 2405.21060, section 6): (y float32 [T, H, P], snapshots).
+
+            step = clamp(softplus(dt + dt_bias), *dt_limit)
+            state = exp(step a) state + step x b^T,    y = state c + d x        per head
+
+        x float32 [T, H, P]; dt [T, H] in model dtype; b and c float32 [T, G, S]; a (negative), d, dt_bias float32 [H].
+        states float32 [slots + 1, H, P, S] in place; snapshots float32 [N, H, P, S].
+        """
+        ...
+
+    def gdn(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor]:
+        """The gated delta rule (arXiv 2412.06464): (y float32 [T, H, P], snapshots).
+
+            g = a softplus(dt + dt_bias),    w = sigmoid(beta),    q and k over their lengths (eps 1e-6 under the root)
+            state = exp(g) state,    state = state + k (w (v - k state))^T,    y = S^-0.5 q state        per head
+
+        q and k float32 [T, Hk, S], v float32 [T, H, P]: a q/k head serves H / Hk consecutive value heads; beta and dt
+        [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states float32 [slots + 1, H, S, P] in place;
+        snapshots float32 [N, H, S, P].
+        """
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
+        """k and v [T, Hk, D] into keys and values [page, Hk, token, D] of one layer, at the places that the block table
+        of attention group `group` has for their positions; positions below `kv_write_from` are left out."""
+        ...
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+        """Causal attention over the pages, scaled by D^-0.5: q [T, Hq, D] -> [T, Hq, D]. A token at position p sees
+        positions 0..p of its sequence; a key head serves Hq / Hk consecutive query heads. What lies in a page behind
+        the sequence's end may read as NaN and must not count."""
         ...

@@ -1,0 +1,94 @@
+"""One forward pass of several sequences, flattened: what the kernels are given beside their operands.
+
+    rows   [ decode tokens, one a sequence | tokens of the 1st prefill sequence | tokens of the 2nd | ... ]
+
+Sequence i has rows [cu_seqlens[i], cu_seqlens[i + 1]), which stand at positions [seq_starts[i], seq_lens[i]) of the
+whole sequence; there is no padding. Shapes: T rows, B sequences, N snapshots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk of the chunked scans. A chunk ends where a position of its own sequence is a multiple of it, in
+every backend and whatever the batch, so that states at these positions do not depend on how a prompt was cut."""
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch's lengths as plain integers: the host knows every one of them.
+
+    `num_decodes`: sequences *planned* as decode, the first ones; a prefill of one token is none of them.
+    `cu_seqlens` int32 [B + 1]; `slots`, `seq_starts`, `seq_lens`, `kv_write_from` int32 [B]: see `Batch`.
+    `snapshot_rows`, `snapshot_offsets` int32 [N]: the state of sequence `snapshot_rows[n]` is wanted after the first
+    `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the rows, and rising within one.
+    """
+
+    num_decodes: int
+    cu_seqlens: Ints
+    slots: Ints
+    seq_starts: Ints
+    seq_lens: Ints
+    kv_write_from: Ints
+    snapshot_rows: Ints
+    snapshot_offsets: Ints
+
+    @property
+    def num_seqs(self) -> int:
+        """B."""
+        return len(self.slots)
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def num_snapshots(self) -> int:
+        """N."""
+        return len(self.snapshot_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The same on the device, and what the layers need beside it.
+
+    `tokens` int64 [T], 0 where `vectors` has the row. `positions` int64 [3, T]: where a token stands in time, height
+    and width; all three the absolute position for text. `cu_seqlens` int32 [B + 1].
+    `slots` int32 [B]: the sequence's place in the live states and in the block tables. `seq_starts` int32 [B]: tokens
+    computed before this pass; 0 means that the state before it is zero, whatever the slot holds. `seq_lens` int32 [B]:
+    tokens with this pass. `kv_write_from` int32 [B]: keys and values of positions below it are read, never written:
+    other sequences and other servers own those pages.
+    `block_tables`: for each attention group int32 [slots + 1, pages]: the page of position p is entry p // page size of
+    the slot's row; entries at and behind the pages of `seq_lens` are not to be read.
+    `metadata`: what `Kernels.prepare` made of `host`; nobody else looks into it.
+    `cos`, `sin`: the rotation of every row, float32 [T, pairs], where the model turns queries and keys.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    slots: Tensor
+    seq_starts: Tensor
+    seq_lens: Tensor
+    kv_write_from: Tensor
+    block_tables: Sequence[Tensor]
+    host: HostBatch
+    metadata: object
+    vectors: "Vectors | None" = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Embeddings that come from elsewhere, as for images: `rows` int64 [k], `values` [k, hidden]."""
+
+    rows: Tensor
+    values: Tensor
