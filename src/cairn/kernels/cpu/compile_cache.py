@@ -1,0 +1,77 @@
+"""Where compiled kernels are kept from one process to the next: a private folder of this machine's user.
+
+What is in the folder is executed, so nobody else may be able to write there. Its name says for which sources, which
+versions and which CPU it was made; a folder that is not wanted any more can simply be deleted.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding
+import numba
+from numba.core.caching import FunctionCache
+
+logger = logging.getLogger(__name__)
+
+
+class CompileCache(FunctionCache):  # type: ignore[misc]
+    """numba's cache of compiled functions, told apart by the types of their arguments, too."""
+
+    def __init__(self, function: Any, argument_types: tuple[Any, ...], folder: Path) -> None:
+        self._argument_types = argument_types
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        try:
+            super().__init__(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return *super()._index_key(sig, codegen), str(self._argument_types)
+
+
+@cache
+def cache_folder() -> Path | None:
+    """The folder, made if it is not there; None where there can be none: then kernels are compiled once a process."""
+    try:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn"
+        folder = parent / f"kernels-{_fingerprint()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder)
+    except (OSError, RuntimeError) as error:
+        logger.warning("compiled kernels are not kept for the next start: %s", error)
+        return None
+    return folder
+
+
+def _check_private(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} is no folder")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to user {found.st_uid}")
+    if found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}, wanted 700)")
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for part in (
+        platform.python_version(),
+        numba.__version__,
+        llvmlite.__version__,
+        llvmlite.binding.get_host_cpu_name(),
+        llvmlite.binding.get_host_cpu_features().flatten(),
+    ):
+        digest.update(f"{part}\n".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

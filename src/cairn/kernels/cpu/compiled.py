@@ -1,0 +1,207 @@
+"""Loops over memory, compiled by numba for this machine and run by torch's threads.
+
+    @kernel({torch.float32: (F32, F32, INT, FLOAT), torch.bfloat16: (BF16, BF16, INT, FLOAT)})
+    def _scale(begin: int, end: int, x: Any, out: Any, width: int, factor: float) -> None: ...
+
+    _scale[x.dtype](rows, cost, x.data_ptr(), out.data_ptr(), width, factor)
+
+A kernel does items [begin, end) of some count, each a result of its own: how the range is cut must not show.
+Operands come as addresses; `scalars.load(x, i)` is float32 for float32 and bfloat16 alike, and `scalars.store(x, i,
+value)` rounds to nearest even.
+
+Not `parallel=True`, which brings a second team of threads that fights with torch's for the cores, and not
+`fastmath=True`, which promises that there is no NaN and no infinity: recycled pages and masks have both.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import numba
+import numba.extending
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.ccallback import CFunc
+
+from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder
+from cairn.kernels.cpu.threads import inline_limit, team
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+INT = types.int64
+FLOAT = types.float32
+F32 = types.CPointer(types.float32)
+BF16 = types.CPointer(types.uint16)
+I32 = types.CPointer(types.int32)
+I64 = types.CPointer(types.int64)
+
+FAST = frozenset(("reassoc", "contract", "arcp", "nsz"))
+"""Sums in any order, a * b + c rounded once, 1 / x for a quotient, either sign of zero."""
+
+GRAINS = 4
+"""Parts of the work for each thread: one that is held up leaves its parts to the others."""
+
+_NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
+
+
+def jit(function: Function) -> Function:
+    """A function that kernels call; LLVM inlines it where that pays."""
+    compiled: Function = numba.njit(function, fastmath=set(FAST), error_model="numpy")
+    return compiled
+
+
+def exact_jit(function: Function) -> Function:
+    """`jit` whose sums stay in the order they are written in."""
+    compiled: Function = numba.njit(function, fastmath={"contract"}, error_model="numpy")
+    return compiled
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """A function that gives its own LLVM code: see `numba.extending.intrinsic`."""
+    return numba.extending.intrinsic(function)
+
+
+def kernel(variants: Mapping[Hashable, tuple[types.Type, ...]]) -> Callable[[Callable[..., None]], "Kernel"]:
+    """A kernel of the function below: for each key the types of its arguments behind `begin` and `end`."""
+    return lambda function: Kernel(function, variants)
+
+
+class Variant:
+    """A kernel compiled for one list of argument types."""
+
+    def __init__(self, function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> None:
+        self.name = function.__name__
+        codes = "".join("f" if kind == FLOAT else "q" for kind in argument_types)
+        self._pack = struct.Struct("@" + codes).pack
+        self._compiled = _compile(function, argument_types)
+        self._native = _NATIVE(int(self._compiled.address))
+        self._team, self._inline_limit = team(), inline_limit()
+
+    @property
+    def from_cache(self) -> bool:
+        """Whether an earlier process had compiled it."""
+        return bool(self._compiled.cache_hits)
+
+    def __call__(self, count: int, cost: int, *arguments: float) -> None:
+        """All `count` items, with addresses and numbers as the kernel wants them. `cost`: what all of them take on one
+        thread, in nanoseconds, roughly: little work stays on the calling thread."""
+        threads = 1 if cost < self._inline_limit or count < 2 or not self._team else torch.get_num_threads()
+        if self._native(self._team, threads, count, self._pack(*arguments)):
+            raise RuntimeError(f"{self.name} failed on {count} items")
+
+
+class Kernel(dict[Hashable, Variant]):
+    """The variants of a kernel, each compiled when it is first asked for."""
+
+    def __init__(self, function: Callable[..., None], variants: Mapping[Hashable, tuple[types.Type, ...]]) -> None:
+        super().__init__()
+        self.name = function.__name__
+        self._function = function
+        self._argument_types = variants
+
+    def __missing__(self, key: Hashable) -> Variant:
+        if key not in self._argument_types:
+            raise TypeError(f"{self.name} takes {list(self._argument_types)}, not {key}")
+        variant = self[key] = Variant(self._function, self._argument_types[key])
+        return variant
+
+    def compile(self) -> Iterable[Variant]:
+        """All of them, now."""
+        return [self[key] for key in self._argument_types]
+
+
+def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:
+    """C function (team, threads, count, address of the packed arguments) that runs `function` on the team."""
+    split = _split_over_team(numba.njit(function, fastmath=set(FAST), error_model="numpy"), argument_types)
+
+    def entry(team: int, threads: int, count: int, packed: int) -> int:
+        failed: int = split(team, threads, count, packed)
+        return failed
+
+    entry.__qualname__ = entry.__name__ = function.__name__
+    signature = (types.int64, types.int64, types.int64, types.voidptr), types.int64
+    compiled = CFunc(entry, signature, {}, {"nopython": True, "error_model": "numpy"})
+    folder = cache_folder()
+    if folder is not None:
+        compiled._cache = CompileCache(function, argument_types, folder)
+    compiled.compile()
+    return compiled
+
+
+def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
+    """`split(team, threads, count, packed)` for compiled code: every thread takes ranges until none is left."""
+    i64, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
+    wanted = (types.int64, types.int64, *argument_types)
+    # next item, count, items of a range, arguments, whether a range failed
+    shared_type = ir.LiteralStructType([i64, i64, i64, pointer, i64])
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        team, threads, count, packed = args
+        zero = ir.Constant(i64, 0)
+        grains = builder.mul(threads, ir.Constant(i64, GRAINS))
+        alone = builder.icmp_signed("<=", threads, ir.Constant(i64, 1))
+        grain = builder.select(alone, count, builder.add(builder.sdiv(count, grains), ir.Constant(i64, 1)))
+        shared = cgutils.alloca_once(builder, shared_type)
+        for index, value in enumerate((zero, count, grain, packed, zero)):
+            builder.store(value, cgutils.gep_inbounds(builder, shared, 0, index))
+        body = _thread_function(context, builder.module)
+        data = builder.bitcast(shared, pointer)
+        with builder.if_else(alone) as (one, many):
+            with one:
+                builder.call(body, [data])
+            with many:
+                i32 = ir.IntType(32)
+                parallel = ir.FunctionType(ir.VoidType(), [body.type, pointer, i32, i32]).as_pointer()
+                number = builder.trunc(threads, i32)
+                builder.call(builder.inttoptr(team, parallel), [body, data, number, ir.Constant(i32, 0)])
+        return builder.load(cgutils.gep_inbounds(builder, shared, 0, 4))
+
+    def _thread_function(context: Any, module: Any) -> Any:
+        """void (shared *): what each thread runs."""
+        body = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer]), f"{work.__name__}.on_thread")
+        body.linkage = "internal"
+        builder = ir.IRBuilder(body.append_basic_block("entry"))
+        shared = builder.bitcast(body.args[0], shared_type.as_pointer())
+        at = [cgutils.gep_inbounds(builder, shared, 0, index) for index in range(5)]
+        count, grain = builder.load(at[1]), builder.load(at[2])
+        arguments = _unpack(context, builder, builder.load(at[3]))
+        again, run, done = (body.append_basic_block(name) for name in ("again", "run", "done"))
+        builder.branch(again)
+        builder.position_at_end(again)
+        begin = builder.atomic_rmw("add", at[0], grain, "monotonic")
+        builder.cbranch(builder.icmp_signed("<", begin, count), run, done)
+        builder.position_at_end(run)
+        end = builder.add(begin, grain)
+        end = builder.select(builder.icmp_signed("<", end, count), end, count)
+        failed = builder.zext(_call(context, builder, [begin, end, *arguments]), i64)
+        builder.atomic_rmw("or", at[4], failed, "monotonic")
+        builder.branch(again)
+        builder.position_at_end(done)
+        builder.ret_void()
+        return body
+
+    def _unpack(context: Any, builder: Any, packed: Any) -> list[Any]:
+        fields = [ir.FloatType() if kind == FLOAT else i64 for kind in argument_types]
+        record = builder.bitcast(packed, ir.LiteralStructType(fields).as_pointer())
+        values = [builder.load(cgutils.gep_inbounds(builder, record, 0, index)) for index in range(len(fields))]
+        return [
+            builder.inttoptr(value, context.get_value_type(kind)) if isinstance(kind, types.CPointer) else value
+            for value, kind in zip(values, argument_types, strict=True)
+        ]
+
+    def _call(context: Any, builder: Any, values: list[Any]) -> Any:
+        """Calls `work` and gives back whether it failed."""
+        compiled = work.get_compile_result(types.void(*wanted))
+        context.active_code_library.add_linking_library(compiled.library)
+        function = context.declare_function(builder.module, compiled.fndesc)
+        status, _ = context.call_conv.call_function(builder, function, types.void, wanted, values)
+        return status.is_error
+
+    @intrinsic
+    def split(typingctx: Any, team: Any, threads: Any, count: Any, packed: Any) -> Any:
+        return types.int64(types.int64, types.int64, types.int64, types.voidptr), code
+
+    return split

@@ -1,0 +1,138 @@
+"""Numbers inside compiled loops: memory of either dtype, and functions that LLVM makes vector code of.
+
+`np.exp` and its kind are calls into the C library here, one number at a time; what is below is plain arithmetic.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from cairn.kernels.cpu.compiled import BF16, F32, exact_jit, intrinsic, jit
+
+ONE = np.float32(1)
+_I32 = ir.IntType(32)
+
+
+@intrinsic
+def bits_of(typingctx: Any, x: Any) -> Any:
+    """uint32 with the bits of a float32."""
+    return types.uint32(types.float32), lambda context, builder, _, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic
+def float_of(typingctx: Any, bits: Any) -> Any:
+    """float32 of a uint32 with its bits."""
+    return types.float32(types.uint32), lambda context, builder, _, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def advance(typingctx: Any, pointer: Any, count: Any) -> Any:
+    """The pointer `count` numbers on."""
+    return pointer(pointer, types.int64), lambda context, builder, _, args: builder.gep(args[0], [args[1]])
+
+
+@intrinsic
+def floor(typingctx: Any, x: Any) -> Any:
+    """The whole float32 below a float32."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.floor", [ir.FloatType()]), args)
+
+    return types.float32(types.float32), code
+
+
+@intrinsic
+def widen(typingctx: Any, bits: Any) -> Any:
+    """float32 of a bfloat16 that is given as uint16."""
+    return types.float32(types.uint16), lambda context, builder, _, args: _widen(builder, args[0])
+
+
+@intrinsic
+def narrow(typingctx: Any, x: Any) -> Any:
+    """uint16 of the bfloat16 nearest to a float32, the even one of two; a NaN stays a NaN."""
+    return types.uint16(types.float32), lambda context, builder, _, args: _narrow(builder, args[0])
+
+
+@intrinsic
+def load(typingctx: Any, pointer: Any, index: Any) -> Any:
+    """float32: number `index` behind a pointer to float32 or bfloat16."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        value = builder.load(builder.gep(args[0], [args[1]]))
+        return value if pointer == F32 else _widen(builder, value)
+
+    return (types.float32(pointer, types.int64), code) if pointer in (F32, BF16) else None
+
+
+@intrinsic
+def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """A float32 becomes number `index` behind a pointer to float32 or bfloat16."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        value = args[2] if pointer == F32 else _narrow(builder, args[2])
+        builder.store(value, builder.gep(args[0], [args[1]]))
+        return context.get_dummy_value()
+
+    return (types.void(pointer, types.int64, types.float32), code) if pointer in (F32, BF16) else None
+
+
+def _widen(builder: Any, value: Any) -> Any:
+    wide = builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16))
+    return builder.bitcast(wide, ir.FloatType())
+
+
+def _narrow(builder: Any, value: Any) -> Any:
+    def constant(number: int) -> Any:
+        return ir.Constant(_I32, number)
+
+    bits = builder.bitcast(value, _I32)
+    high = builder.lshr(bits, constant(16))
+    # Half of what is cut off, less one where the result would be even without it: a tie goes to the even one.
+    half = builder.add(builder.and_(high, constant(1)), constant(0x7FFF))
+    rounded = builder.lshr(builder.add(bits, half), constant(16))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), constant(0x7F800000))
+    # The bit that makes it a quiet one: what is cut off might have been all that told it from infinity.
+    chosen = builder.select(is_nan, builder.or_(high, constant(0x40)), rounded)
+    return builder.trunc(chosen, ir.IntType(16))
+
+
+@exact_jit
+def exp(x: Any) -> Any:
+    """e^x of a float32 within two units in the last place; 0 below -104, infinity above 88.8, NaN of NaN."""
+    bounded = np.float32(-104.0) if x < np.float32(-104.0) else x
+    bounded = bounded if bounded < np.float32(89.0) else np.float32(89.0)
+    turns = floor(bounded * np.float32(1.44269504) + np.float32(0.5))
+    # ln 2 in two parts: the first has few enough bits for the product to be exact.
+    rest = bounded - turns * np.float32(0.693359375)
+    rest = rest - turns * np.float32(-2.12194440e-4)
+    value = np.float32(1.9875691500e-4)
+    value = value * rest + np.float32(1.3981999507e-3)
+    value = value * rest + np.float32(8.3334519073e-3)
+    value = value * rest + np.float32(4.1665795894e-2)
+    value = value * rest + np.float32(1.6666665459e-1)
+    value = value * rest + np.float32(5.0000001201e-1)
+    value = value * rest * rest + rest + ONE
+    # 2^turns in two factors, because the exponents of neither 2^-150 nor 2^128 fit into one.
+    half = np.int32(turns) >> np.int32(1)
+    rest_of_it = np.int32(turns) - half
+    value = value * _power_of_two(half) * _power_of_two(rest_of_it)
+    return value if x == x else x
+
+
+@exact_jit
+def _power_of_two(exponent: Any) -> Any:
+    return float_of(np.uint32(np.int32(exponent) + np.int32(127)) << np.uint32(23))
+
+
+@jit
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x)."""
+    return ONE / (ONE + exp(-x))
+
+
+@jit
+def silu(x: Any) -> Any:
+    """x / (1 + e^-x)."""
+    return x / (ONE + exp(-x))

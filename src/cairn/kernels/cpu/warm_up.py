@@ -1,0 +1,29 @@
+"""Everything compiled, or loaded from the cache, before the first request."""
+
+import logging
+from time import perf_counter
+from types import ModuleType
+
+from cairn.kernels.cpu.compile_cache import cache_folder
+from cairn.kernels.cpu.compiled import Kernel
+
+logger = logging.getLogger(__name__)
+
+MODULES: tuple[ModuleType, ...] = ()
+"""Where the kernels are."""
+
+
+def warm_up() -> int:
+    """Every variant of every kernel is compiled: their number. Says in the log how long it took."""
+    begin = perf_counter()
+    kernels = [value for module in MODULES for value in vars(module).values() if isinstance(value, Kernel)]
+    variants = [variant for kernel in kernels for variant in kernel.compile()]
+    loaded = sum(variant.from_cache for variant in variants)
+    logger.info(
+        "CPU kernels: %d ready in %.1f s, %d of them from %s",
+        len(variants),
+        perf_counter() - begin,
+        loaded,
+        cache_folder() or "nowhere",
+    )
+    return len(variants)
