@@ -141,15 +141,20 @@ class Runner:
             self._save(plan.saves)
 
     def _restore(self, restores: Sequence[Restore]) -> None:
-        files, slots = _files(restores), torch.tensor([restore.slot for restore in restores])
+        files, slots = self._page_lists(restores), torch.tensor([restore.slot for restore in restores])
         self._live.hidden[slots] = self._files.read_hidden(files)
         for number, layer in enumerate(self._live.recurrent):
             layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
         for restore in restores:
             self._sampled_steps[restore.slot] = None
 
+    def _page_lists(self, records: Sequence[Restore | Save | Keep]) -> Tensor:
+        """The files of all of them, int64 [n, pages]."""
+        shape = (len(records), self.layout.pages_per_checkpoint)
+        return torch.from_numpy(np.array([record.pages for record in records], np.int64).reshape(shape))
+
     def _save(self, saves: Sequence[Save]) -> None:
-        files, slots = _files(saves), torch.tensor([save.slot for save in saves])
+        files, slots = self._page_lists(saves), torch.tensor([save.slot for save in saves])
         self._files.write_hidden(files, self._live.hidden[slots])
         for number, layer in enumerate(self._live.recurrent):
             self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
@@ -162,7 +167,7 @@ class Runner:
         communicator = self._model.communicator
         contents = [row_content(row, self.vision, communicator, self._live.hidden) for row in rows]
         batch = build_batch(places, contents, self._tables, self._last_tokens, self._model.kernels)
-        files = _files([keeps[number] for number in places.snapshots])
+        files = self._page_lists([keeps[number] for number in places.snapshots])
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self.forward_passes += 1
         self._live.hidden[batch.slots] = hidden[batch.cu_seqlens[1:] - 1]
@@ -201,11 +206,6 @@ class Runner:
             self._sampled_steps[slot], self._last_tokens[slot] = plan.step, token
             sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
-
-
-def _files(records: Sequence[Restore | Save | Keep]) -> Tensor:
-    """The page lists of all of them, int64 [n, pages]."""
-    return torch.from_numpy(np.array([record.pages for record in records], np.int64).reshape(len(records), -1))
 
 
 def _told(logits: Tensor, sample: Sample, token: int) -> Logprobs | None:
