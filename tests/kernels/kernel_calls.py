@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
-from kernels.random_batches import PAGE_SIZES, RandomBatch, batches, garbage
+from kernels.random_batches import PAGE_SIZES, RandomBatch, SequenceRows, batches, garbage
 
-Kind = Literal["model", "product", "wide", "copied", "chosen"]
-"""What comes out: a number of the model's dtype; a float32 number that may have been one of the model's dtype; one
-that is computed in float32 throughout; one that is moved, not computed; an expert's number."""
+Kind = Literal["model", "once", "product", "wide", "copied", "chosen"]
+"""What comes out: a number of the model's dtype; one that was computed in float32 and rounded to it once; a float32
+number that may have been one of the model's dtype; one that is float32 throughout; one that is moved, not computed; an
+expert's number."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "lm_head": Operation(("hidden",), ("product",), ("weight",)),
         "experts": Operation(("x", "choice", "share"), ("model",), ("up", "down"), takes_batch=True),
         "gated_experts": Operation(("x", "choice", "share"), ("model",), ("gate_up", "down"), takes_batch=True),
-        "rms_norm": Operation(("x",), ("model",)),
+        "rms_norm": Operation(("x",), ("once",)),
         "add_rms_norm": Operation(("residual", "x"), ("model",), changed={"residual": "model"}),
-        "gated_rms_norm": Operation(("x", "gate"), ("model",)),
-        "head_norm_gate": Operation(("x", "gate"), ("model",)),
-        "silu_mul": Operation(("gate", "x"), ("model",)),
-        "sigmoid_mul": Operation(("x", "gate"), ("model",)),
-        "squared_relu": Operation(("x",), ("model",)),
-        "rope": Operation(("x", "cos", "sin"), ("model",)),
+        "gated_rms_norm": Operation(("x", "gate"), ("once",)),
+        "head_norm_gate": Operation(("x", "gate"), ("once",)),
+        "silu_mul": Operation(("gate", "x"), ("once",)),
+        "sigmoid_mul": Operation(("x", "gate"), ("once",)),
+        "squared_relu": Operation(("x",), ("once",)),
+        "rope": Operation(("x", "cos", "sin"), ("once",)),
         "softmax_router": Operation(("logits",), ("chosen", "wide")),
         "sigmoid_router": Operation(("logits",), ("chosen", "wide")),
         "conv": Operation(("x",), ("wide", "copied"), changed={"states": "copied"}, takes_batch=True),
@@ -62,14 +63,25 @@ CONTIGUOUS = frozenset({"tokens", "choice", "share", "residual", "cos", "sin", "
 """Operands by row that no layer hands over as a part of something wider."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Call:
-    """A function with its operands, in the contract's order. `block_tables`: of the batch's attention groups."""
+    """A function with its operands. `block_tables`: of the batch's attention groups."""
 
     name: str
     batch: RandomBatch
-    operands: Mapping[str, Any] = field(repr=False)
-    block_tables: tuple[Tensor, ...] = field(default=(), repr=False)
+    operands: Mapping[str, Any]
+    block_tables: tuple[Tensor, ...] = ()
+
+    def __repr__(self) -> str:
+        """Without the numbers, which a seed of the batch has made."""
+        shapes = {
+            name: f"{str(value.dtype)[6:]} {list(value.shape)}" if isinstance(value, Tensor) else value
+            for name, value in self.operands.items()
+        }
+        return f"Call({self.name!r}, {self.batch}, {shapes})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
     @property
     def operation(self) -> Operation:
@@ -127,6 +139,14 @@ class Call:
         return found if isinstance(found, tuple) else (found,)
 
 
+def part_of_sequence(whole: Call, slot: int, start: int, end: int, decode: bool = False) -> Call:
+    """Positions [start, end) of the one sequence of a call, in `slot`; it shares the states and the pages."""
+    first = whole.batch.sequences[0].start
+    rows = (SequenceRows(slot, start, end - start, snapshots=(end - start,)),)
+    batch = RandomBatch(rows, ()) if decode else RandomBatch((), rows)
+    return whole.of_rows(slice(start - first, end - first), batch)
+
+
 def part_of_wider(x: Tensor, dim: int) -> Tensor:
     """A copy of x [a, b, ...] that lies in a wider tensor full of NaN: its entries of dimension `dim` and all behind
     lie together, those before it do not. The last one of a vector's numbers is not the last of its memory, either."""
@@ -140,6 +160,11 @@ def part_of_wider(x: Tensor, dim: int) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _weight(batch: RandomBatch, *shape: int, salt: int) -> Tensor:
+    """A weight [..., out, in] whose products are about as large as what they are made of."""
+    return batch.numbers(*shape, salt=salt).mul(shape[-1] ** -0.5)
 
 
 WIDTHS = st.sampled_from([1, 7, 16, 33, 64, 96])
@@ -168,7 +193,7 @@ def _linear(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands
     inputs, outputs = draw(WIDTHS), draw(WIDTHS)
     return {
         "x": batch.numbers(batch.num_rows, inputs).to(dtype),
-        "weight": batch.numbers(outputs, inputs, salt=1).to(dtype),
+        "weight": _weight(batch, outputs, inputs, salt=1).to(dtype),
         "bias": batch.numbers(outputs, salt=2).to(dtype) if draw(st.booleans()) else None,
     }
 
@@ -177,7 +202,7 @@ def _lm_head(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operand
     inputs = draw(WIDTHS)
     return {
         "hidden": batch.numbers(batch.num_rows, inputs).to(dtype),
-        "weight": batch.numbers(70, inputs, salt=1).to(dtype),
+        "weight": _weight(batch, 70, inputs, salt=1).to(dtype),
     }
 
 
@@ -195,15 +220,15 @@ def _routed(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype, width: int)
 def _experts(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width, inner = draw(WIDTHS), draw(WIDTHS)
     experts, operands = _routed(draw, batch, dtype, width)
-    up = batch.numbers(experts, inner, width, salt=3).to(dtype)
-    return {**operands, "up": up, "down": batch.numbers(experts, width, inner, salt=4).to(dtype)}
+    up = _weight(batch, experts, inner, width, salt=3).to(dtype)
+    return {**operands, "up": up, "down": _weight(batch, experts, width, inner, salt=4).to(dtype)}
 
 
 def _gated_experts(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width, inner = draw(WIDTHS), draw(WIDTHS)
     experts, operands = _routed(draw, batch, dtype, width)
-    gate_up = batch.numbers(experts, 2 * inner, width, salt=3).to(dtype)
-    return {**operands, "gate_up": gate_up, "down": batch.numbers(experts, width, inner, salt=4).to(dtype)}
+    gate_up = _weight(batch, experts, 2 * inner, width, salt=3).to(dtype)
+    return {**operands, "gate_up": gate_up, "down": _weight(batch, experts, width, inner, salt=4).to(dtype)}
 
 
 def _rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
@@ -249,7 +274,8 @@ def _head_norm_gate(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
 def _silu_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width = draw(WIDTHS)
     gate = batch.numbers(batch.num_rows, width).mul(5).to(dtype)
-    return {"gate": gate, "x": batch.numbers(batch.num_rows, width, salt=1).to(dtype)}
+    x = batch.numbers(batch.num_rows, width, salt=1).to(draw(st.sampled_from([dtype, _wide(dtype)])))
+    return {"gate": gate, "x": x}
 
 
 def _sigmoid_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:

@@ -9,7 +9,7 @@ from torch import Tensor
 from cairn.kernels.contract import Kernels
 from kernels.backends import every_backend_and_dtype
 from kernels.comparison import FEW, TOLERANCES, close
-from kernels.kernel_calls import Call, calls
+from kernels.kernel_calls import Call, calls, part_of_sequence
 from kernels.random_batches import RandomBatch, SequenceRows
 
 RECURRENT = st.sampled_from(["conv", "ssd", "gdn"])
@@ -22,18 +22,11 @@ def cut_sequences(draw: st.DrawFn) -> tuple[int, int]:
     return cut, cut + draw(st.one_of(st.just(1), st.integers(1, 100)))
 
 
-def part(whole: Call, slot: int, start: int, end: int, decode: bool = False) -> Call:
-    """Positions [start, end) of a sequence of one call, in `slot`; it shares the states and the pages."""
-    rows = (SequenceRows(slot, start, end - start, snapshots=(end - start,)),)
-    batch = RandomBatch(rows, ()) if decode else RandomBatch((), rows)
-    return whole.of_rows(slice(start, end), batch)
-
-
 def rest_of(kernels: Kernels, whole: Call, slot: int, cut: int, end: int, decode: bool) -> Tensor:
     """What comes out for positions [cut, end), one token a pass or all in one."""
     if not decode:
-        return part(whole, slot, cut, end).run(kernels)[0]
-    steps = [part(whole, slot, position, position + 1, decode=True) for position in range(cut, end)]
+        return part_of_sequence(whole, slot, cut, end).run(kernels)[0]
+    steps = [part_of_sequence(whole, slot, position, position + 1, decode=True) for position in range(cut, end)]
     return torch.cat([step.run(kernels)[0] for step in steps])
 
 
@@ -52,7 +45,7 @@ def test_states(
     close(states[2], at_end)
 
     states[5] = torch.nan
-    close(part(whole, 5, 0, cut).run(kernels)[0], wanted[:cut])
+    close(part_of_sequence(whole, 5, 0, cut).run(kernels)[0], wanted[:cut])
     close(states[5], at_cut)
     close(rest_of(kernels, whole, 5, cut, end, decode), wanted[cut:])
     close(states[5], at_end)
@@ -82,10 +75,10 @@ def test_pages(
 
     def run(start: int, stop: int, decode: bool = False) -> Tensor:
         """Keys and values first, as in a layer."""
-        queries = part(whole, 2, start, stop, decode)
-        part(Call(writing.name, writing.batch, writing.operands, whole.block_tables), 2, start, stop, decode).run(
-            kernels
-        )
+        queries = part_of_sequence(whole, 2, start, stop, decode)
+        part_of_sequence(
+            Call(writing.name, writing.batch, writing.operands, whole.block_tables), 2, start, stop, decode
+        ).run(kernels)
         return queries.run(kernels)[0]
 
     close(run(0, cut), wanted[:cut])
