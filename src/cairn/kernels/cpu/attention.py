@@ -1,73 +1,283 @@
-"""Paged attention, one sequence at a time: gather its pages once, then SDPA with a kv head's query heads as rows.
+"""Attention straight on the pages: flash attention (arXiv 2205.14135) over blocks of keys, widened to float32 once for
+all rows and query heads that want them.
 
-The length of keys and values is a multiple of 64 that depends on the position alone, so a query's bits depend neither
-on the batch nor on how the prompt was cut. Bytes behind the valid length are cleared: pages are recycled, and what
-they held may read as NaN, which no mask would stop.
+An item of the work is a tile of rows of one sequence with one key head and its query heads, over all keys that the
+rows see, or, for a single row, over a part of them: what the parts came to is then put together by their maxima. Only
+what lies below a sequence's end is ever read.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.contract import TILE
+from cairn.kernels.batch import Batch
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel
+from cairn.kernels.cpu.metadata import Metadata
+from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
+from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_row, add_tile, dot_16_rows, pointer
+
+BLOCK = 64
+"""Keys at a time: with the values they stay in the caches of the core."""
+
+_LOWEST = np.float32(-np.inf)
 
 
-def write_kv(keys: Tensor, values: Tensor, kv: tuple[Tensor, Tensor], pages: Tensor, offsets: Tensor) -> None:
+@kernel({(dtype, dtype): (x, INT, INT, x, INT, INT, INT, I32, INT, I32, INT, INT, INT) for dtype, x in ELEMENTS.items()})
+def _write(
+    begin: int,
+    end: int,
+    x: Any,
+    x_row: int,
+    x_head: int,
+    cache: Any,
+    page_stride: int,
+    head_stride: int,
+    token_stride: int,
+    table: Any,
+    table_row: int,
+    writes: Any,
+    page_size: int,
+    heads: int,
+    dim: int,
+) -> None:
+    for i in range(begin, end):
+        row, slot, position = writes[3 * i], writes[3 * i + 1], writes[3 * i + 2]
+        page = np.int64(table[slot * table_row + position // page_size])
+        for head in range(heads):
+            source = advance(x, row * x_row + head * x_head)
+            target = advance(cache, page * page_stride + head * head_stride + position % page_size * token_stride)
+            for j in range(dim):
+                target[j] = source[j]
+
+
+def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
-    keys[pages, :, offsets] = kv[0]
-    values[pages, :, offsets] = kv[1]
+    metadata: Metadata = batch.metadata  # type: ignore[assignment]
+    table = batch.block_tables[group]
+    for x, cache in ((k, keys), (v, values)):
+        _write[x.dtype, cache.dtype](
+            metadata.writes.count,
+            x.numel() // 16,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            cache.data_ptr(),
+            cache.stride(0),
+            cache.stride(1),
+            cache.stride(2),
+            table.data_ptr(),
+            table.stride(0),
+            metadata.writes.address,
+            cache.shape[2],
+            cache.shape[1],
+            cache.shape[3],
+        )
 
 
-def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """cache [page, Hk, token, D] -> the first `length` tokens, zero-padded to a multiple of TILE: [Hk, padded, D]."""
-    _, heads, tokens, dim = cache.shape
-    used = -(-length // tokens)
-    padded = -(-length // TILE) * TILE
-    room = -(-max(used * tokens, padded) // TILE) * TILE  # whole tiles, so that every head begins aligned
-    out = cache.new_empty(heads, room, dim)
-    out[:, : used * tokens].view(heads, used, tokens, dim).copy_(cache[pages[:used]].transpose(0, 1))
-    out[:, length:] = 0
-    return out[:, :padded]
+@jit
+def _widen_block(
+    cache: Any, page_stride: int, token_stride: int, table: Any, page_size: int, dim: int, first: int, count: int, out: Any
+) -> None:
+    """`count` tokens from position `first` on of one head, as float32 rows of `out`; rows behind them are zeros."""
+    page, offset = first // page_size, first % page_size
+    for t in range(count):
+        source = advance(cache, np.int64(table[page]) * page_stride + offset * token_stride)
+        for j in range(dim):
+            out[t, j] = load(source, j)
+        offset += 1
+        if offset == page_size:
+            page += 1
+            offset = 0
+    for t in range(count, BLOCK):
+        out[t, :] = np.float32(0)
 
 
-def attend_prefill(q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, first: int, end: int) -> Tensor:
-    """See `Kernels.attend_prefill`. Keys and values are trimmed to the end of each tile of queries."""
-    rows, heads, dim = q.shape
-    kv_heads = keys.shape[1]
+@jit
+def _soften(scores: Any, count: int, weighted: Any, maxima: Any, sums: Any) -> None:
+    """Scores of each of `count` rows become weights beside the largest score so far; what was summed up beside an
+    earlier, lower one is brought down."""
+    for i in range(count):
+        largest = maxima[i]
+        for t in range(BLOCK):
+            largest = max(largest, scores[i, t])
+        total = np.float32(0)
+        for t in range(BLOCK):
+            weight = exp(scores[i, t] - largest)
+            scores[i, t] = weight
+            total += weight
+        if largest > maxima[i]:
+            factor = exp(maxima[i] - largest)
+            for j in range(weighted.shape[1]):
+                weighted[i, j] *= factor
+            sums[i] *= factor
+            maxima[i] = largest
+        sums[i] += total
+
+
+@jit
+def _attend_block(q: Any, count: int, keys: Any, scores: Any) -> None:
+    """scores[i, t] = q[i] keys[t] for `count` rows of q."""
+    dim = q.shape[1]
+    for i in range(count):
+        for t in range(0, BLOCK, LANES):
+            dot_16_rows(pointer(q, i, 0), pointer(keys, t, 0), dim, dim, pointer(scores, i, t))
+
+
+@jit
+def _add_values(scores: Any, count: int, values: Any, weighted: Any) -> None:
+    """weighted[i] += sum over t of scores[i, t] values[t], for `count` rows."""
+    dim = weighted.shape[1]
+    whole = count // TILE_ROWS * TILE_ROWS
+    for j in range(0, dim, TILE_LANES):
+        column = pointer(values, 0, j)
+        for i in range(0, whole, TILE_ROWS):
+            add_tile(pointer(scores, i, 0), BLOCK, column, dim, pointer(weighted, i, j), dim, BLOCK)
+        for i in range(whole, count):
+            add_row(pointer(scores, i, 0), BLOCK, column, dim, pointer(weighted, i, j), dim, BLOCK)
+
+
+@kernel(
+    {
+        (dtype, dtype): (x, INT, INT, x, INT, INT, INT, x, INT, INT, INT, I32, INT, I32, *(INT,) * 6, FLOAT, F32, x)
+        for dtype, x in ELEMENTS.items()
+    }
+)
+def _attend(
+    begin: int,
+    end: int,
+    q: Any,
+    q_row: int,
+    q_head: int,
+    keys: Any,
+    key_page: int,
+    key_head: int,
+    key_token: int,
+    values: Any,
+    value_page: int,
+    value_head: int,
+    value_token: int,
+    table: Any,
+    table_row: int,
+    tiles: Any,
+    most_rows: int,
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    width: int,
+    scale: Any,
+    partials: Any,
+    out: Any,
+) -> None:
+    """`width`: dim, rounded up to whole tiles of columns. Items: tiles times key heads."""
     per_kv = heads // kv_heads
-    k, v = _gather(keys, pages, end)[None], _gather(values, pages, end)[None]
-    past_masks = _causal(q, per_kv, first + rows)
-    out = torch.empty_like(q)
-    for begin in range(0, rows, TILE):
-        tile = slice(begin, begin + TILE)
-        visible = first + begin + TILE
-        grouped = q[tile].view(TILE, kv_heads, per_kv, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
-        mask = past_masks[:, rows + first - visible :]
-        result = F.scaled_dot_product_attention(grouped, k[:, :, :visible], v[:, :, :visible], attn_mask=mask)
-        out[tile].view(TILE, kv_heads, per_kv, dim).copy_(result.view(kv_heads, per_kv, TILE, dim).permute(2, 0, 1, 3))
-    return out
+    most = most_rows * per_kv
+    queries, weighted = np.zeros((most, width), np.float32), np.empty((most, width), np.float32)
+    key_block, value_block = np.zeros((BLOCK, width), np.float32), np.zeros((BLOCK, width), np.float32)
+    scores = np.empty((most, BLOCK), np.float32)
+    maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
+    for item in range(begin, end):
+        tile, kv_head = advance(tiles, item // kv_heads * 7), item % kv_heads
+        first_row, rows, slot, position = np.int64(tile[0]), np.int64(tile[1]), np.int64(tile[2]), np.int64(tile[3])
+        first_key, end_key, partial = np.int64(tile[4]), np.int64(tile[5]), np.int64(tile[6])
+        count = rows * per_kv
+        for i in range(count):
+            source = advance(q, (first_row + i // per_kv) * q_row + (kv_head * per_kv + i % per_kv) * q_head)
+            for j in range(dim):
+                queries[i, j] = load(source, j) * scale
+        weighted[:count] = np.float32(0)
+        maxima[:count] = _LOWEST
+        sums[:count] = np.float32(0)
+        pages = advance(table, slot * table_row)
+        key_pages, value_pages = advance(keys, kv_head * key_head), advance(values, kv_head * value_head)
+        for key in range(first_key, end_key, BLOCK):
+            some = min(BLOCK, end_key - key)
+            _widen_block(key_pages, key_page, key_token, pages, page_size, dim, key, some, key_block)
+            _widen_block(value_pages, value_page, value_token, pages, page_size, dim, key, some, value_block)
+            _attend_block(queries, count, key_block, scores)
+            if key + BLOCK > position + 1:
+                for i in range(count):
+                    seen = max(np.int64(0), min(BLOCK, position + i // per_kv + 1 - key))
+                    scores[i, seen:] = _LOWEST
+            _soften(scores, count, weighted, maxima, sums)
+            _add_values(scores, count, value_block, weighted)
+        for i in range(count):
+            head = kv_head * per_kv + i % per_kv
+            if partial < 0:
+                target = advance(out, ((first_row + i // per_kv) * heads + head) * dim)
+                factor = ONE / sums[i]
+                for j in range(dim):
+                    store(target, j, weighted[i, j] * factor)
+            else:
+                kept = advance(partials, (partial * heads + head) * (dim + 2))
+                kept[0], kept[1] = maxima[i], sums[i]
+                for j in range(dim):
+                    kept[2 + j] = weighted[i, j]
 
 
-def _causal(q: Tensor, per_kv: int, length: int) -> Tensor:
-    """Additive mask [per_kv * TILE, length] of the last tile; dropping columns in front gives an earlier tile's."""
-    mask = q.new_zeros(per_kv, TILE, length)
-    mask[:, :, -TILE:] = torch.full((TILE, TILE), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
-    return mask.view(-1, length)
+@kernel({dtype: (F32, I32, INT, INT, x) for dtype, x in ELEMENTS.items()})
+def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: int, out: Any) -> None:
+    """Items: rows whose keys were cut in parts, times heads."""
+    weighted = np.empty(dim, np.float32)
+    for item in range(begin, end):
+        merge, head = advance(merges, item // heads * 3), item % heads
+        first, count = np.int64(merge[1]), np.int64(merge[2])
+        largest = _LOWEST
+        for part in range(first, first + count):
+            largest = max(largest, partials[(part * heads + head) * (dim + 2)])
+        total = np.float32(0)
+        weighted[:] = np.float32(0)
+        for part in range(first, first + count):
+            kept = advance(partials, (part * heads + head) * (dim + 2))
+            factor = exp(kept[0] - largest)
+            total += factor * kept[1]
+            for j in range(dim):
+                weighted[j] += factor * kept[2 + j]
+        target = advance(out, (np.int64(merge[0]) * heads + head) * dim)
+        for j in range(dim):
+            store(target, j, weighted[j] / total)
 
 
-def attend_decode(q: Tensor, keys: Tensor, values: Tensor, pages: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """See `Kernels.attend_decode`."""
+def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+    """See `Kernels.attention`."""
+    metadata: Metadata = batch.metadata  # type: ignore[assignment]
+    table = batch.block_tables[group]
     _, heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    out = torch.empty_like(q)
-    for row, (own, length) in enumerate(zip(pages, lengths, strict=True)):
-        k, v = _gather(keys, own, length)[None], _gather(values, own, length)[None]
-        mask = q.new_zeros(1, k.shape[2])
-        mask[:, length:] = -torch.inf
-        # A copy, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
-        grouped = q[row].clone().view(1, kv_heads, heads // kv_heads, dim)
-        result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask.expand(heads // kv_heads, -1))
-        out[row] = result.view(heads, dim)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    partials = torch.empty(metadata.num_partials * heads * (dim + 2))
+    _attend[q.dtype, keys.dtype](
+        metadata.tiles.count * keys.shape[1],
+        1_000_000,
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        keys.data_ptr(),
+        *keys.stride()[:3],
+        values.data_ptr(),
+        *values.stride()[:3],
+        table.data_ptr(),
+        table.stride(0),
+        metadata.tiles.address,
+        metadata.most_rows,
+        keys.shape[2],
+        heads,
+        keys.shape[1],
+        dim,
+        -(-dim // TILE_LANES) * TILE_LANES,
+        dim**-0.5,
+        partials.data_ptr(),
+        out.data_ptr(),
+    )
+    if metadata.num_partials:
+        _merge[q.dtype](
+            metadata.merges.count * heads,
+            partials.numel(),
+            partials.data_ptr(),
+            metadata.merges.address,
+            heads,
+            dim,
+            out.data_ptr(),
+        )
     return out

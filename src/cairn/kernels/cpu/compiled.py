@@ -38,10 +38,13 @@ BF16 = types.CPointer(types.uint16)
 I32 = types.CPointer(types.int32)
 I64 = types.CPointer(types.int64)
 
+ELEMENTS: Mapping[torch.dtype, types.Type] = {torch.float32: F32, torch.bfloat16: BF16}
+"""What a tensor of a model's dtype is to compiled code."""
+
 FAST = frozenset(("reassoc", "contract", "arcp", "nsz"))
 """Sums in any order, a * b + c rounded once, 1 / x for a quotient, either sign of zero."""
 
-GRAINS = 4
+GRAINS = 32
 """Parts of the work for each thread: one that is held up leaves its parts to the others."""
 
 _NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)

@@ -1,36 +1,131 @@
-"""Elementwise functions whose vector body and scalar tail round differently in torch.
+"""Gates, activations and the rotation of queries and keys, number by number."""
 
-Where a tensor's element count is no multiple of the unrolled vector width, its last elements go through the scalar
-code, so the same number gives other bits in another batch. Padding the count to a multiple of 64 leaves no tail.
-"""
+from typing import Any
 
-from collections.abc import Callable
-
-import torch.nn.functional as F
+import numpy as np
+import torch
 from torch import Tensor
 
-_UNROLLED = 64
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, INT, kernel
+from cairn.kernels.cpu.scalars import advance, load, sigmoid, silu, store
 
 
-def _without_tail(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
-    count = flat.numel()
-    missing = -count % _UNROLLED
-    if missing:
-        flat = F.pad(flat, (0, missing))
-    return function(flat)[:count].view(x.shape)
+@kernel({(dtype, dtype): (x, INT, x, INT, x, INT) for dtype, x in ELEMENTS.items()})
+def _silu_mul(begin: int, end: int, gate: Any, gate_row: int, x: Any, x_row: int, out: Any, width: int) -> None:
+    for i in range(begin, end):
+        gates, source, target = advance(gate, i * gate_row), advance(x, i * x_row), advance(out, i * width)
+        for j in range(width):
+            store(target, j, silu(load(gates, j)) * load(source, j))
 
 
-def softplus(x: Tensor) -> Tensor:
-    """See `Kernels.softplus`."""
-    return _without_tail(F.softplus, x)
+def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `Kernels.silu_mul`."""
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    _silu_mul[gate.dtype, x.dtype](
+        x.shape[0],
+        x.numel() // 2,
+        gate.data_ptr(),
+        gate.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        x.shape[1],
+    )
+    return out
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """See `Kernels.sigmoid`."""
-    return _without_tail(Tensor.sigmoid, x)
+@kernel({(dtype, dtype): (x, INT, x, INT, INT, x, INT) for dtype, x in ELEMENTS.items()})
+def _sigmoid_mul(
+    begin: int, end: int, x: Any, x_row: int, gate: Any, gate_row: int, gate_width: int, out: Any, width: int
+) -> None:
+    for i in range(begin, end):
+        gates, source, target = advance(gate, i * gate_row), advance(x, i * x_row), advance(out, i * width)
+        if gate_width == width:
+            for j in range(width):
+                store(target, j, load(source, j) * sigmoid(load(gates, j)))
+        else:
+            share = sigmoid(load(gates, 0))
+            for j in range(width):
+                store(target, j, load(source, j) * share)
 
 
-def silu_(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), in place. torch's own silu has a scalar tail; exp, sum and quotient have none that differs."""
-    return x.div_(x.neg().exp_().add_(1))
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `Kernels.sigmoid_mul`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _sigmoid_mul[x.dtype, gate.dtype](
+        x.shape[0],
+        x.numel() // 2,
+        x.data_ptr(),
+        x.stride(0),
+        gate.data_ptr(),
+        gate.stride(0),
+        gate.shape[1],
+        out.data_ptr(),
+        x.shape[1],
+    )
+    return out
+
+
+@kernel({dtype: (x, INT, x, INT) for dtype, x in ELEMENTS.items()})
+def _squared_relu(begin: int, end: int, x: Any, row: int, out: Any, width: int) -> None:
+    for i in range(begin, end):
+        source, target = advance(x, i * row), advance(out, i * width)
+        for j in range(width):
+            value = load(source, j)
+            value = np.float32(0) if value < np.float32(0) else value
+            store(target, j, value * value)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """See `Kernels.squared_relu`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _squared_relu[x.dtype](x.shape[0], x.numel() // 8, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[1])
+    return out
+
+
+@kernel({dtype: (x, INT, INT, F32, F32, INT, x, INT, INT, INT) for dtype, x in ELEMENTS.items()})
+def _rope(
+    begin: int,
+    end: int,
+    x: Any,
+    x_row: int,
+    x_head: int,
+    cos: Any,
+    sin: Any,
+    pairs_row: int,
+    out: Any,
+    heads: int,
+    dim: int,
+    pairs: int,
+) -> None:
+    for i in range(begin, end):
+        cosines, sines = advance(cos, i * pairs_row), advance(sin, i * pairs_row)
+        for head in range(heads):
+            source, target = advance(x, i * x_row + head * x_head), advance(out, (i * heads + head) * dim)
+            for j in range(pairs):
+                first, second = load(source, j), load(source, j + pairs)
+                store(target, j, first * cosines[j] - second * sines[j])
+                store(target, j + pairs, second * cosines[j] + first * sines[j])
+            for j in range(2 * pairs, dim):
+                target[j] = source[j]
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `Kernels.rope`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, heads, dim = x.shape
+    _rope[x.dtype](
+        rows,
+        x.numel() // 4,
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.stride(0),
+        out.data_ptr(),
+        heads,
+        dim,
+        cos.shape[1],
+    )
+    return out

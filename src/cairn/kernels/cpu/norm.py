@@ -1,25 +1,183 @@
-"""Root mean square norms, plain and gated. Each row is reduced by itself, in the same order whatever the batch."""
+"""Norms of rows and of heads: two passes over numbers that are in the cache, computed in float32, rounded once."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.elementwise import silu_
+from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, jit, kernel
+from cairn.kernels.cpu.scalars import ONE, advance, load, silu, store
+
+_DTYPES = {
+    (torch.float32, torch.float32): (F32, F32),
+    (torch.bfloat16, torch.bfloat16): (BF16, BF16),
+    (torch.bfloat16, torch.float32): (BF16, F32),
+}
+"""Of what is normed, or of its gate, and of the weight."""
 
 
-def _widened(x: Tensor, copy: bool = False) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)
+@jit
+def _inverse_rms(x: Any, width: int, eps: Any) -> Any:
+    total = np.float32(0)
+    for j in range(width):
+        value = load(x, j)
+        total += value * value
+    return ONE / np.sqrt(total / np.float32(width) + eps)
+
+
+@kernel({dtypes: (x, INT, INT, INT, weight, x, INT, FLOAT) for dtypes, (x, weight) in _DTYPES.items()})
+def _rms_norm(
+    begin: int, end: int, x: Any, row: int, head: int, heads: int, weight: Any, out: Any, width: int, eps: Any
+) -> None:
+    for i in range(begin, end):
+        source, target = advance(x, i // heads * row + i % heads * head), advance(out, i * width)
+        scale = _inverse_rms(source, width, eps)
+        for j in range(width):
+            store(target, j, load(source, j) * scale * load(weight, j))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.rms_norm`."""
-    wide = _widened(x)
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).mul_(weight).to(x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    *counts, width = x.shape
+    heads, head = (1, 0) if x.dim() == 2 else (counts[1], x.stride(1))
+    _rms_norm[x.dtype, weight.dtype](
+        counts[0] * heads,
+        x.numel() // 8,
+        x.data_ptr(),
+        x.stride(0),
+        head,
+        heads,
+        weight.data_ptr(),
+        out.data_ptr(),
+        width,
+        eps,
+    )
+    return out
+
+
+@kernel({dtypes: (x, x, INT, weight, x, INT, FLOAT) for dtypes, (x, weight) in _DTYPES.items()})
+def _add_rms_norm(
+    begin: int, end: int, residual: Any, x: Any, row: int, weight: Any, out: Any, width: int, eps: Any
+) -> None:
+    for i in range(begin, end):
+        total, added, target = advance(residual, i * width), advance(x, i * row), advance(out, i * width)
+        for j in range(width):
+            store(total, j, load(total, j) + load(added, j))
+        scale = _inverse_rms(total, width, eps)
+        for j in range(width):
+            store(target, j, load(total, j) * scale * load(weight, j))
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.add_rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _add_rms_norm[residual.dtype, weight.dtype](
+        x.shape[0],
+        x.numel() // 4,
+        residual.data_ptr(),
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[1],
+        eps,
+    )
+    return out
+
+
+@kernel(
+    {
+        dtypes: (F32, INT, gate, INT, weight, gate, INT, INT, FLOAT)
+        for dtypes, (gate, weight) in _DTYPES.items()
+    }
+)
+def _gated_rms_norm(
+    begin: int,
+    end: int,
+    x: Any,
+    x_row: int,
+    gate: Any,
+    gate_row: int,
+    weight: Any,
+    out: Any,
+    groups: int,
+    part: int,
+    eps: Any,
+) -> None:
+    gated = np.empty(part, np.float32)
+    for i in range(begin, end):
+        first = i % groups * part
+        source, gates = advance(x, i // groups * x_row + first), advance(gate, i // groups * gate_row + first)
+        weights, target = advance(weight, first), advance(out, i * part)
+        total = np.float32(0)
+        for j in range(part):
+            value = source[j] * silu(load(gates, j))
+            gated[j] = value
+            total += value * value
+        scale = ONE / np.sqrt(total / np.float32(part) + eps)
+        for j in range(part):
+            store(target, j, gated[j] * scale * load(weights, j))
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """See `Kernels.gated_rms_norm`."""
-    rows, width = x.shape
-    gated = silu_(_widened(gate, copy=True).contiguous()).mul_(x).view(rows, groups, width // groups)
-    scale = gated.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return gated.mul_(scale).view(rows, width).to(gate.dtype).mul_(weight)
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    _gated_rms_norm[gate.dtype, weight.dtype](
+        x.shape[0] * groups,
+        x.numel() // 2,
+        x.data_ptr(),
+        x.stride(0),
+        gate.data_ptr(),
+        gate.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        groups,
+        x.shape[1] // groups,
+        eps,
+    )
+    return out
+
+
+@kernel({dtype: (F32, INT, INT, gate, INT, F32, gate, INT, INT, FLOAT) for dtype, gate in ELEMENTS.items()})
+def _head_norm_gate(
+    begin: int,
+    end: int,
+    x: Any,
+    x_row: int,
+    x_head: int,
+    gate: Any,
+    gate_row: int,
+    weight: Any,
+    out: Any,
+    heads: int,
+    dim: int,
+    eps: Any,
+) -> None:
+    for i in range(begin, end):
+        source = advance(x, i // heads * x_row + i % heads * x_head)
+        gates, target = advance(gate, i // heads * gate_row + i % heads * dim), advance(out, i * dim)
+        scale = _inverse_rms(source, dim, eps)
+        for j in range(dim):
+            store(target, j, source[j] * scale * weight[j] * silu(load(gates, j)))
+
+
+def head_norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.head_norm_gate`."""
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    _head_norm_gate[gate.dtype](
+        x.shape[0] * x.shape[1],
+        x.numel() // 2,
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        gate.data_ptr(),
+        gate.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[1],
+        x.shape[2],
+        eps,
+    )
+    return out
