@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.batches import prefill_batch
+from kernels.random_batches import RandomBatch, SequenceRows
 from torch import Tensor
 
 from cairn.kernels import exact, reference
@@ -39,7 +39,7 @@ def test_a_token_gets_its_experts_by_their_rates(normalize: bool, kernels: Kerne
         GatedSharedExpert(kernels, SwiGLU(kernels, linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
     )
     hidden = drawn(ROWS, WIDTH)
-    found = mixture(hidden, prefill_batch(ROWS), None)
+    found = mixture(hidden, RandomBatch((), (SequenceRows(0, 0, ROWS),)).batch(kernels), None)
     for row, x in enumerate(hidden):
         wanted = torch.sigmoid(rate @ x) * swiglu(x, *shared)
         rates = torch.softmax(router @ x, 0)
