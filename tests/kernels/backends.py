@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from cairn.kernels import exact, reference
+from cairn.kernels import cpu, exact, reference
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -14,6 +14,7 @@ BACKENDS: Mapping[ModuleType, tuple[torch.dtype, ...]] = {
     # Its float64 is the truth itself; what is checked here is that it holds the contract in the other ones, too.
     reference: (F64, F32, BF16),
     exact: (F64, F32, BF16),
+    cpu: (F32, BF16),
 }
 """Every backend and the models' dtypes that it takes."""
 

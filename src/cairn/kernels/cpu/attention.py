@@ -24,7 +24,9 @@ BLOCK = 64
 _LOWEST = np.float32(-np.inf)
 
 
-@kernel({(dtype, dtype): (x, INT, INT, x, INT, INT, INT, I32, INT, I32, INT, INT, INT) for dtype, x in ELEMENTS.items()})
+@kernel(
+    {(dtype, dtype): (x, INT, INT, x, INT, INT, INT, I32, INT, I32, INT, INT, INT) for dtype, x in ELEMENTS.items()}
+)
 def _write(
     begin: int,
     end: int,
@@ -78,7 +80,15 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
 
 @jit
 def _widen_block(
-    cache: Any, page_stride: int, token_stride: int, table: Any, page_size: int, dim: int, first: int, count: int, out: Any
+    cache: Any,
+    page_stride: int,
+    token_stride: int,
+    table: Any,
+    page_size: int,
+    dim: int,
+    first: int,
+    count: int,
+    out: Any,
 ) -> None:
     """`count` tokens from position `first` on of one head, as float32 rows of `out`; rows behind them are zeros."""
     page, offset = first // page_size, first % page_size
