@@ -27,7 +27,7 @@ class Rotary:
         rows = positions.shape[1]
         # Whole vectors: torch's vector body and scalar tail round cos and sin differently.
         padded = F.pad(positions, (0, -rows % _WHOLE))
-        place = padded[0, :, None] if self.axes is None else padded[self.axes].t()
+        place = padded[0, :, None] if self.axes is None else padded[self.axes].t().contiguous()
         angles = place.double() * self.frequencies.double()
         return (
             angles.cos().mul_(self.scaling)[:rows].float(),
