@@ -87,12 +87,7 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
     return out
 
 
-@kernel(
-    {
-        dtypes: (F32, INT, gate, INT, weight, gate, INT, INT, FLOAT)
-        for dtypes, (gate, weight) in _DTYPES.items()
-    }
-)
+@kernel({dtypes: (F32, INT, gate, INT, weight, gate, INT, INT, FLOAT) for dtypes, (gate, weight) in _DTYPES.items()})
 def _gated_rms_norm(
     begin: int,
     end: int,
