@@ -184,7 +184,7 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.cache.tree", "from ..runner import runner"),
         (arrows, "cairn.cache.tree", "def late():\n    from cairn.models import registry"),
         (arrows, "cairn.errors", "from cairn.step import Row"),
-        (arrows, "cairn.kernels.cpu.conv", "from cairn.layers.batch import Batch"),
+        (arrows, "cairn.kernels.cpu.conv", "from cairn.layers.memory import Memory"),
         (arrows, "cairn.models.loader", "from cairn.cache.prefix_cache import PrefixCache"),
         (arrows, "cairn.scheduler.admit", "from cairn.cache.tree import Node"),
         (arrows, "cairn.scheduler.admit", "from cairn.runner.runner import Runner"),

@@ -1,5 +1,6 @@
 """Nemotron-H's logits by every way a token can be computed: see `logits_bar`."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -64,12 +65,14 @@ def test_resumed_from_a_checkpoint_at_every_position(name: str, seed: int) -> No
 
 
 def bounded(mixer: Any, dt_min: float) -> Any:
-    """With a lower bound of the time steps in prefill, if it is Mamba2."""
-    return replace(mixer, shape=replace(mixer.shape, prefill_dt_min=dt_min)) if isinstance(mixer, Mamba2) else mixer
+    """With a lower bound of the time steps, if it is Mamba2."""
+    return (
+        replace(mixer, shape=replace(mixer.shape, dt_limit=(dt_min, math.inf))) if isinstance(mixer, Mamba2) else mixer
+    )
 
 
 def test_the_lower_bound_of_time_steps_is_transformers_own() -> None:
-    """With the switch that only tests use, cairn's prefill is the unmodified transformers'; without it, it is not."""
+    """With their lower bound cairn's prefill is the unmodified transformers'; without it, it is not."""
     pattern, changes = MODELS["dense"]
     raw = raw_config(pattern, **changes)
     config, tokens = parse(raw), prompt(LENGTH, 0)

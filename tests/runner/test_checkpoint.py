@@ -28,9 +28,14 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     hidden = torch.randn(spec.hidden_size).to(dtype)
     conv = torch.randn(recurrent.num_layers, recurrent.columns, recurrent.channels).to(dtype)
     state = torch.randn(recurrent.num_layers, *recurrent.state)
-    files.write_hidden(pages, hidden)
+    # Among other files, which are written in one go and of which nothing may come into this one.
+    spare = np.setdiff1d(np.arange(400), pages)[: 2 * layout.pages_per_checkpoint].reshape(2, -1)
+    three = torch.from_numpy(np.stack([spare[0], pages, spare[1]]).astype(np.int64))
+    files.write_hidden(three, torch.stack([hidden * 2, hidden, hidden * 3]))
     for layer in range(recurrent.num_layers):
-        files.write_layer(pages, layer, conv[layer], state[layer])
+        files.write_layer(
+            three, layer, *(torch.stack([part[layer] + 1, part[layer], -part[layer]]) for part in (conv, state))
+        )
 
     # The same bytes, put together as the layout's words say.
     inner, groups = config.mamba2.inner, config.n_groups
@@ -48,13 +53,26 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     stored = pool[pages.tolist()].flatten()
     assert torch.equal(stored[: layout.checkpoint_bytes], wanted)
     assert not stored[layout.checkpoint_bytes :].any()
-    others = np.setdiff1d(np.arange(400), pages)
+    others = np.setdiff1d(np.arange(400), three)
     assert not pool[others.tolist()].any()
 
-    again_hidden, again_conv, again_state = (torch.full_like(t, 7) for t in (hidden, conv, state))
-    files.read_hidden(pages, again_hidden)
+    assert torch.equal(files.read_hidden(three), torch.stack([hidden * 2, hidden, hidden * 3]))
     for layer in range(recurrent.num_layers):
-        files.read_layer(pages, layer, again_conv[layer], again_state[layer])
-    assert torch.equal(again_hidden, hidden)
-    assert torch.equal(again_conv, conv)
-    assert torch.equal(again_state, state)
+        again = files.read_layer(three[[1, 0]], layer)
+        for found, part in zip(again, (conv, state), strict=True):
+            assert torch.equal(found, torch.stack([part[layer], part[layer] + 1]))
+
+
+def test_no_file_at_all_is_no_work() -> None:
+    driver = tiny("M*", exact=False)
+    spec = driver.model.spec
+    assert spec.recurrent is not None
+    pool = torch.zeros(8, driver.layout.page_bytes, dtype=torch.uint8)
+    files, none = (
+        CheckpointFiles(pool, spec, driver.layout),
+        torch.zeros(0, driver.layout.pages_per_checkpoint, dtype=torch.int64),
+    )
+    files.write_hidden(none, torch.zeros(0, spec.hidden_size))
+    conv = torch.zeros(0, spec.recurrent.columns, spec.recurrent.channels)
+    files.write_layer(none, 0, conv, torch.zeros(0, *spec.recurrent.state))
+    assert not pool.any()

@@ -225,7 +225,10 @@ def test_exact_mode_is_for_float32_only() -> None:
 class _UnsteadyKernels:
     """A GEMM whose rows depend on their place."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: None, tiles: Any) -> torch.Tensor:
+    def prepare(self, host: object) -> None:
+        return None
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: None, batch: Any) -> torch.Tensor:
         out = x @ weight.t()
         out[3::5] += 1e-6
         return out
@@ -234,7 +237,8 @@ class _UnsteadyKernels:
 def test_the_self_test_names_the_shape_that_fails() -> None:
     weight = torch.randn(24, 32)
     with pytest.raises(ConfigError, match=r"weight of shape \[24, 32\]"):
-        check_row_independence([Linear(_UnsteadyKernels(), weight)])  # type: ignore[arg-type]
+        kernels: Any = _UnsteadyKernels()
+        check_row_independence(kernels, [Linear(kernels, weight, None, (24, 32))])
 
 
 def test_the_draw_does_not_depend_on_the_batch(driver: Driver) -> None:

@@ -4,9 +4,9 @@ A backend is a package whose functions have these signatures; a module is an imp
 `reference` is the slow readable truth, every other backend is tested against it. Nothing is kept between calls, except
 what `pack` and `prepare` give back.
 
-Letters in shapes: T rows of the batch, B sequences, N snapshots (see `Batch`), C channels, W convolution width, H heads,
-P head dim, S state size, G groups of heads that share b and c, Hq/Hk query/key heads, D attention head dim, E experts,
-K experts of a token.
+Letters in shapes: T rows of the batch, B sequences, N snapshots (see `Batch`), C channels, W convolution width,
+H heads, P head dim, S state size, G groups of heads that share b and c, Hq/Hk query/key heads, D attention head dim,
+E experts, K experts of a token.
 
 Operands may be views whose last dimension is contiguous and whose rows are not, as the parts of a fused product are.
 Unless a function says so they are left alone, and what is returned is a new contiguous tensor. Model dtype is bfloat16

@@ -1,59 +1,56 @@
-"""Grouped-query attention over paged keys and values, and the layer that has it without positions."""
+"""Grouped-query attention over paged keys and values, in all forms that families have of it."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cairn.kernels.contract import TILE, Kernels
-from cairn.layers.batch import Batch
+from cairn.kernels.batch import Batch
+from cairn.kernels.contract import Kernels
 from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory
-
-
-def attend(
-    kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], batch: Batch, memory: Memory, layer: int, group: int = 0
-) -> Tensor:
-    """Queries [rows, query heads, dim], keys and values [rows, kv heads, dim] -> [rows, query heads, dim]. `layer`
-    counts the model's attention layers, `group` its reaches.
-
-    Writes the batch's keys and values first, then reads all of them from the pages, so that tokens whose keys and
-    values lie in shared pages need no case of their own.
-    """
-    q, k, v = qkv
-    cache, own = memory.paged[layer], batch.groups[group]
-    written = (k[own.write_rows], v[own.write_rows])
-    kernels.write_kv(cache.keys, cache.values, written, own.write_pages, own.write_offsets)
-    out = torch.zeros_like(q)
-    if batch.num_decodes:
-        out[: batch.num_decodes] = kernels.attend_decode(
-            q[: batch.num_decodes], cache.keys, cache.values, own.decode_pages, batch.decode_lengths
-        )
-    for span, pages in zip(batch.spans, own.span_pages, strict=True):
-        first = span.start // TILE * TILE
-        out[span.rows] = kernels.attend_prefill(q[span.rows], cache.keys, cache.values, pages, first, span.end)
-    return out
+from cairn.layers.norms import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """Attention without positions, one rank's heads; `layer` and `group` as for `attend`."""
+class Attention:
+    """One rank's heads. `projection` gives queries | keys | values and, if `gated`, behind them the logits of a gate on
+    every output channel. `q_norm`, `k_norm`: over one head. Queries and keys are turned where the batch has a rotation.
+    `layer` counts the model's attention layers, `group` the attention groups of the cache."""
 
     kernels: Kernels
-    q_proj: Projection
-    k_proj: Projection
-    v_proj: Projection
+    projection: Projection
     o_proj: Projection
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     layer: int
     group: int = 0
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    gated: bool = False
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden].
+
+        Keys and values are written first and then read from the pages with all others, so that those which lie in
+        shared pages need no case of their own.
+        """
         rows = hidden.shape[0]
-        q, k, v = (
-            projection(hidden, batch.tiles).view(rows, -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = attend(self.kernels, (q, k, v), batch, memory, self.layer, self.group)
-        return self.o_proj(out.view(rows, -1), batch.tiles)
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        widths = [queries, keys, keys, *([queries] if self.gated else [])]
+        q, k, v, *gate = torch.split(self.projection(hidden, batch), widths, dim=-1)
+        q = q.view(rows, self.num_heads, self.head_dim)
+        k, v = (part.view(rows, self.num_kv_heads, self.head_dim) for part in (k, v))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if batch.cos is not None and batch.sin is not None:
+            q, k = (self.kernels.rope(part, batch.cos, batch.sin) for part in (q, k))
+        cache = memory.paged[self.layer]
+        self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
+        out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch).flatten(1)
+        if gate:
+            out = self.kernels.sigmoid_mul(out, gate[0])
+        return self.o_proj(out, batch)

@@ -6,7 +6,7 @@ from functools import reduce
 
 from torch import Tensor
 
-from cairn.layers.batch import Batch
+from cairn.kernels.batch import Batch
 from cairn.layers.memory import Memory
 
 Mixer = Callable[[Tensor, Batch, Memory], Tensor]

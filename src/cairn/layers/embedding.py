@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import Communicator
 
 
@@ -21,11 +21,12 @@ class TokenVectors(Protocol):
 class Embedding:
     """weight [vocab, hidden]."""
 
+    kernels: Kernels
     weight: Tensor
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """See `TokenVectors`."""
-        return F.embedding(tokens, self.weight)
+        return self.kernels.embed(tokens, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class SpreadEmbedding:
     A token's vector comes from one rank and zeros from all others, so their sum is exact.
     """
 
+    kernels: Kernels
     weight: Tensor
     first: int
     communicator: Communicator
@@ -43,5 +45,5 @@ class SpreadEmbedding:
         """See `TokenVectors`."""
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        vectors = self.kernels.embed(local.masked_fill(elsewhere, 0), self.weight)
         return self.communicator.gather_add(vectors.masked_fill_(elsewhere[:, None], 0.0))

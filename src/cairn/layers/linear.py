@@ -3,47 +3,42 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.contract import ROW_TILE, Kernels, Tiles
+from cairn.kernels.batch import Batch
+from cairn.kernels.contract import Kernels, Weight
 
 
 class Projection(Protocol):
     """A matrix product, and what a family does to its result before anybody sees it."""
 
-    def __call__(self, x: Tensor, tiles: Tiles | None) -> Tensor:
-        """[rows, in] -> [rows, out], a new tensor. `tiles` None runs one product over all rows."""
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """[rows, in] -> [rows, out], a new tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x weight^T + bias; weight [out, in], bias [out] or None."""
+    """y = x weight^T + bias; weight [out, in], packed, bias [out] or None. `shape`: (out, in)."""
 
     kernels: Kernels
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: Weight
+    bias: Tensor | None
+    shape: tuple[int, int]
 
-    def __call__(self, x: Tensor, tiles: Tiles | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """See `Projection`."""
-        return self.kernels.linear(x, self.weight, self.bias, tiles)
-
-    def row_tiled(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] for rows gathered from anywhere, in tiles of ROW_TILE rows, zero-padded."""
-        rows = x.shape[0]
-        padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
-        tiles = [slice(begin, begin + ROW_TILE) for begin in range(0, padded.shape[0], ROW_TILE)]
-        return self(padded, tiles)[:rows]
+        return self.kernels.linear(x, self.weight, self.bias, batch)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledLinear:
-    """A product's result times `factor`: a number, or one per output [out]."""
+    """A product's results times `factors` [out]: constant multipliers, published with the weights and not folded into
+    them, so that bfloat16 weights stay what they are."""
 
     linear: Projection
-    factor: Tensor | float
+    factors: Tensor
 
-    def __call__(self, x: Tensor, tiles: Tiles | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """See `Projection`."""
-        return self.linear(x, tiles).mul_(self.factor)
+        return self.linear(x, batch).mul_(self.factors)

@@ -70,7 +70,8 @@ class PagedLayer:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """Running states of one recurrent layer: conv [slot, columns, channels], state [slot, *spec.state]."""
+    """Running states of one recurrent layer: conv [slots + 1, columns, channels], state [slots + 1, *spec.state]. The
+    last slot is scratch."""
 
     conv: "Tensor"
     state: "Tensor"
@@ -85,6 +86,7 @@ class Memory(Protocol):
     @property
     def recurrent(self) -> Sequence[RecurrentLayer]: ...
 
-    def keep(self, keep: int, layer: int, conv: "Tensor", state: "Tensor") -> None:
-        """Put recurrent layer `layer`'s state (one slot's conv and state) away as the step's keep number `keep`."""
+    def write_snapshots(self, layer: int, conv: "Tensor", state: "Tensor") -> None:
+        """Put recurrent layer `layer`'s states away as the batch's snapshots: conv [N, columns, channels] and state
+        [N, *spec.state], in the batch's order; N may be 0."""
         ...

@@ -5,15 +5,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cairn.layers.batch import Batch
+from cairn.kernels.batch import Batch
+from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
 
 
 class Model(Protocol):
-    """A causal language model that runs flattened batches. `exact`: it computes in fixed shapes, so that a row's bits
-    do not depend on the batch.
+    """A causal language model that runs flattened batches. `exact`: on a backend where a row's bits do not depend on
+    the batch.
 
     Where a model is cut among ranks, this is one rank's share. All of them run the same batches, each on its own
     memory, and have the same hidden states and logits.
@@ -34,13 +35,16 @@ class Model(Protocol):
     def exact(self) -> bool: ...
 
     @property
+    def kernels(self) -> Kernels: ...
+
+    @property
     def linears(self) -> Sequence[Linear]:
         """Every matrix product of this rank, for the self test of exact mode."""
         ...
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
         """The hidden states after the final norm, [rows, hidden]. Updates the live states of the batch's slots,
-        writes its keys and values, and hands over the states named by its marks."""
+        writes its keys and values, and hands over its snapshots."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

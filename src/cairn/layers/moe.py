@@ -1,24 +1,28 @@
-"""Mixture of squared-ReLU experts with a sigmoid router (DeepSeek-V3's, arXiv 2412.19437, section 2.1.2)."""
+"""Mixtures of experts: a router, routed experts and a shared one."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from cairn.kernels.contract import ROW_TILE, Kernels, Tiles
-from cairn.layers.batch import Batch
+from cairn.kernels.batch import Batch
+from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory
-from cairn.layers.mlp import SquaredReluMLP
+from cairn.layers.mlp import SquaredReluMLP, SwiGLU
+
+
+class Router(Protocol):
+    """Which experts a token goes to, and what each contributes."""
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] -> (choice int64, share float32), both [rows, top_k]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """Chooses `top_k` experts a token, out of its best `top_groups` of `num_groups` groups of experts.
-
-    The choice is made by sigmoid(logit) + correction_bias, the share is the sigmoid alone, over the chosen ones'
-    sum if `normalize`, times `scale`. All in float32. A group is worth its two best experts.
-    """
+class SigmoidRouter:
+    """See `Kernels.sigmoid_router`; the logits are float32 products."""
 
     kernels: Kernels
     gate: Linear
@@ -29,30 +33,31 @@ class Router:
     normalize: bool
     scale: float
 
-    def __call__(self, hidden: Tensor, tiles: Tiles | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [all rows, hidden] -> (choice int64, share float32), both [len(rows), top_k], for `rows` alone."""
-        scores = self.kernels.sigmoid(self.gate(hidden.float(), tiles))[rows]
-        ranked = scores + self.correction_bias
-        if self.top_groups < self.num_groups:
-            ranked = self._best_groups(ranked)
-        choice = ranked.topk(self.top_k, dim=-1).indices
-        share = scores.gather(1, choice)
-        if self.normalize:
-            share = share / (share.sum(-1, keepdim=True) + 1e-20)
-        return choice, share * self.scale
-
-    def _best_groups(self, ranked: Tensor) -> Tensor:
-        """Experts outside the best groups get -inf."""
-        grouped = ranked.view(ranked.shape[0], self.num_groups, -1)
-        worth = grouped.topk(2, dim=-1).values.sum(-1)
-        chosen = worth.topk(self.top_groups, dim=-1).indices
-        left_out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, chosen, False)
-        return grouped.masked_fill(left_out[..., None], -torch.inf).view(ranked.shape)
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        logits = self.gate(hidden.float(), batch)
+        rule = self.top_k, self.num_groups, self.top_groups, self.normalize, self.scale
+        return self.kernels.sigmoid_router(logits, self.correction_bias, *rule)
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureOfExperts:
-    """Routed experts, in a latent space where `to_latent` and `from_latent` are given, plus one shared expert.
+class SoftmaxRouter:
+    """See `Kernels.softmax_router`; the logits are float32 products."""
+
+    kernels: Kernels
+    gate: Linear
+    top_k: int
+    normalize: bool
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        return self.kernels.softmax_router(self.gate(hidden.float(), batch), self.top_k, self.normalize)
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidMixture:
+    """Routed squared-ReLU experts, in a latent space where `to_latent` and `from_latent` are given, plus one shared
+    expert; `up` [E, inner, in] and `down` [E, in, inner], packed.
 
     A rank has all experts with a share of their inner channels. `from_latent` is applied to its partial sum, which
     needs one sum over ranks less than the other order; so its bias is rank 0's alone.
@@ -60,21 +65,49 @@ class MixtureOfExperts:
 
     kernels: Kernels
     router: Router
-    up: tuple[Tensor, ...]
-    down: tuple[Tensor, ...]
+    up: Weight
+    down: Weight
     shared: SquaredReluMLP
     to_latent: Linear | None
     from_latent: Linear | None
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Padding rows are not routed."""
-        rows, tiles = batch.token_rows, batch.tiles
-        choice, share = self.router(hidden, tiles, rows)
-        inner = hidden if self.to_latent is None else self.to_latent(hidden, tiles)
-        tile = None if tiles is None else ROW_TILE
-        mixed = self.kernels.experts(inner[rows], choice, share, (self.up, self.down), tile)
-        routed = torch.zeros_like(inner)
-        routed[rows] = mixed.to(inner.dtype)
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        choice, share = self.router(hidden, batch)
+        inner = hidden if self.to_latent is None else self.to_latent(hidden, batch)
+        routed = self.kernels.experts(inner, choice, share, self.up, self.down, batch)
         if self.from_latent is not None:
-            routed = self.from_latent(routed, tiles)
+            routed = self.from_latent(routed, batch)
         return self.shared(hidden, batch, memory).add_(routed)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedSharedExpert:
+    """sigmoid(gate x) * expert(x), for all tokens; `gate` has one output."""
+
+    kernels: Kernels
+    expert: SwiGLU
+    gate: Linear
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        return self.kernels.sigmoid_mul(self.expert(hidden, batch, memory), self.gate(hidden, batch))
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxMixture:
+    """Routed SwiGLU experts and, unless None, a shared one, as in Qwen2-MoE and what followed. A rank has all experts
+    with a share of their inner channels: `gate_up` [E, 2 * inner, hidden], gate first, and `down` [E, hidden, inner],
+    packed."""
+
+    kernels: Kernels
+    router: Router
+    gate_up: Weight
+    down: Weight
+    shared: GatedSharedExpert | SwiGLU | None
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        choice, share = self.router(hidden, batch)
+        routed = self.kernels.gated_experts(hidden, choice, share, self.gate_up, self.down, batch)
+        return routed if self.shared is None else self.shared(hidden, batch, memory).add_(routed)

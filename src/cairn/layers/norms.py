@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
@@ -19,8 +18,12 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, width] -> [rows, width]."""
+        """[rows, width], or [rows, heads, width] for the norm of each head; a new tensor of the same shape."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x, in place, and the norm of it."""
+        return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
 
 
 class GatedNorm(Protocol):
@@ -66,8 +69,21 @@ class SpreadGatedRMSNorm:
         """See `GatedNorm`."""
         if self.own is not None:
             x, gate = x[:, self.own], gate[:, self.own]
-        wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        gated = self.kernels.sigmoid(wide).mul_(wide).mul_(x)
+        gated = self.kernels.silu_mul(gate.to(x.dtype), x)
         squares = self.communicator.gather_add(gated.square().sum(-1, keepdim=True))
         scale = squares.div(self.width).add_(self.eps).rsqrt_()
         return gated.mul_(scale).to(gate.dtype).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainGate:
+    """x * silu(gate), without a norm. `own`: the channels that are wanted of the result, None for all."""
+
+    kernels: Kernels
+    own: slice | None = None
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `GatedNorm`."""
+        if self.own is not None:
+            x, gate = x[:, self.own], gate[:, self.own]
+        return self.kernels.silu_mul(gate, x)

@@ -9,25 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.contract import TILE
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The rotation of every row: cos and sin, float32 [rows, 1, pairs]. Element i is paired with element i + pairs."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, heads, dim] with its first 2 * pairs elements rotated, in float32 or wider and rounded once; a new
-        tensor in x's dtype."""
-        pairs = self.cos.shape[-1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        first, second, rest = torch.split(wide, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-        # Products and sums as operations of their own: their bits cannot depend on what a compiler fuses.
-        turned = (first * self.cos).sub_(second * self.sin), (second * self.cos).add_(first * self.sin)
-        return torch.cat([*turned, rest], dim=-1).to(x.dtype)
+_WHOLE = 64
+"""Elements: torch's vector body and scalar tail round differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +22,17 @@ class Rotary:
     axes: Tensor | None = None
     scaling: float = 1.0
 
-    def at(self, positions: Tensor) -> Rotation:
-        """positions int64 [3, rows] -> the rotation of each row, which does not depend on the other rows."""
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64 [3, rows] -> cos and sin, float32 [rows, pairs]; a row's do not depend on the other rows."""
         rows = positions.shape[1]
         # Whole vectors: torch's vector body and scalar tail round cos and sin differently.
-        padded = F.pad(positions, (0, -rows % TILE))
-        place = padded[0, :, None] if self.axes is None else padded[self.axes].t()
+        padded = F.pad(positions, (0, -rows % _WHOLE))
+        place = padded[0, :, None] if self.axes is None else padded[self.axes].t().contiguous()
         angles = place.double() * self.frequencies.double()
-        cos, sin = (part.mul_(self.scaling).float()[:rows, None] for part in (angles.cos(), angles.sin()))
-        return Rotation(cos, sin)
+        return (
+            angles.cos().mul_(self.scaling)[:rows].float(),
+            angles.sin().mul_(self.scaling)[:rows].float(),
+        )
 
 
 def make_rotary(dim: int, theta: float, sections: tuple[int, int, int] | None = None, scaling: float = 1.0) -> Rotary:

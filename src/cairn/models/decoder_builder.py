@@ -12,21 +12,18 @@ from typing import Any
 import torch
 
 from cairn.errors import ConfigError
-from cairn.layers.attention import PagedAttention
+from cairn.kernels.contract import Weight
+from cairn.layers.attention import Attention
 from cairn.layers.backend import Backend, kernels_of
 from cairn.layers.blend import Mixer, Parallel, Scaled
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.layers.embedding import Embedding, SpreadEmbedding, TokenVectors
-from cairn.layers.gated_attention import GatedAttention
 from cairn.layers.linear import Linear, Projection, ScaledLinear
-from cairn.layers.mlp import SquaredReluMLP
-from cairn.layers.moe import MixtureOfExperts, Router
+from cairn.layers.mlp import SquaredReluMLP, SwiGLU
+from cairn.layers.moe import GatedSharedExpert, SigmoidMixture, SigmoidRouter, SoftmaxMixture, SoftmaxRouter
 from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import Rotary, make_rotary
-from cairn.layers.rotary_attention import HeadNormedLinear, RotaryAttention
 from cairn.layers.short_conv import ShortConv
-from cairn.layers.softmax_moe import GatedSharedExpert, SoftmaxMixture, SoftmaxRouter
-from cairn.layers.swiglu import SwiGLU
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Cut, Run, rows_of
 from cairn.models.decoder import Decoder, Layer
@@ -36,23 +33,24 @@ from cairn.models.delta_net_share import DeltaNetSizes
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes
 from cairn.models.mamba2_build import build_mamba2
 from cairn.models.mamba2_share import Mamba2Sizes
-from cairn.models.rank_weights import RankWeights
+from cairn.models.rank_weights import Part, RankWeights
 from cairn.models.short_conv_share import ShortConvSizes
 
 Build = Callable[[Any, "DecoderBuilder"], Decoder]
-Matrices = tuple[torch.Tensor, ...]
-"""One for each expert."""
+Experts = tuple[Weight, Weight]
+"""The matrices of all experts: into their inner channels, and out of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels.
+    """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
+    (None: the fast ones, or with `exact` those).
     `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart."""
 
     exact: bool
     dtype: torch.dtype
     communicator: Communicator = ALONE
-    backend: Backend = "cpu"
+    backend: Backend | None = None
     stored: Collection[str] = ()
 
 
@@ -65,11 +63,13 @@ class DecoderBuilder:
             raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {execution.dtype}")
         self.rank, self.size = execution.communicator.rank, execution.communicator.size
         self.stored = execution.stored
-        self.weights = RankWeights(load, kernels_of(execution.backend), execution.communicator)
+        kernels = kernels_of(execution.backend or ("exact" if execution.exact else "cpu"))
+        self.weights = RankWeights(load, kernels, execution.communicator)
         self._spec = config.remembered(self.rank, self.size).spec(execution.dtype)
         self._config = config
         self._execution = execution
         self._attention_layers, self._recurrent_layers = count(), count()
+        self._rotary: Rotary | None = None
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
@@ -95,8 +95,8 @@ class DecoderBuilder:
     ) -> Decoder:
         """The whole, with the output's weight, which comes last in a checkpoint."""
         head = embedding if self._config.tie_word_embeddings else self.vocabulary("lm_head")
-        lm_head = self.weights.collect(Linear(self.weights.kernels, head))
         return Decoder(
+            kernels=self.weights.kernels,
             spec=self._spec,
             exact=self._execution.exact,
             vocab_size=self._config.vocab_size,
@@ -104,8 +104,9 @@ class DecoderBuilder:
             embedding=self._vectors(embedding),
             layers=tuple(layers),
             final_norm=final_norm,
-            lm_head=lm_head,
+            lm_head=self.weights.linear(head).weight,
             linears=tuple(self.weights.linears),
+            rotary=self._rotary,
             embedding_scale=embedding_scale,
             logit_scale=logit_scale,
         )
@@ -113,9 +114,9 @@ class DecoderBuilder:
     def _vectors(self, weight: torch.Tensor) -> TokenVectors:
         """Cut like the output, which is as large: a sum over ranks a pass against a copy on every rank."""
         if self.size == 1:
-            return Embedding(weight)
+            return Embedding(self.weights.kernels, weight)
         first = rows_of(self._config.vocab_size, self.rank, self.size)[0][0]
-        return SpreadEmbedding(weight, first, self._execution.communicator)
+        return SpreadEmbedding(self.weights.kernels, weight, first, self._execution.communicator)
 
     # -- mixers --------------------------------------------------------------------------------------------------------
 
@@ -127,58 +128,56 @@ class DecoderBuilder:
         """The sum of several mixers of the same input."""
         return Parallel(mixers)
 
-    def rotary(self, dim: int, theta: float, sections: tuple[int, int, int] | None = None) -> Rotary:
-        """Positions for `attention`; see `make_rotary`."""
-        return make_rotary(dim, theta, sections)
+    def rotary(self, dim: int, theta: float, sections: tuple[int, int, int] | None = None) -> None:
+        """Positions turn queries and keys, in all attention of the model; see `make_rotary`."""
+        self._rotary = make_rotary(dim, theta, sections)
 
     def attention(
         self,
         name: str,
-        rotary: Rotary | None,
         *,
-        head_norms: Sequence[str] = (),
+        head_norms: tuple[str, str] | None = None,
+        centred: bool = False,
+        gated: bool = False,
         out: str = "o_proj",
         factors: Mapping[str, float] | None = None,
     ) -> Mixer:
-        """The config's attention, its positions turned by `rotary` or, if None, not at all.
+        """The config's attention.
 
-        `head_norms`: what the norms over one head of queries and of keys are called; `out`: what the output projection
-        is; `factors`: what a projection's results are multiplied with, by its name.
+        `head_norms`: what the norms over one head of queries and of keys are called, `centred` as for `norm`; `gated`:
+        a gate on every output channel, stored behind each head's query; `out`: what the output projection is called;
+        `factors`: what a projection's results are multiplied with, by its name.
         """
-        dim, kernels, layer = self._config.head_dim, self.weights.kernels, next(self._attention_layers)
-        *linears, o = self._attention_linears(name, out)
-        projections: dict[str, Projection] = dict(zip(("q_proj", "k_proj", "v_proj"), linears, strict=True))
-        for part, norm in zip(projections, head_norms, strict=False):
-            projections[part] = HeadNormedLinear(projections[part], self.norm(f"{name}.{norm}", dim))
-        for part, factor in (factors or {}).items():
-            projections[part] = ScaledLinear(projections[part], factor)
-        q, k, v = projections.values()
-        if rotary is None:
-            return PagedAttention(kernels, q, k, v, o, dim, layer)
-        return RotaryAttention(kernels, q, k, v, o, rotary, dim, layer)
-
-    def gated_attention(self, name: str, rotary: Rotary) -> Mixer:
-        """The config's attention with a gate on every output channel, stored behind each head's query, and centred
-        norms over one head of queries and of keys."""
-        dim = self._config.head_dim
-        query_gate, k, v, o = self._attention_linears(name, query_parts=2)
-        q_norm, k_norm = (self.norm(f"{name}.{norm}", dim, centred=True) for norm in ("q_norm", "k_norm"))
-        layer = next(self._attention_layers)
-        return GatedAttention(self.weights.kernels, query_gate, k, v, o, q_norm, k_norm, rotary, dim, layer)
-
-    def _attention_linears(self, name: str, out: str = "o_proj", query_parts: int = 1) -> tuple[Linear, ...]:
-        """q, k, v and output. `query_parts`: what is stored of each head where queries are, as wide as they."""
         weights, sizes, bias = self.weights, self._config.attention, self._config.attention_bias
         share, dim, hidden = sizes.share(self.rank, self.size), sizes.head_dim, sizes.hidden_size
         (first, last), key_values, queries = share.query_heads, share.kv_heads.held(dim), sizes.num_heads * dim
-        wide, kv_shape = query_parts * dim, (sizes.num_kv_heads * dim, hidden)
-        return (
-            weights.column_parallel(
-                f"{name}.q_proj", (query_parts * queries, hidden), (first * wide, last * wide), bias=bias
-            ),
-            weights.column_parallel(f"{name}.k_proj", kv_shape, key_values, bias=bias),
-            weights.column_parallel(f"{name}.v_proj", kv_shape, key_values, bias=bias),
-            weights.row_parallel(f"{name}.{out}", (hidden, queries), (first * dim, last * dim), bias),
+        wide, kv_shape = (2 if gated else 1) * dim, (sizes.num_kv_heads * dim, hidden)
+        parts: list[Part] = [
+            (f"{name}.q_proj", (wide * sizes.num_heads, hidden), ((first * wide, last * wide),)),
+            (f"{name}.k_proj", kv_shape, (key_values,)),
+            (f"{name}.v_proj", kv_shape, (key_values,)),
+        ]
+        heads, kv_heads = last - first, share.kv_heads.count
+        projection: Projection = weights.fused(parts, bias, _gates_last(heads, dim) if gated else None)
+        if factors:
+            widths = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+            by = [torch.full((width,), factors.get(part, 1.0)) for part, width in widths.items()]
+            projection = ScaledLinear(projection, torch.cat(by))
+        o_proj = weights.row_parallel(f"{name}.{out}", (hidden, queries), (first * dim, last * dim), bias)
+        q_norm, k_norm = (
+            (None, None) if head_norms is None else (self.norm(f"{name}.{norm}", dim, centred) for norm in head_norms)
+        )
+        return Attention(
+            kernels=weights.kernels,
+            projection=projection,
+            o_proj=o_proj,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            layer=next(self._attention_layers),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            gated=gated,
         )
 
     def mamba2(self, name: str, sizes: Mamba2Sizes, factors: tuple[float, ...] = ()) -> Mixer:
@@ -216,67 +215,70 @@ class DecoderBuilder:
     ) -> SwiGLU:
         """`parts`: what gate, up and down are called; `gate_factor`: what the gate is multiplied with."""
         weights, run, shape = self.weights, sizes.share(self.rank, self.size), (sizes.inner, sizes.hidden)
-        gate, up = (weights.column_parallel(f"{name}.{part}", shape, run, bias=bias) for part in parts[:2])
-        down = weights.row_parallel(f"{name}.{parts[2]}", shape[::-1], run, bias)
-        return SwiGLU(weights.kernels, gate if gate_factor == 1.0 else ScaledLinear(gate, gate_factor), up, down)
+        gate_up: Projection = weights.fused([(f"{name}.{part}", shape, (run,)) for part in parts[:2]], bias)
+        if gate_factor != 1.0:
+            inner = run[1] - run[0]
+            gate_up = ScaledLinear(gate_up, torch.cat([torch.full((inner,), gate_factor), torch.ones(inner)]))
+        return SwiGLU(weights.kernels, gate_up, weights.row_parallel(f"{name}.{parts[2]}", shape[::-1], run, bias))
 
     def fused_swiglu(self, gate_up: str, down: str, sizes: FeedForwardSizes) -> SwiGLU:
         """Whose gate and up are stored as one matrix, in this order. Both tensors by their names."""
         weights, run = self.weights, sizes.share(self.rank, self.size)
-        both = weights.tensor(f"{gate_up}.weight", (2 * sizes.inner, sizes.hidden), run, _behind(run, sizes.inner))
-        gate, up = (weights.collect(Linear(weights.kernels, half.clone())) for half in both.chunk(2))
-        return SwiGLU(weights.kernels, gate, up, weights.row_parallel(down, (sizes.hidden, sizes.inner), run))
+        both = weights.column_parallel(gate_up, (2 * sizes.inner, sizes.hidden), run, _behind(run, sizes.inner))
+        return SwiGLU(weights.kernels, both, weights.row_parallel(down, (sizes.hidden, sizes.inner), run))
 
     def squared_relu(self, name: str, sizes: FeedForwardSizes, bias: bool = False) -> SquaredReluMLP:
         """`up_proj` and `down_proj`."""
         weights, run, shape = self.weights, sizes.share(self.rank, self.size), (sizes.inner, sizes.hidden)
         up = weights.column_parallel(f"{name}.up_proj", shape, run, bias=bias)
-        return SquaredReluMLP(up, weights.row_parallel(f"{name}.down_proj", shape[::-1], run, bias))
+        down = weights.row_parallel(f"{name}.down_proj", shape[::-1], run, bias)
+        return SquaredReluMLP(weights.kernels, up, down)
 
     # -- mixtures of experts -------------------------------------------------------------------------------------------
 
     def softmax_router(self, name: str, sizes: ExpertSizes, normalize: bool = True) -> SoftmaxRouter:
         """By a softmax over all experts; `normalize`: the chosen ones' shares add up to 1."""
-        return SoftmaxRouter(self._gate(name, sizes, sizes.one.hidden), sizes.chosen, normalize)
+        return SoftmaxRouter(self.weights.kernels, self._gate(name, sizes, sizes.one.hidden), sizes.chosen, normalize)
 
-    def sigmoid_router(self, name: str, hidden: int, sizes: ExpertSizes, **rule: Any) -> Router:
-        """By a sigmoid and a correction; `rule`: further fields of `Router`."""
+    def sigmoid_router(self, name: str, hidden: int, sizes: ExpertSizes, **rule: Any) -> SigmoidRouter:
+        """By a sigmoid and a correction; `rule`: further fields of `SigmoidRouter`."""
         gate = self._gate(name, sizes, hidden)
         correction = self.weights.tensor(f"{name}.e_score_correction_bias", (sizes.count,)).float()
-        return Router(self.weights.kernels, gate, correction, top_k=sizes.chosen, **rule)
+        return SigmoidRouter(self.weights.kernels, gate, correction, top_k=sizes.chosen, **rule)
 
     def _gate(self, name: str, sizes: ExpertSizes, hidden: int) -> Linear:
-        weight = self.weights.tensor(f"{name}.weight", (sizes.count, hidden)).float()
-        return self.weights.collect(Linear(self.weights.kernels, weight))
+        return self.weights.linear(self.weights.tensor(f"{name}.weight", (sizes.count, hidden)).float())
 
-    def stacked_experts(self, gate_up: str, down: str, sizes: ExpertSizes) -> tuple[Matrices, Matrices]:
+    def stacked_experts(self, gate_up: str, down: str, sizes: ExpertSizes) -> Experts:
         """SwiGLUs in two stacks, gate and up [count, 2 * inner, hidden] and down [count, hidden, inner], by the names
         of both tensors."""
         one, run = sizes.one, sizes.one.share(self.rank, self.size)
         shape = (sizes.count, 2 * one.inner, one.hidden)
         return (
-            self.weights.matrices(gate_up, shape, run, _behind(run, one.inner), dim=1),
-            self.weights.matrices(down, (sizes.count, one.hidden, one.inner), run, dim=2),
+            self.weights.stack(gate_up, shape, run, _behind(run, one.inner), dim=1),
+            self.weights.stack(down, (sizes.count, one.hidden, one.inner), run, dim=2),
         )
 
-    def swiglu_experts(self, name: str, sizes: ExpertSizes) -> tuple[Matrices, Matrices]:
+    def swiglu_experts(self, name: str, sizes: ExpertSizes) -> Experts:
         """A tensor for each expert and matrix, or two stacks where the checkpoint has those: both forms are published.
         gate and up are one product."""
         if f"{name}.gate_up_proj" in self.stored:
             return self.stacked_experts(f"{name}.gate_up_proj", f"{name}.down_proj", sizes)
+        return self._experts(name, sizes, ("gate", "up"))
+
+    def squared_relu_experts(self, name: str, sizes: ExpertSizes) -> Experts:
+        """A tensor for each expert and matrix."""
+        return self._experts(name, sizes, ("up",))
+
+    def _experts(self, name: str, sizes: ExpertSizes, parts: Sequence[str]) -> Experts:
+        """`parts`: what an expert's matrices into its inner channels are called."""
         weights, run, shape = self.weights, sizes.one.share(self.rank, self.size), (sizes.one.inner, sizes.one.hidden)
-        gate_ups, downs = [], []
+        ups, downs = [], []
         for expert in range(sizes.count):
             base = f"{name}.{expert}"
-            halves = [weights.tensor(f"{base}.{part}_proj.weight", shape, run) for part in ("gate", "up")]
-            gate_ups.append(weights.collect(Linear(weights.kernels, torch.cat(halves))).weight)
-            downs.append(weights.row_parallel(f"{base}.down_proj", shape[::-1], run).weight)
-        return tuple(gate_ups), tuple(downs)
-
-    def squared_relu_experts(self, name: str, sizes: ExpertSizes) -> tuple[Matrices, Matrices]:
-        """A tensor for each expert and matrix."""
-        experts = [self.squared_relu(f"{name}.{expert}", sizes.one) for expert in range(sizes.count)]
-        return tuple(each.up.weight for each in experts), tuple(each.down.weight for each in experts)
+            ups.append(torch.cat([weights.tensor(f"{base}.{part}_proj.weight", shape, run) for part in parts]))
+            downs.append(weights.tensor(f"{base}.down_proj.weight", shape[::-1], run, dim=1))
+        return weights.kernels.pack(torch.stack(ups)), weights.kernels.pack(torch.stack(downs))
 
     def gated_shared(self, name: str, sizes: FeedForwardSizes) -> GatedSharedExpert:
         """A SwiGLU and, called `<name>_gate`, the gate on all of its outcome."""
@@ -284,9 +286,7 @@ class DecoderBuilder:
         gate = self.weights.whole(f"{name}_gate", (1, sizes.hidden))
         return GatedSharedExpert(self.weights.kernels, expert, gate)
 
-    def softmax_mixture(
-        self, router: SoftmaxRouter, experts: tuple[Matrices, Matrices], shared: SwiGLU | GatedSharedExpert
-    ) -> Mixer:
+    def softmax_mixture(self, router: SoftmaxRouter, experts: Experts, shared: SwiGLU | GatedSharedExpert) -> Mixer:
         """Routed SwiGLUs and a shared one."""
         return SoftmaxMixture(self.weights.kernels, router, *experts, shared)
 
@@ -298,13 +298,13 @@ class DecoderBuilder:
 
     def sigmoid_mixture(
         self,
-        router: Router,
-        experts: tuple[Matrices, Matrices],
+        router: SigmoidRouter,
+        experts: Experts,
         shared: SquaredReluMLP,
         latent: tuple[Linear, Linear] | None,
     ) -> Mixer:
         """Routed squared-ReLU MLPs, in a latent space if there is one, and a shared one."""
-        return MixtureOfExperts(self.weights.kernels, router, *experts, shared, *(latent or (None, None)))
+        return SigmoidMixture(self.weights.kernels, router, *experts, shared, *(latent or (None, None)))
 
 
 def shapes_of(build: Build, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -316,10 +316,22 @@ def shapes_of(build: Build, config: DecoderConfig, stored: Collection[str] = ())
         found[name] = shape
         return torch.empty(shape if cut is None else cut.shape(shape), device="meta")
 
-    build(config, DecoderBuilder(config, note, Execution(exact=False, dtype=torch.float32, stored=stored)))
+    build(config, DecoderBuilder(config, note, Execution(False, torch.float32, backend="reference", stored=stored)))
     return found
 
 
 def _behind(gate: Run, rows: int) -> Run:
     """Where up's rows are, if the gate's are at `gate` of the first `rows`."""
     return gate[0] + rows, gate[1] + rows
+
+
+def _gates_last(heads: int, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows of each head's query and then its gate, with keys and values behind them all -> queries | keys | values |
+    gates."""
+
+    def reordered(rows: torch.Tensor) -> torch.Tensor:
+        both, others = rows[: 2 * heads * dim], rows[2 * heads * dim :]
+        queries, gates = both.reshape(heads, 2, dim, *rows.shape[1:]).unbind(1)
+        return torch.cat([queries.flatten(0, 1), others, gates.flatten(0, 1)])
+
+    return reordered

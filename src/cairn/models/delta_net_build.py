@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from cairn.layers.gated_delta_net import DeltaShape, DeltaWeights, GatedDeltaNet
-from cairn.layers.linear import Linear
 from cairn.layers.norms import RMSNorm
 from cairn.models.delta_net_share import DeltaNetShare, DeltaNetSizes
 from cairn.models.rank_weights import RankWeights
@@ -19,7 +18,7 @@ def build_delta_net(weights: RankWeights, name: str, sizes: DeltaNetSizes, layer
         weights.tensor(f"{name}.{vector}", (sizes.value_heads,), heads).float() for vector in ("dt_bias", "A_log")
     )
     conv, _ = weights.taps(f"{name}.conv1d", (sizes.conv_dim, 1, sizes.conv_kernel), *share.conv_runs())
-    in_proj = weights.collect(Linear(weights.kernels, _projection(weights, name, sizes, share)))
+    in_proj = weights.linear(_projection(weights, name, sizes, share))
     norm = weights.tensor(f"{name}.norm.weight", (sizes.value_dim,)).float()
     return GatedDeltaNet(
         kernels=weights.kernels,

@@ -78,7 +78,7 @@ class FalconH1Config(Mamba2Config):
 
 def build(config: FalconH1Config, b: "DecoderBuilder") -> "Decoder":
     """The rank of the model whose tensors the builder draws."""
-    rotary = b.rotary(config.head_dim, config.rope_theta)
+    b.rotary(config.head_dim, config.rope_theta)
     of_gate, of_mlp = config.mlp_multipliers
     embedding = b.vocabulary("model.embed_tokens")
     layers: list[Layer] = []
@@ -86,7 +86,7 @@ def build(config: FalconH1Config, b: "DecoderBuilder") -> "Decoder":
         name = f"model.layers.{index}"
         first = b.norm(f"{name}.input_layernorm")
         mamba2 = b.mamba2(f"{name}.mamba", config.normed_mamba2, config.ssm_multipliers)
-        attention = b.attention(f"{name}.self_attn", rotary, factors={"k_proj": config.key_multiplier})
+        attention = b.attention(f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
         mixer = b.parallel(
             b.scaled(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
             b.scaled(attention, config.attention_out_multiplier, config.attention_in_multiplier),

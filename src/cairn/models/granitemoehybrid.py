@@ -75,7 +75,8 @@ class GraniteConfig(Mamba2Config):
 
 def build(config: GraniteConfig, b: "DecoderBuilder") -> "Decoder":
     """The rank of the model whose tensors the builder draws."""
-    rotary = b.rotary(config.head_dim, config.rope_theta) if config.rope_theta else None
+    if config.rope_theta:
+        b.rotary(config.head_dim, config.rope_theta)
     # The kernels scale by head_dim^-0.5.
     factors = {"q_proj": config.attention_multiplier * math.sqrt(config.head_dim)}
     embedding = b.vocabulary("model.embed_tokens")
@@ -86,7 +87,7 @@ def build(config: GraniteConfig, b: "DecoderBuilder") -> "Decoder":
         if kind == MAMBA:
             mixer = b.mamba2(f"{name}.mamba", config.mamba2)
         else:
-            mixer = b.attention(f"{name}.self_attn", rotary, factors=factors)
+            mixer = b.attention(f"{name}.self_attn", factors=factors)
         second = b.norm(f"{name}.post_attention_layernorm")
         layers += [(first, b.scaled(mixer, by)), (second, b.scaled(_feed_forward(config, b, name), by))]
     final_norm = b.norm("model.norm")

@@ -77,7 +77,7 @@ class Lfm2Config(DecoderConfig):
 
 def build(config: Lfm2Config, b: "DecoderBuilder") -> "Decoder":
     """The rank of the model whose tensors the builder draws."""
-    rotary = b.rotary(config.head_dim, config.rope_theta)
+    b.rotary(config.head_dim, config.rope_theta)
     embedding = b.vocabulary("model.embed_tokens")
     layers: list[Layer] = []
     for index, kind in enumerate(config.layer_types):
@@ -87,7 +87,7 @@ def build(config: Lfm2Config, b: "DecoderBuilder") -> "Decoder":
             mixer = b.short_conv(f"{name}.conv", config.conv)
         else:
             norms = ("q_layernorm", "k_layernorm")
-            mixer = b.attention(f"{name}.self_attn", rotary, head_norms=norms, out="out_proj")
+            mixer = b.attention(f"{name}.self_attn", head_norms=norms, out="out_proj")
         second = b.norm(f"{name}.ffn_norm")
         mlp = b.swiglu(f"{name}.feed_forward", config.feed_forward("intermediate_size"), ("w1", "w3", "w2"))
         layers += [(first, mixer), (second, mlp)]

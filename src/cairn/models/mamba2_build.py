@@ -4,8 +4,7 @@ import torch
 
 from cairn.layers.linear import Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2, Mamba2Shape, Mamba2Weights
-from cairn.layers.norms import GatedNorm, GatedRMSNorm, SpreadGatedRMSNorm
-from cairn.layers.plain_gate import PlainGate
+from cairn.layers.norms import GatedNorm, GatedRMSNorm, PlainGate, SpreadGatedRMSNorm
 from cairn.models.mamba2_share import Mamba2Sizes, StateShare
 from cairn.models.rank_weights import RankWeights
 

@@ -161,7 +161,7 @@ def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -
     if kind == MAMBA:
         return b.mamba2(name, config.mamba2)
     if kind == ATTENTION:
-        return b.attention(name, rotary=None)
+        return b.attention(name)
     if kind == MLP:
         return b.squared_relu(name, config.mlp("intermediate_size"), bias)
     router = b.sigmoid_router(

@@ -45,13 +45,13 @@ class Qwen3Config(DecoderConfig):
 
 def build(config: Qwen3Config, b: "DecoderBuilder") -> "Decoder":
     """The rank of the model whose tensors the builder draws."""
-    rotary = b.rotary(config.head_dim, config.rope_theta)
+    b.rotary(config.head_dim, config.rope_theta)
     embedding = b.vocabulary("model.embed_tokens")
     layers: list[Layer] = []
     for index in range(len(config.layer_types)):
         name = f"model.layers.{index}"
         first = b.norm(f"{name}.input_layernorm")
-        attention = b.attention(f"{name}.self_attn", rotary, head_norms=("q_norm", "k_norm"))
+        attention = b.attention(f"{name}.self_attn", head_norms=("q_norm", "k_norm"))
         second = b.norm(f"{name}.post_attention_layernorm")
         layers += [(first, attention), (second, b.swiglu(f"{name}.mlp", config.feed_forward("intermediate_size")))]
     return b.decoder(embedding, layers, b.norm("model.norm"))

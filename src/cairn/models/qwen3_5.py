@@ -223,17 +223,16 @@ def _text_config(raw: Mapping[str, object]) -> Mapping[str, object]:
 
 def build(config: Qwen35Config, b: "DecoderBuilder") -> "Decoder":
     """The rank of the model whose tensors the builder draws. Norms are centred, but for the one in the delta net."""
-    rotary = (
-        b.rotary(config.rotary_dim, config.rope_theta, config.mrope_section) if FULL in config.layer_types else None
-    )
+    if FULL in config.layer_types:
+        b.rotary(config.rotary_dim, config.rope_theta, config.mrope_section)
     prefix = "model.language_model" if config.nested else "model"
     embedding = b.vocabulary(f"{prefix}.embed_tokens")
     layers: list[Layer] = []
     for index in range(len(config.layer_types)):
         name = f"{prefix}.layers.{index}"
         first = b.norm(f"{name}.input_layernorm", centred=True)
-        if rotary is not None and config.layer_types[index] == FULL:
-            mixer = b.gated_attention(f"{name}.self_attn", rotary)
+        if config.layer_types[index] == FULL:
+            mixer = b.attention(f"{name}.self_attn", head_norms=("q_norm", "k_norm"), centred=True, gated=True)
         else:
             mixer = b.delta_net(f"{name}.linear_attn", config.delta_net)
         second = b.norm(f"{name}.post_attention_layernorm", centred=True)

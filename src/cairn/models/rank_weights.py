@@ -5,17 +5,17 @@ column parallel    a share of the outputs, from the whole input
 row parallel       from a share of the inputs a partial sum of all outputs; the bias is rank 0's
 """
 
+from collections.abc import Callable, Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.contract import Kernels
+from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Cut, Run
-
-ALIGNMENT = 64
-"""Bytes to which torch aligns memory, and on which vector kernels' rounding may depend."""
 
 
 class RankWeights:
@@ -35,14 +35,27 @@ class RankWeights:
         return self.column_parallel(name, shape, (0, shape[0]), bias=bias)
 
     def column_parallel(self, name: str, shape: tuple[int, int], *outputs: Run, bias: bool = False) -> Linear:
-        weight = self.tensor(f"{name}.weight", shape, *outputs)
-        added = self.tensor(f"{name}.bias", shape[:1], *outputs) if bias else None
-        return self.collect(Linear(self.kernels, weight, added))
+        return self.fused([(name, shape, outputs)], bias)
+
+    def fused(
+        self, parts: "Sequence[Part]", bias: bool = False, reorder: Callable[[Tensor], Tensor] | None = None
+    ) -> Linear:
+        """Column parallel products of one input as a single one, their outputs one behind the other, or as `reorder`
+        puts the rows of weights and biases."""
+        weights, biases = [], []
+        for name, shape, outputs in parts:
+            weights.append(self.tensor(f"{name}.weight", shape, *outputs))
+            if bias:
+                biases.append(self.tensor(f"{name}.bias", shape[:1], *outputs))
+        rows, added = _joined(weights), _joined(biases) if bias else None
+        if reorder is not None:
+            rows, added = reorder(rows), None if added is None else reorder(added)
+        return self.linear(rows, added)
 
     def row_parallel(self, name: str, shape: tuple[int, int], inputs: Run, bias: bool = False) -> Linear:
         weight = self.tensor(f"{name}.weight", shape, inputs, dim=1)
         mine = bias and self.communicator.rank == 0
-        return self.collect(Linear(self.kernels, weight, self.tensor(f"{name}.bias", shape[:1]) if mine else None))
+        return self.linear(weight, self.tensor(f"{name}.bias", shape[:1]) if mine else None)
 
     def taps(
         self, name: str, shape: tuple[int, int, int], *channels: Run, bias: bool = False
@@ -52,23 +65,29 @@ class RankWeights:
         added = self.tensor(f"{name}.bias", shape[:1], *channels).float() if bias else None
         return weight[:, 0].t().float().contiguous(), added
 
-    def matrices(self, name: str, shape: tuple[int, int, int], *runs: Run, dim: int) -> tuple[Tensor, ...]:
-        """A matrix for each entry of a stack [entries, out, in], of which each has these runs of dimension `dim`. They
-        stay where the stack is, if each begins where memory of its own would."""
-        stack = self.tensor(name, shape, *runs, dim=dim)
-        aligned = stack[0].nbytes % ALIGNMENT == 0
-        entries = tuple(each if aligned else each.clone() for each in stack)
-        return tuple(self.collect(Linear(self.kernels, each)).weight for each in entries)
-
     def vocabulary(self, name: str, shape: tuple[int, int], tokens: Run, rows: int) -> Tensor:
         """The tokens' rows, with zeros up to `rows`: [rows, hidden]."""
         weight = self.tensor(name, shape, tokens)
         missing = rows - weight.shape[0]
         return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
-    def collect(self, linear: Linear) -> Linear:
-        self.linears.append(linear)
-        return linear
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product with a weight [out, in] of this rank."""
+        made = Linear(self.kernels, self.kernels.pack(weight), bias, (weight.shape[0], weight.shape[1]))
+        self.linears.append(made)
+        return made
+
+    def stack(self, name: str, shape: tuple[int, int, int], *runs: Run, dim: int) -> Weight:
+        """A stack of experts' matrices [E, out, in], of which each has these runs of dimension `dim`; packed."""
+        return self.kernels.pack(self.tensor(name, shape, *runs, dim=dim))
+
+
+Part = tuple[str, tuple[int, int], tuple[Run, ...]]
+"""Of a fused product: the name of a layer's part, the shape of its weight, and which of its outputs."""
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _cut(dim: int, runs: tuple[Run, ...], length: int) -> Cut | None:

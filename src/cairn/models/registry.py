@@ -19,6 +19,7 @@ from cairn.models.quantization import Quantization, read_quantization
 from cairn.models.tensor_headers import read_headers
 
 if TYPE_CHECKING:
+    from cairn.layers.backend import Backend
     from cairn.layers.model import Model
 
 __all__ = ["OpenModel", "open_model"]
@@ -52,7 +53,9 @@ class OpenModel:
         own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         return {**self.config.transfer_facts(), **own, "weights": identity}
 
-    def build(self, *, exact: bool, communicator: Communicator = ALONE) -> "Model":
+    def build(
+        self, *, exact: bool, communicator: Communicator = ALONE, backend: "Backend | None" = None
+    ) -> "Model":
         """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
 
         Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
@@ -63,7 +66,7 @@ class OpenModel:
             for copy, name in self.family.tied_tensors.items():
                 if copy in reader.headers and copy not in expected:
                     reader.verify_copy(copy, name, expected[name])
-            execution = Execution(exact, self.dtype, communicator, stored=reader.headers)
+            execution = Execution(exact, self.dtype, communicator, backend, stored=reader.headers)
             return self.family.build(self.config, reader.load, execution)
 
 

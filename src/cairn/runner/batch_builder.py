@@ -1,4 +1,4 @@
-"""Rows of a plan -> one flattened batch. Pure: plan in, tensors out."""
+"""Rows of a plan -> one flattened batch (see `cairn.kernels.batch`). Numpy until the one copy to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.cache.layout import AttentionGroup
-from cairn.kernels.contract import ROW_TILE, TILE
-from cairn.layers.batch import Batch, GroupBatch, Mark, Span, Vectors
-from cairn.step import Keep, Row
-from cairn.types import Pages
+from cairn.kernels.batch import Batch, HostBatch, Vectors
+from cairn.kernels.contract import Kernels
+from cairn.step import FromStep, Keep, Row
 
 Ints = NDArray[np.int64]
 
@@ -28,34 +26,41 @@ class RowContent:
 
 
 class BatchPlaces:
-    """Where the rows of a plan lie in the flattened batch: decode rows first, then the prefill spans, in plan order.
+    """Where the rows of a plan lie in the flattened batch: decode rows first, then the prefill rows, in plan order.
 
-    `decodes`, `prefills`: indices of plan rows. `first[i]`: the flattened row of plan row i's first token.
+    `order`: indices of plan rows, as the batch has them. `first[i]`: the flattened row of plan row i's first token.
+    `snapshots`: indices of the plan's snapshots, in the batch's order.
     """
 
-    def __init__(self, rows: Sequence[Row], exact: bool) -> None:
+    def __init__(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> None:
         self.rows = rows
-        self.decodes = [index for index, row in enumerate(rows) if row.decode]
-        self.prefills = [index for index, row in enumerate(rows) if not row.decode]
+        decodes = [index for index, row in enumerate(rows) if row.decode]
+        self.num_decodes = len(decodes)
+        self.order = decodes + [index for index, row in enumerate(rows) if not row.decode]
         self.first = [0] * len(rows)
-        for place, index in enumerate(self.decodes):
-            self.first[index] = place
-        self.decode_rows = len(self.decodes)
-        if exact:
-            self.decode_rows = -(-self.decode_rows // ROW_TILE) * ROW_TILE
-        self.span_rows: list[slice] = []
-        stop = self.decode_rows
-        for index in self.prefills:
-            row = rows[index]
-            begin, front = stop, row.start % TILE
-            stop = begin + -(-(front + row.end - row.start) // TILE) * TILE
-            self.first[index] = begin + front
-            self.span_rows.append(slice(begin, stop))
-        self.num_rows = stop
-        self.tiles: list[slice] | None = None
-        if exact:
-            self.tiles = [slice(i, i + ROW_TILE) for i in range(0, self.decode_rows, ROW_TILE)]
-            self.tiles += [slice(i, i + TILE) for i in range(self.decode_rows, stop, TILE)]
+        ends = [0]
+        for index in self.order:
+            self.first[index] = ends[-1]
+            ends.append(ends[-1] + rows[index].end - rows[index].start)
+        self.cu_seqlens = np.array(ends, np.int32)
+        self.snapshots = sorted(range(len(keeps)), key=lambda n: (self.first[keeps[n].row], keeps[n].position))
+        self._keeps = keeps
+
+    def host(self) -> HostBatch:
+        """The batch's lengths."""
+        rows = [self.rows[index] for index in self.order]
+        sequence = {index: place for place, index in enumerate(self.order)}
+        keeps = [self._keeps[number] for number in self.snapshots]
+        return HostBatch(
+            num_decodes=self.num_decodes,
+            cu_seqlens=self.cu_seqlens,
+            slots=np.array([row.slot for row in rows], np.int32),
+            seq_starts=np.array([row.start for row in rows], np.int32),
+            seq_lens=np.array([row.end for row in rows], np.int32),
+            kv_write_from=np.array([row.kv_write_from for row in rows], np.int32),
+            snapshot_rows=np.array([sequence[keep.row] for keep in keeps], np.int32),
+            snapshot_offsets=np.array([keep.position - self.rows[keep.row].start for keep in keeps], np.int32),
+        )
 
     def row_of(self, index: int, position: int) -> int:
         """The flattened row of plan row `index`'s token at absolute position `position`."""
@@ -64,36 +69,60 @@ class BatchPlaces:
 
 def build_batch(
     places: BatchPlaces,
-    tokens: Sequence[Ints],
-    keeps: Sequence[Keep],
-    groups: Sequence[AttentionGroup],
     contents: Sequence[RowContent | None],
+    block_tables: Sequence[Tensor],
+    last_tokens: Tensor,
+    kernels: Kernels,
 ) -> Batch:
-    """`tokens`: the input tokens of each plan row. `contents`: what stands for those below 0, and where all of them
-    stand; None for a row of text alone."""
-    rows = places.rows
-    flat = np.zeros(places.num_rows, dtype=np.int64)
-    padding = np.ones((places.num_rows, 1), dtype=np.bool_)
-    positions = np.zeros((3, places.num_rows), dtype=np.int64)
-    for row, first, own, content in zip(rows, places.first, tokens, contents, strict=True):
-        part = slice(first, first + len(own))
-        flat[part] = np.maximum(own, 0)
-        padding[part] = False
-        positions[:, part] = np.arange(row.start, row.end) if content is None else content.positions
-    decodes = [rows[index] for index in places.decodes]
-    decode_row = {index: place for place, index in enumerate(places.decodes)}
+    """`contents`: what stands for the tokens below 0 of each plan row, and where all of them stand; None for a row of
+    text alone. `last_tokens` int64 [slots]: what was drawn last, on the device, as are `block_tables`."""
+    host, rows = places.host(), places.rows
+    num_rows = host.num_rows
+    tokens = np.zeros(num_rows, np.int64)
+    positions = np.empty((3, num_rows), np.int64)
+    positions[:] = np.arange(num_rows) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, np.diff(host.cu_seqlens))
+    drawn: list[tuple[int, int]] = []
+    for row, first, content in zip(rows, places.first, contents, strict=True):
+        if isinstance(row.tokens, FromStep):
+            drawn.append((first, row.slot))
+        else:
+            np.maximum(row.tokens, 0, out=tokens[first : first + len(row.tokens)])
+        if content is not None:
+            positions[:, first : first + row.end - row.start] = content.positions
+    drawn_rows, drawn_slots = np.array(drawn, np.int64).reshape(-1, 2).T
+    lengths = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
+    wide, narrow = _to_device(last_tokens.device, (tokens, positions, drawn_rows, drawn_slots), lengths)
+    if drawn:
+        wide[0][wide[2]] = last_tokens[wide[3]]
     return Batch(
-        tokens=torch.from_numpy(flat),
-        padding=torch.from_numpy(padding),
-        token_rows=torch.from_numpy(np.flatnonzero(~padding)),
-        positions=torch.from_numpy(positions),
-        decode_slots=[row.slot for row in decodes],
-        decode_lengths=[row.end for row in decodes],
-        decode_marks=[(decode_row[keep.row], number) for number, keep in enumerate(keeps) if keep.row in decode_row],
-        spans=_spans(places, keeps),
-        groups=[_group(places, index, group) for index, group in enumerate(groups)],
-        tiles=places.tiles,
+        tokens=wide[0],
+        positions=wide[1],
+        cu_seqlens=narrow[0],
+        slots=narrow[1],
+        seq_starts=narrow[2],
+        seq_lens=narrow[3],
+        kv_write_from=narrow[4],
+        block_tables=block_tables,
+        host=host,
+        metadata=kernels.prepare(host),
         vectors=_vectors(places, contents),
+    )
+
+
+def _to_device(
+    device: torch.device, wide: Sequence[Ints], narrow: Sequence[NDArray[np.int32]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Arrays of int64 and of int32 as tensors on the device, in one copy."""
+    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [*wide, *narrow]
+    sizes = [array.nbytes for array in arrays]
+    staging, ends = np.empty(sum(sizes), np.uint8), np.cumsum(sizes).tolist()
+    for array, size, end in zip(arrays, sizes, ends, strict=True):
+        staging[end - size : end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    moved = torch.from_numpy(staging).to(device)
+    parts = [moved[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return (
+        [part.view(torch.int64).view(array.shape) for part, array in zip(parts, wide, strict=False)],
+        [part.view(torch.int32).view(array.shape) for part, array in zip(parts[len(wide) :], narrow, strict=True)],
     )
 
 
@@ -105,44 +134,5 @@ def _vectors(places: BatchPlaces, contents: Sequence[RowContent | None]) -> Vect
     ]
     if not found:
         return None
-    rows = np.concatenate([offsets for offsets, _ in found])
-    return Vectors(torch.from_numpy(rows), torch.cat([vectors for _, vectors in found]))
-
-
-def _spans(places: BatchPlaces, keeps: Sequence[Keep]) -> list[Span]:
-    spans = []
-    for index, own in zip(places.prefills, places.span_rows, strict=True):
-        row = places.rows[index]
-        marks = [Mark(keep.position - row.start, number) for number, keep in enumerate(keeps) if keep.row == index]
-        spans.append(
-            Span(
-                slot=row.slot,
-                first_row=own.start,
-                num_rows=own.stop - own.start,
-                front=row.start % TILE,
-                start=row.start,
-                length=row.end - row.start,
-                marks=tuple(sorted(marks, key=lambda mark: mark.offset)),
-            )
-        )
-    return spans
-
-
-def _group(places: BatchPlaces, number: int, group: AttentionGroup) -> GroupBatch:
-    where: list[Ints] = []
-    for index, row in enumerate(places.rows):
-        positions = np.arange(max(row.start, row.kv_write_from), row.end, dtype=np.int64)
-        page, offset = np.divmod(positions, group.tokens_per_page)
-        where.append(np.stack([positions - row.start + places.first[index], row.pages[number][page], offset]))
-    write_rows, write_pages, write_offsets = torch.from_numpy(np.concatenate(where, axis=1).astype(np.int64))
-    return GroupBatch(
-        span_pages=[_tensor(places.rows[index].pages[number]) for index in places.prefills],
-        decode_pages=[_tensor(places.rows[index].pages[number]) for index in places.decodes],
-        write_rows=write_rows,
-        write_pages=write_pages,
-        write_offsets=write_offsets,
-    )
-
-
-def _tensor(pages: Pages) -> Tensor:
-    return torch.from_numpy(pages.astype(np.int64))
+    vectors = torch.cat([values for _, values in found])
+    return Vectors(torch.from_numpy(np.concatenate([rows for rows, _ in found])).to(vectors.device), vectors)

@@ -1,127 +1,101 @@
-"""A checkpoint's bytes, and the way between them and the tensors of a running sequence.
+"""A checkpoint's bytes, and the way between them and the tensors of running sequences.
 
     file    [header | unit 0 | unit 1 | ...], cut into pages anywhere
     header  [hidden | shared convolution channels [layer][column][channel]]
     unit    [layer][conv [column][own channels] | state [own heads][...]]
 
-One layer is moved at a time, so that nothing of a checkpoint's full size is ever held beside the pages.
+One layer of all files that a step names is moved at a time, by one gather or scatter for each kind of bytes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.layers.memory import MemorySpec, RecurrentSpec
-from cairn.types import Pages
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes [begin, end) of a buffer lie in the file's page number `page`, from byte `offset` on."""
+class _Places:
+    """Where some byte ranges of every file lie in the pool, as rows of equal length."""
 
-    page: int
-    offset: int
-    begin: int
-    end: int
+    def __init__(self, pool: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        """`ranges`: (file offset, length), which follow each other in a buffer."""
+        page_bytes = pool.shape[1]
+        row_bytes = gcd(page_bytes, *(number for each in ranges for number in each))
+        self._word = next(dtype for size, dtype in _WORDS if row_bytes % size == 0)
+        self._rows = pool.view(self._word).view(-1, row_bytes // self._word.itemsize)
+        numbers = torch.cat([torch.arange(at, at + length, row_bytes) for at, length in ranges]) // row_bytes
+        self._rows_per_page = page_bytes // row_bytes
+        self._page, self._offset = numbers // self._rows_per_page, numbers % self._rows_per_page
+
+    def write(self, files: Tensor, values: Tensor) -> None:
+        """files int64 [n, pages], values [n, ...] of any dtype, contiguous, with as many bytes each as the ranges."""
+        rows = values.view(len(files), -1).view(self._word).view(-1, self._rows.shape[1])
+        self._rows.index_copy_(0, self._index(files), rows)
+
+    def read(self, files: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The reverse: [n, *shape] of `dtype`."""
+        rows = self._rows.index_select(0, self._index(files))
+        return rows.view(len(files), -1).view(dtype).view(len(files), *shape)
+
+    def _index(self, files: Tensor) -> Tensor:
+        return (files[:, self._page] * self._rows_per_page + self._offset).flatten()
 
 
 class CheckpointFiles:
-    """Reads and writes checkpoint files in a pool of pages, uint8 [num_pages, page_bytes].
+    """Reads and writes checkpoint files in a pool of pages, uint8 [num_pages, page_bytes]. `files` are the page lists
+    of n files, int64 [n, pages_per_checkpoint]; n may be 0.
 
     Raises ValueError when the layout's sizes are not those of the model.
     """
 
     def __init__(self, pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> None:
-        self._pool = pool
         self._spec = spec
-        self._page_bytes = layout.page_bytes
-        item = spec.dtype.itemsize
-        self._hidden = self._pieces([(0, spec.hidden_size * item)])
-        self._layers: list[_LayerBytes] = []
-        header, state = spec.hidden_size * item, 0
+        header, state = spec.hidden_size * spec.dtype.itemsize, 0
+        self._hidden = _Places(pool, [(0, header)])
+        self._layers: list[_Layer] = []
         if spec.recurrent is not None:
-            codec = _LayerCodec(spec.recurrent, spec.dtype)
-            header += spec.recurrent.num_layers * codec.shared_bytes
-            state = spec.recurrent.num_layers * codec.unit_bytes * spec.recurrent.units
-            self._layers = [self._layer(codec, layer, header) for layer in range(spec.recurrent.num_layers)]
+            sizes = _LayerBytes(spec.recurrent, spec.dtype)
+            shared = header
+            header += spec.recurrent.num_layers * sizes.shared
+            state = spec.recurrent.num_layers * sizes.unit * spec.recurrent.units
+            for layer in range(spec.recurrent.num_layers):
+                self._layers.append(_Layer(pool, sizes, layer, shared + layer * sizes.shared, header))
         if (header, state) != (layout.header_bytes, layout.state_bytes):
             raise ValueError(
                 f"layout has header_bytes {layout.header_bytes} and state_bytes {layout.state_bytes}, "
                 f"the model's checkpoints take {header} and {state}"
             )
 
-    def write_hidden(self, pages: Pages, hidden: Tensor) -> None:
-        """hidden [hidden]."""
-        self._put(pages, self._hidden, hidden.contiguous().view(torch.uint8))
+    def write_hidden(self, files: Tensor, hidden: Tensor) -> None:
+        """hidden [n, hidden]."""
+        if len(files):
+            self._hidden.write(files, hidden.contiguous())
 
-    def read_hidden(self, pages: Pages, hidden: Tensor) -> None:
-        buffer = torch.empty(hidden.nbytes, dtype=torch.uint8)
-        self._get(pages, self._hidden, buffer)
-        hidden.copy_(buffer.view(hidden.dtype))
+    def read_hidden(self, files: Tensor) -> Tensor:
+        """[n, hidden]."""
+        return self._hidden.read(files, [self._spec.hidden_size], self._spec.dtype)
 
-    def write_layer(self, pages: Pages, layer: int, conv: Tensor, state: Tensor) -> None:
-        """conv [columns, channels], state [heads, ...] of recurrent layer `layer`."""
-        own = self._layers[layer]
-        shared, units = own.codec.buffers()
-        own.codec.pack(conv, state, shared, units)
-        self._put(pages, own.shared, shared)
-        self._put(pages, own.units, units.view(-1))
+    def write_layer(self, files: Tensor, layer: int, conv: Tensor, state: Tensor) -> None:
+        """conv [n, columns, channels], state [n, heads, ...] of recurrent layer `layer`."""
+        if len(files):
+            self._layers[layer].write(files, conv, state)
 
-    def read_layer(self, pages: Pages, layer: int, conv: Tensor, state: Tensor) -> None:
-        """The reverse of `write_layer`, into conv and state."""
-        own = self._layers[layer]
-        shared, units = own.codec.buffers()
-        self._get(pages, own.shared, shared)
-        self._get(pages, own.units, units.view(-1))
-        own.codec.unpack(shared, units, conv, state)
-
-    def _layer(self, codec: "_LayerCodec", layer: int, header: int) -> "_LayerBytes":
-        spec = codec.spec
-        shared = self._spec.hidden_size * self._spec.dtype.itemsize + layer * codec.shared_bytes
-        units = [
-            (header + (unit * spec.num_layers + layer) * codec.unit_bytes, codec.unit_bytes)
-            for unit in range(spec.units)
-        ]
-        return _LayerBytes(codec, self._pieces([(shared, codec.shared_bytes)]), self._pieces(units))
-
-    def _pieces(self, ranges: Sequence[tuple[int, int]]) -> tuple[_Piece, ...]:
-        """(file offset, length) ranges, which follow each other in a buffer, cut at page borders."""
-        pieces, begin = [], 0
-        for start, length in ranges:
-            position, stop = start, start + length
-            while position < stop:
-                page, offset = divmod(position, self._page_bytes)
-                size = min(stop - position, self._page_bytes - offset)
-                pieces.append(_Piece(page, offset, begin, begin + size))
-                position += size
-                begin += size
-        return tuple(pieces)
-
-    def _put(self, pages: Pages, pieces: Sequence[_Piece], buffer: Tensor) -> None:
-        for piece in pieces:
-            page = self._pool[int(pages[piece.page])]
-            page[piece.offset : piece.offset + piece.end - piece.begin] = buffer[piece.begin : piece.end]
-
-    def _get(self, pages: Pages, pieces: Sequence[_Piece], buffer: Tensor) -> None:
-        for piece in pieces:
-            page = self._pool[int(pages[piece.page])]
-            buffer[piece.begin : piece.end] = page[piece.offset : piece.offset + piece.end - piece.begin]
+    def read_layer(self, files: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The reverse of `write_layer`."""
+        return self._layers[layer].read(files)
 
 
-@dataclass(frozen=True, slots=True)
 class _LayerBytes:
-    """Where one layer's shared channels and units lie."""
+    """Sizes of one layer's state in a file. `shared`: the channels that all units have together; `unit`: a unit's
+    convolution channels (`conv`) and state.
 
-    codec: "_LayerCodec"
-    shared: tuple[_Piece, ...]
-    units: tuple[_Piece, ...]
-
-
-class _LayerCodec:
-    """One layer's state as bytes: shared channels uint8 [shared_bytes], units uint8 [units, unit_bytes]."""
+    Raises ValueError where channels or heads do not divide among the units.
+    """
 
     def __init__(self, spec: RecurrentSpec, dtype: torch.dtype) -> None:
         for part in spec.parts:
@@ -129,48 +103,58 @@ class _LayerCodec:
                 raise ValueError(f"{part.channels} convolution channels do not divide among {spec.units} units")
         if spec.state[0] % spec.units:
             raise ValueError(f"{spec.state[0]} heads do not divide among {spec.units} units")
-        self.spec = spec
-        self._dtype = dtype
+        self.spec, self.dtype = spec, dtype
+        self.own_channels = sum(part.channels for part in spec.parts if not part.shared) // spec.units
+        self.shared_channels = sum(part.channels for part in spec.parts if part.shared)
         column = dtype.itemsize * spec.columns
-        self.shared_bytes = column * sum(part.channels for part in spec.parts if part.shared)
-        self._conv_bytes = column * sum(part.channels for part in spec.parts if not part.shared) // spec.units
-        self._state_numbers = torch.Size(spec.state).numel() // spec.units
-        self.unit_bytes = self._conv_bytes + self._state_numbers * torch.float32.itemsize
+        self.shared, self.conv = column * self.shared_channels, column * self.own_channels
+        self.unit = self.conv + torch.Size(spec.state).numel() // spec.units * torch.float32.itemsize
 
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        shared = torch.empty(self.shared_bytes, dtype=torch.uint8)
-        return shared, torch.empty(self.spec.units, self.unit_bytes, dtype=torch.uint8)
 
-    def pack(self, conv: Tensor, state: Tensor, shared: Tensor, units: Tensor) -> None:
-        for mine, bytes_of in self._conv_views(conv, shared, units):
-            bytes_of.copy_(mine)
-        units[:, self._conv_bytes :] = self._state_view(state)
+class _Layer:
+    """One recurrent layer's places in every file: shared channels from `shared` on, units from `units` on."""
 
-    def unpack(self, shared: Tensor, units: Tensor, conv: Tensor, state: Tensor) -> None:
-        for mine, bytes_of in self._conv_views(conv, shared, units):
-            mine.copy_(bytes_of)
-        self._state_view(state).copy_(units[:, self._conv_bytes :])
+    def __init__(self, pool: Tensor, sizes: _LayerBytes, layer: int, shared: int, units: int) -> None:
+        self._sizes, spec = sizes, sizes.spec
+        starts = [units + (unit * spec.num_layers + layer) * sizes.unit for unit in range(spec.units)]
+        self._shared = _Places(pool, [(shared, sizes.shared)]) if sizes.shared else None
+        self._conv = _Places(pool, [(start, sizes.conv) for start in starts]) if sizes.conv else None
+        length = sizes.unit - sizes.conv
+        self._state = _Places(pool, [(start + sizes.conv, length) for start in starts]) if length else None
 
-    def _state_view(self, state: Tensor) -> Tensor:
-        return state.view(self.spec.units, self._state_numbers).view(torch.uint8)
+    def write(self, files: Tensor, conv: Tensor, state: Tensor) -> None:
+        spec = self._sizes.spec
+        parts = torch.split(conv, [part.channels for part in spec.parts], dim=-1)
+        together = [each for each, part in zip(parts, spec.parts, strict=True) if part.shared]
+        apart = [self._by_unit(each) for each, part in zip(parts, spec.parts, strict=True) if not part.shared]
+        if self._shared is not None:
+            self._shared.write(files, torch.cat(together, dim=-1))
+        if self._conv is not None:
+            self._conv.write(files, torch.cat(apart, dim=-1))
+        if self._state is not None:
+            self._state.write(files, state.contiguous())
 
-    def _conv_views(self, conv: Tensor, shared: Tensor, units: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each part of the convolution its bytes in `conv` and in the file, as views of the same shape."""
-        columns, item = self.spec.columns, self._dtype.itemsize
-        raw = conv.view(torch.uint8)
-        together = shared.view(columns, self.shared_bytes // columns)
-        apart = units[:, : self._conv_bytes].view(self.spec.units, columns, self._conv_bytes // columns)
-        views, begin, at_shared, at_unit = [], 0, 0, 0
-        for part in self.spec.parts:
-            size = part.channels * item
-            mine = raw[:, begin : begin + size]
-            begin += size
-            if part.shared:
-                views.append((mine, together[:, at_shared : at_shared + size]))
-                at_shared += size
-            else:
-                own = size // self.spec.units
-                by_unit = mine.view(columns, self.spec.units, own).transpose(0, 1)
-                views.append((by_unit, apart[:, :, at_unit : at_unit + own]))
-                at_unit += own
-        return views
+    def read(self, files: Tensor) -> tuple[Tensor, Tensor]:
+        sizes, spec = self._sizes, self._sizes.spec
+        conv = torch.empty(len(files), spec.columns, spec.channels, dtype=sizes.dtype, device=files.device)
+        parts = torch.split(conv, [part.channels for part in spec.parts], dim=-1)
+        if self._shared is not None:
+            widths = [part.channels for part in spec.parts if part.shared]
+            found = self._shared.read(files, [spec.columns, sizes.shared_channels], sizes.dtype)
+            mine = (each for each, part in zip(parts, spec.parts, strict=True) if part.shared)
+            for each, values in zip(mine, torch.split(found, widths, dim=-1), strict=True):
+                each.copy_(values)
+        if self._conv is not None:
+            widths = [part.channels // spec.units for part in spec.parts if not part.shared]
+            found = self._conv.read(files, [spec.units, spec.columns, sizes.own_channels], sizes.dtype)
+            mine = (each for each, part in zip(parts, spec.parts, strict=True) if not part.shared)
+            for each, values in zip(mine, torch.split(found, widths, dim=-1), strict=True):
+                self._by_unit(each).copy_(values)
+        if self._state is None:
+            return conv, torch.empty(len(files), *spec.state, dtype=torch.float32, device=files.device)
+        return conv, self._state.read(files, spec.state, torch.float32)
+
+    def _by_unit(self, part: Tensor) -> Tensor:
+        """A view: [n, columns, channels] -> [n, units, columns, channels of one]."""
+        units = self._sizes.spec.units
+        return part.view(*part.shape[:2], units, part.shape[2] // units).transpose(1, 2)

@@ -1,7 +1,7 @@
 """The memory that a model runs on: one pool of pages, and the live arrays of the running sequences.
 
 pool   uint8 [num_pages, page_bytes]; a page of keys and values is [kv head][layer][k|v][token][dim]
-live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer, heads, ...]
+live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer, heads, ...]; the last slot is scratch
 """
 
 import torch
@@ -54,25 +54,15 @@ def _aligned(shape: tuple[int, ...], lead: int, dtype: torch.dtype) -> Tensor:
 
 
 class LiveStates:
-    """The running state of every slot. `recurrent` has a view a layer, [slot, ...]."""
+    """The running state of every slot, and one more for rows that belong to nobody. `recurrent` has a view a layer,
+    [slots + 1, ...]."""
 
     def __init__(self, spec: MemorySpec, num_slots: int) -> None:
-        self.hidden = _aligned((num_slots, spec.hidden_size), 1, spec.dtype)
+        self.hidden = _aligned((num_slots + 1, spec.hidden_size), 1, spec.dtype)
         self.recurrent: tuple[RecurrentLayer, ...] = ()
-        self._arrays = [self.hidden]
         if spec.recurrent is not None:
             layers = spec.recurrent.num_layers
-            conv_shape = (num_slots, layers, spec.recurrent.columns, spec.recurrent.channels)
+            conv_shape = (num_slots + 1, layers, spec.recurrent.columns, spec.recurrent.channels)
             conv = _aligned(conv_shape, 2, spec.dtype)
-            state = _aligned((num_slots, layers, *spec.recurrent.state), 2, torch.float32)
+            state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32)
             self.recurrent = tuple(RecurrentLayer(conv[:, layer], state[:, layer]) for layer in range(layers))
-            self._arrays += [conv, state]
-
-    def clear(self, slot: int) -> None:
-        """The state before the first token."""
-        for array in self._arrays:
-            array[slot] = 0
-
-    def copy(self, source: int, target: int) -> None:
-        for array in self._arrays:
-            array[target] = array[source]

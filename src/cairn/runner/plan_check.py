@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.cache.layout import CacheLayout
-from cairn.kernels.contract import TILE
-from cairn.step import FromStep, Row, StepPlan
+from cairn.step import GRID, FromStep, Row, StepPlan
 from cairn.types import Pages
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """What a plan may name. `aligned`: prefill rows must start on the grid of TILE tokens (exact mode)."""
+    """What a plan may name. `aligned`: prefill rows must start on the 64-token grid (exact mode)."""
 
     layout: CacheLayout
     num_pages: int
@@ -64,8 +63,8 @@ class PlanLimits:
             raise ValueError(f"{name}: a row has at least one token, from position 0 on")
         if row.decode and count != 1:
             raise ValueError(f"{name}: a decode row has exactly one token")
-        if self.aligned and not row.decode and row.start % TILE:
-            raise ValueError(f"{name}: in exact mode a prefill row starts at a multiple of {TILE}")
+        if self.aligned and not row.decode and row.start % GRID:
+            raise ValueError(f"{name}: in exact mode a prefill row starts at a multiple of {GRID}")
         if row.kv_write_from < 0:
             raise ValueError(f"{name}: kv_write_from {row.kv_write_from} is negative")
         self._tokens(name, row, steps[row.slot])

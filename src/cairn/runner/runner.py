@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import BatchPlaces, Ints, build_batch
+from cairn.runner.batch_builder import BatchPlaces, build_batch
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
 from cairn.runner.memory import LiveStates, new_pool, paged_layers
@@ -20,8 +20,7 @@ from cairn.runner.plan_check import PlanLimits
 from cairn.runner.sampler import draw
 from cairn.runner.self_test import check_row_independence
 from cairn.runner.token_logprobs import logprobs_of, score
-from cairn.step import FromStep, Keep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
-from cairn.types import Pages
+from cairn.step import Keep, Logprobs, Restore, Row, Sample, SampledToken, Save, Scored, StepPlan, StepResult
 
 __all__ = ["Observe", "Runner"]
 
@@ -30,23 +29,26 @@ Observe = Callable[[Sample, Tensor], None]
 
 
 class _StepMemory:
-    """The memory of one step: what the model reads and writes, and where the states it hands over go."""
+    """The memory of one step: what the model reads and writes, and where its snapshots go.
+
+    `snapshot_files`: page lists, int64 [N, pages], in the batch's order.
+    """
 
     def __init__(
         self,
         paged: Sequence[PagedLayer],
         recurrent: Sequence[RecurrentLayer],
         files: CheckpointFiles,
-        keeps: Sequence[Keep],
+        snapshot_files: Tensor,
     ) -> None:
         self.paged = paged
         self.recurrent = recurrent
         self._files = files
-        self._keeps = keeps
+        self._snapshot_files = snapshot_files
 
-    def keep(self, keep: int, layer: int, conv: Tensor, state: Tensor) -> None:
-        """See `Memory.keep`."""
-        self._files.write_layer(self._keeps[keep].pages, layer, conv, state)
+    def write_snapshots(self, layer: int, conv: Tensor, state: Tensor) -> None:
+        """See `Memory.write_snapshots`."""
+        self._files.write_layer(self._snapshot_files, layer, conv, state)
 
 
 class Runner:
@@ -97,12 +99,13 @@ class Runner:
         self._limits = PlanLimits(layout, num_pages, num_slots, model.vocab_size, aligned)
         self._last_step: int | None = None
         self._sampled_steps: list[int | None] = [None] * num_slots
-        self._sampled_tokens = [0] * num_slots
+        self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64)
+        self._tables = [torch.zeros(num_slots + 1, num_pages, dtype=torch.int32) for _ in layout.groups]
 
     def self_test(self) -> None:
         """In exact mode: checks on this rank's weights that fixed tiles make rows independent. Raises ConfigError."""
         if self._exact:
-            check_row_independence(self._model.linears)
+            check_row_independence(self._model.kernels, self._model.linears)
 
     def validate(self, plan: StepPlan) -> None:
         """Raises ValueError that names the record which cannot be carried out; then nothing has been done."""
@@ -132,43 +135,46 @@ class Runner:
     def _move(self, plan: StepPlan) -> None:
         for copy in plan.copies:
             self.pool[copy.target] = self.pool[copy.source]
-        for restore in plan.restores:
-            self._restore(restore.slot, restore.pages)
-        for fork in plan.forks:
-            self._live.copy(fork.source, fork.target)
-            self._sampled_steps[fork.target] = self._sampled_steps[fork.source]
-            self._sampled_tokens[fork.target] = self._sampled_tokens[fork.source]
-        for save in plan.saves:
-            self._save(save.slot, save.pages)
+        if plan.restores:
+            self._restore(plan.restores)
+        if plan.saves:
+            self._save(plan.saves)
 
-    def _restore(self, slot: int, pages: Pages) -> None:
-        self._files.read_hidden(pages, self._live.hidden[slot])
+    def _restore(self, restores: Sequence[Restore]) -> None:
+        files, slots = self._page_lists(restores), torch.tensor([restore.slot for restore in restores])
+        self._live.hidden[slots] = self._files.read_hidden(files)
         for number, layer in enumerate(self._live.recurrent):
-            self._files.read_layer(pages, number, layer.conv[slot], layer.state[slot])
-        self._sampled_steps[slot] = None
+            layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
+        for restore in restores:
+            self._sampled_steps[restore.slot] = None
 
-    def _save(self, slot: int, pages: Pages) -> None:
-        self._files.write_hidden(pages, self._live.hidden[slot])
+    def _page_lists(self, records: Sequence[Restore | Save | Keep]) -> Tensor:
+        """The files of all of them, int64 [n, pages]."""
+        shape = (len(records), self.layout.pages_per_checkpoint)
+        return torch.from_numpy(np.array([record.pages for record in records], np.int64).reshape(shape))
+
+    def _save(self, saves: Sequence[Save]) -> None:
+        files, slots = self._page_lists(saves), torch.tensor([save.slot for save in saves])
+        self._files.write_hidden(files, self._live.hidden[slots])
         for number, layer in enumerate(self._live.recurrent):
-            self._files.write_layer(pages, number, layer.conv[slot], layer.state[slot])
+            self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
 
     def _forward(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> tuple[Scored, ...]:
         for row in rows:
-            if row.start == 0:
-                self._live.clear(row.slot)
-        places = BatchPlaces(rows, self._exact)
+            for table, pages in zip(self._tables, row.pages, strict=True):
+                table[row.slot, : len(pages)] = torch.from_numpy(pages)
+        places = BatchPlaces(rows, keeps)
         communicator = self._model.communicator
         contents = [row_content(row, self.vision, communicator, self._live.hidden) for row in rows]
-        batch = build_batch(places, [self._tokens(row) for row in rows], keeps, self.layout.groups, contents)
-        memory = _StepMemory(self._paged, self._live.recurrent, self._files, keeps)
-        hidden = self._model.forward(batch, memory)
+        batch = build_batch(places, contents, self._tables, self._last_tokens, self._model.kernels)
+        files = self._page_lists([keeps[number] for number in places.snapshots])
+        hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self.forward_passes += 1
-        last = [places.row_of(index, row.end - 1) for index, row in enumerate(rows)]
-        self._live.hidden[[row.slot for row in rows]] = hidden[last]
+        self._live.hidden[batch.slots] = hidden[batch.cu_seqlens[1:] - 1]
         for row in rows:
             self._sampled_steps[row.slot] = None
-        for keep in keeps:
-            self._files.write_hidden(keep.pages, hidden[places.row_of(keep.row, keep.position - 1)])
+        last = [places.row_of(keeps[number].row, keeps[number].position - 1) for number in places.snapshots]
+        self._files.write_hidden(files, hidden[last])
         return tuple(part for index, row in enumerate(rows) for part in self._score(row, hidden[places.first[index] :]))
 
     def _score(self, row: Row, hidden: Tensor) -> Iterator[Scored]:
@@ -179,11 +185,6 @@ class Runner:
         for logprobs in score(row.score, hidden, self._model.logits):
             yield Scored(row.slot, position, logprobs)
             position += len(logprobs.ranks)
-
-    def _tokens(self, row: Row) -> Ints:
-        if isinstance(row.tokens, FromStep):
-            return np.array([self._sampled_tokens[row.slot]], dtype=np.int64)
-        return row.tokens
 
     def _sample(self, plan: StepPlan) -> tuple[SampledToken, ...]:
         wanted = [(row.slot, row.sample) for row in plan.rows if row.sample is not None]
@@ -202,7 +203,7 @@ class Runner:
             told = [_told(row, own, token) for (_, own), row, token in zip(wanted, logits, drawn, strict=True)]
         sampled = []
         for (slot, _), token, logprobs in zip(wanted, communicator.broadcast(drawn), told, strict=True):
-            self._sampled_steps[slot], self._sampled_tokens[slot] = plan.step, token
+            self._sampled_steps[slot], self._last_tokens[slot] = plan.step, token
             sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
 

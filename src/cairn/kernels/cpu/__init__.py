@@ -1,3 +1,37 @@
 """The CPU backend: packed oneDNN products, and loops that numba compiles, over torch's own threads."""
 
-__all__ = ["warm_up"]
+from cairn.kernels.cpu.attention import attention, write_kv
+from cairn.kernels.cpu.conv import conv
+from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
+from cairn.kernels.cpu.experts import experts, gated_experts
+from cairn.kernels.cpu.gdn import gdn
+from cairn.kernels.cpu.metadata import prepare
+from cairn.kernels.cpu.norm import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
+from cairn.kernels.cpu.products import embed, linear, lm_head, pack
+from cairn.kernels.cpu.router import sigmoid_router, softmax_router
+from cairn.kernels.cpu.ssd import ssd
+
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "conv",
+    "embed",
+    "experts",
+    "gated_experts",
+    "gated_rms_norm",
+    "gdn",
+    "head_norm_gate",
+    "linear",
+    "lm_head",
+    "pack",
+    "prepare",
+    "rms_norm",
+    "rope",
+    "sigmoid_mul",
+    "sigmoid_router",
+    "silu_mul",
+    "softmax_router",
+    "squared_relu",
+    "ssd",
+    "write_kv",
+]

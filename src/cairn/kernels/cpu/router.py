@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.cpu.compiled import F32, FLOAT, I64, INT, jit, kernel
-from cairn.kernels.cpu.scalars import ONE, advance, exp, sigmoid
+from cairn.kernels.cpu.scalars import advance, exp, sigmoid
 
 
 @jit

@@ -1,6 +1,7 @@
 """Everything compiled, or loaded from the cache, before the first request."""
 
 import logging
+from importlib import import_module
 from time import perf_counter
 from types import ModuleType
 
@@ -9,7 +10,10 @@ from cairn.kernels.cpu.compiled import Kernel
 
 logger = logging.getLogger(__name__)
 
-MODULES: tuple[ModuleType, ...] = ()
+MODULES: tuple[ModuleType, ...] = tuple(
+    import_module(f"cairn.kernels.cpu.{name}")
+    for name in ("attention", "conv", "elementwise", "gdn", "norm", "products", "router", "ssd")
+)
 """Where the kernels are."""
 
 

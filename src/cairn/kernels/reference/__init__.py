@@ -1,28 +1,39 @@
-"""The slow readable truth: one token, one head, one tap at a time."""
+"""The slow readable truth: one token, one head, one tap at a time, in any float dtype.
 
-from cairn.kernels.reference.attention import attend_decode, attend_prefill, write_kv
-from cairn.kernels.reference.conv import conv_prefill, conv_update
-from cairn.kernels.reference.dense import experts, gated_experts, linear
-from cairn.kernels.reference.elementwise import sigmoid, softplus
-from cairn.kernels.reference.gdn import gdn_prefill, gdn_update
-from cairn.kernels.reference.norm import gated_rms_norm, rms_norm
-from cairn.kernels.reference.ssd import ssd_prefill, ssd_update
+Where the contract says float32, a float64 model has float64.
+"""
+
+from cairn.kernels.reference.attention import attention, write_kv
+from cairn.kernels.reference.conv import conv
+from cairn.kernels.reference.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
+from cairn.kernels.reference.experts import experts, gated_experts
+from cairn.kernels.reference.gdn import gdn
+from cairn.kernels.reference.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
+from cairn.kernels.reference.products import embed, linear, lm_head, pack, prepare
+from cairn.kernels.reference.routers import sigmoid_router, softmax_router
+from cairn.kernels.reference.ssd import ssd
 
 __all__ = [
-    "attend_decode",
-    "attend_prefill",
-    "conv_prefill",
-    "conv_update",
+    "add_rms_norm",
+    "attention",
+    "conv",
+    "embed",
     "experts",
     "gated_experts",
     "gated_rms_norm",
-    "gdn_prefill",
-    "gdn_update",
+    "gdn",
+    "head_norm_gate",
     "linear",
+    "lm_head",
+    "pack",
+    "prepare",
     "rms_norm",
-    "sigmoid",
-    "softplus",
-    "ssd_prefill",
-    "ssd_update",
+    "rope",
+    "sigmoid_mul",
+    "sigmoid_router",
+    "silu_mul",
+    "softmax_router",
+    "squared_relu",
+    "ssd",
     "write_kv",
 ]

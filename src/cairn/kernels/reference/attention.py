@@ -1,41 +1,38 @@
 """Paged attention, one query of one head at a time."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from cairn.kernels.batch import Batch
+from cairn.kernels.reference.elementwise import widen
+from cairn.kernels.reference.sequences import sequences_of
 
-def write_kv(keys: Tensor, values: Tensor, kv: tuple[Tensor, Tensor], pages: Tensor, offsets: Tensor) -> None:
+
+def _place(batch: Batch, group: int, slot: int, position: int, page_size: int) -> tuple[int, int]:
+    """The page of a sequence's position, and where in it."""
+    return int(batch.block_tables[group][slot, position // page_size]), position % page_size
+
+
+def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
-    for row, (page, offset) in enumerate(zip(pages.tolist(), offsets.tolist(), strict=True)):
-        keys[page, :, offset] = kv[0][row]
-        values[page, :, offset] = kv[1][row]
+    for sequence in sequences_of(batch.host):
+        for row, position in zip(sequence.rows, range(sequence.start, sequence.end), strict=True):
+            if position >= sequence.kv_write_from:
+                page, offset = _place(batch, group, sequence.slot, position, keys.shape[2])
+                keys[page, :, offset] = k[row]
+                values[page, :, offset] = v[row]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, length: int) -> Tensor:
-    """query [Hq, D] over the first `length` tokens of `pages` -> [Hq, D]."""
-    heads, dim = query.shape
-    tokens = keys.shape[2]
-    out = torch.empty_like(query)
-    places = [(int(pages[position // tokens]), position % tokens) for position in range(length)]
-    for head in range(heads):
-        kv_head = head * keys.shape[1] // heads
-        k = torch.stack([keys[page, kv_head, offset] for page, offset in places])
-        v = torch.stack([values[page, kv_head, offset] for page, offset in places])
-        out[head] = torch.softmax(k @ query[head] * dim**-0.5, dim=0) @ v
+def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+    """See `Kernels.attention`."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    per_key = q.shape[1] // keys.shape[1]
+    for sequence in sequences_of(batch.host):
+        places = [_place(batch, group, sequence.slot, position, keys.shape[2]) for position in range(sequence.end)]
+        k, v = (torch.stack([widen(part[page, :, offset]) for page, offset in places]) for part in (keys, values))
+        for row, position in zip(sequence.rows, range(sequence.start, sequence.end), strict=True):
+            seen = slice(0, position + 1)
+            for head in range(q.shape[1]):
+                scores = k[seen, head // per_key] @ widen(q[row, head]) * q.shape[-1] ** -0.5
+                out[row, head] = torch.softmax(scores, dim=0) @ v[seen, head // per_key]
     return out
-
-
-def attend_prefill(q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, first: int, end: int) -> Tensor:
-    """See `Kernels.attend_prefill`. Padding rows give 0."""
-    out = torch.zeros_like(q)
-    for row in range(min(q.shape[0], end - first)):
-        out[row] = _attend(q[row], keys, values, pages, first + row + 1)
-    return out
-
-
-def attend_decode(q: Tensor, keys: Tensor, values: Tensor, pages: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """See `Kernels.attend_decode`."""
-    rows = [_attend(*row, pages[i], lengths[i]) for i, row in enumerate((query, keys, values) for query in q)]
-    return torch.stack(rows) if rows else torch.empty_like(q)

@@ -4,11 +4,48 @@ import torch
 from torch import Tensor
 
 
-def softplus(x: Tensor) -> Tensor:
-    """See `Kernels.softplus`."""
-    return torch.logaddexp(x, torch.zeros_like(x))
+def widen(x: Tensor) -> Tensor:
+    """x in float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """See `Kernels.sigmoid`."""
+    """1 / (1 + exp(-x))."""
     return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x))."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `Kernels.silu_mul`."""
+    return (silu(widen(gate)) * widen(x)).to(gate.dtype).contiguous()
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `Kernels.sigmoid_mul`."""
+    return (widen(x) * sigmoid(widen(gate))).to(x.dtype).contiguous()
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """See `Kernels.squared_relu`."""
+    return (torch.relu(widen(x)) ** 2).to(x.dtype).contiguous()
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `Kernels.rope`."""
+    pairs = cos.shape[-1]
+    out = widen(x).clone(memory_format=torch.contiguous_format)
+    for row in range(x.shape[0]):
+        for i in range(pairs):
+            first, second = widen(x[row, :, i]), widen(x[row, :, i + pairs])
+            out[row, :, i] = first * cos[row, i] - second * sin[row, i]
+            out[row, :, i + pairs] = second * cos[row, i] + first * sin[row, i]
+    return out.to(x.dtype)

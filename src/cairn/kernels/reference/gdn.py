@@ -1,33 +1,43 @@
 """The gated delta rule as it is written, token by token."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from cairn.kernels.batch import Batch
+from cairn.kernels.reference.elementwise import sigmoid, softplus, widen
+from cairn.kernels.reference.sequences import sequences_of, stack_snapshots
 
-def gdn_prefill(
-    v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], state: Tensor, marks: Sequence[int]
-) -> list[Tensor]:
-    """See `Kernels.gdn_prefill`."""
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    batch: Batch,
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.gdn`."""
+    y = torch.empty(v.shape, dtype=v.dtype)
     kept = []
-    per_head = v.shape[1] // qk[0].shape[1]
-    for token in range(v.shape[0]):
-        unit = [part[token] / torch.sqrt(part[token].square().sum(-1, keepdim=True) + 1e-6) for part in qk]
-        q, k = (part.repeat_interleave(per_head, dim=0) for part in unit)  # [Hv, K]
-        decayed = torch.exp(gates[0][token])[:, None, None] * state
-        read = (decayed * k[:, :, None]).sum(1)
-        written = gates[1][token][:, None] * (v[token] - read)
-        state.copy_(decayed + k[:, :, None] * written[:, None, :])
-        v[token] = (state * q[:, :, None]).sum(1) * q.shape[-1] ** -0.5
-        kept += [state.clone() for mark in marks if mark == token + 1]
-    return kept
-
-
-def gdn_update(
-    v: Tensor, qk: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], states: Tensor, slots: Sequence[int]
-) -> None:
-    """See `Kernels.gdn_update`."""
-    for row, slot in enumerate(slots):
-        one = slice(row, row + 1)
-        gdn_prefill(v[one], (qk[0][one], qk[1][one]), (gates[0][one], gates[1][one]), states[slot], [])
+    per_key = v.shape[1] // q.shape[1]
+    for sequence in sequences_of(batch.host):
+        state = sequence.state_before(states)
+        for offset, row in enumerate(sequence.rows, start=1):
+            query, key = (_unit(part[row]).repeat_interleave(per_key, dim=0) for part in (q, k))  # [H, S]
+            decay = torch.exp(a * softplus(widen(dt[row]) + dt_bias))
+            state = decay[:, None, None] * state
+            read = (state * key[:, :, None]).sum(1)
+            written = sigmoid(widen(beta[row]))[:, None] * (v[row] - read)
+            state = state + key[:, :, None] * written[:, None, :]
+            y[row] = (state * query[:, :, None]).sum(1) * q.shape[-1] ** -0.5
+            if offset in sequence.snapshot_offsets:
+                kept.append(state)
+        states[sequence.slot] = state
+    return y, stack_snapshots(kept, states)

@@ -1,0 +1,41 @@
+"""Fixed shapes and orders, in plain torch: a row has the same bits whatever the batch that it is in.
+
+That holds for float32 and float64 where this machine's BLAS lets it (`products.find_dependent_height`); in bfloat16 the
+products are free, and nothing is promised.
+"""
+
+from cairn.kernels.exact.attention import attention, write_kv
+from cairn.kernels.exact.conv import conv
+from cairn.kernels.exact.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
+from cairn.kernels.exact.experts import experts, gated_experts
+from cairn.kernels.exact.gdn import gdn
+from cairn.kernels.exact.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
+from cairn.kernels.exact.prepared import prepare
+from cairn.kernels.exact.products import embed, linear, lm_head, pack
+from cairn.kernels.exact.routers import sigmoid_router, softmax_router
+from cairn.kernels.exact.ssd import ssd
+
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "conv",
+    "embed",
+    "experts",
+    "gated_experts",
+    "gated_rms_norm",
+    "gdn",
+    "head_norm_gate",
+    "linear",
+    "lm_head",
+    "pack",
+    "prepare",
+    "rms_norm",
+    "rope",
+    "sigmoid_mul",
+    "sigmoid_router",
+    "silu_mul",
+    "softmax_router",
+    "squared_relu",
+    "ssd",
+    "write_kv",
+]

@@ -1,0 +1,75 @@
+"""Causal depthwise convolution with a time-major state.
+
+Prefill and decode add the taps in the same order with the same operations, so both give the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cairn.kernels.batch import CHUNK, Batch
+from cairn.kernels.exact.elementwise import silu_, widen
+from cairn.kernels.exact.prepared import Decode, Prefill, prepared_of
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: Batch, silu: bool = True
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.conv`."""
+    prepared = prepared_of(batch)
+    taps = _Taps(weight, bias, silu)
+    out = torch.empty(x.shape, dtype=weight.dtype)
+    snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
+    if prepared.decodes:
+        _decode(x, taps, states, prepared.decodes, out, snapshots)
+    for prefill in prepared.prefills:
+        _prefill(x, taps, states, prefill, out, snapshots)
+    return out, snapshots
+
+
+class _Taps:
+    """The convolution of windows that are shifted against each other by one token."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, silu: bool) -> None:
+        self.width = weight.shape[0]
+        self._weight = weight
+        self._bias = bias
+        self._silu = silu
+
+    def write(self, windows: Sequence[Tensor], out: Tensor) -> None:
+        """out = bias + sum over taps of windows[tap] * weight[tap], or silu of it."""
+        torch.mul(windows[0], self._weight[0], out=out)
+        for window, tap in zip(windows[1:], self._weight[1:], strict=True):
+            out.addcmul_(window, tap)
+        if self._bias is not None:
+            out.add_(self._bias)
+        if self._silu:
+            silu_(out)
+
+
+def _decode(x: Tensor, taps: _Taps, states: Tensor, decodes: Sequence[Decode], out: Tensor, snapshots: Tensor) -> None:
+    slots = torch.tensor([decode.slot for decode in decodes])
+    fresh = torch.tensor([decode.is_fresh for decode in decodes])
+    raw = x[: len(decodes)]
+    before = states.index_select(0, slots).masked_fill_(fresh[:, None, None], 0)
+    states[slots] = torch.cat([before[:, 1:], raw[:, None]], dim=1)
+    taps.write([widen(window) for window in (*before.unbind(1), raw)], out[: len(decodes)])
+    for decode in decodes:
+        if decode.snapshot is not None:
+            snapshots[decode.snapshot] = states[decode.slot]
+
+
+def _prefill(x: Tensor, taps: _Taps, states: Tensor, prefill: Prefill, out: Tensor, snapshots: Tensor) -> None:
+    """One chunk at a time, so that the temporaries stay in the cache."""
+    columns = taps.width - 1
+    inputs = torch.cat([prefill.state_before(states), x[prefill.rows]])
+    begin, end = 0, min(CHUNK - prefill.front, prefill.length)
+    while begin < prefill.length:
+        wide = widen(inputs[begin : end + columns])
+        windows = [wide[tap : tap + end - begin] for tap in range(taps.width)]
+        taps.write(windows, out[prefill.first_row + begin : prefill.first_row + end])
+        begin, end = end, min(end + CHUNK, prefill.length)
+    for number, offset in enumerate(prefill.offsets, start=prefill.first_snapshot):
+        snapshots[number] = inputs[offset : offset + columns]
+    states[prefill.slot] = inputs[prefill.length :]

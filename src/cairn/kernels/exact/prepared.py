@@ -1,0 +1,155 @@
+"""What this backend wants to know of a batch: where its rows lie in tiles and on the grid of chunks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.kernels.batch import CHUNK, Batch, HostBatch
+
+TILE: Final = 64
+"""Rows of a product's tile of prefill rows."""
+
+ROW_TILE: Final = 16
+"""Rows of a product's tile of decode rows, of an expert's tokens and of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One decode row, which is row `row` of the batch; its sequence has `length` tokens with this one. `snapshot`: the
+    number of the one that is wanted of it, None for none."""
+
+    row: int
+    slot: int
+    length: int
+    snapshot: int | None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Its sequence has no state before it."""
+        return self.length == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One sequence's rows [first_row, first_row + length) of the batch, at positions from `start` on.
+
+    Laid out on the grid of chunks they have `front` rows before them and some behind, whole chunks together. Snapshot
+    `first_snapshot + i` is wanted after the first `offsets[i]` tokens.
+    """
+
+    slot: int
+    first_row: int
+    start: int
+    length: int
+    offsets: tuple[int, ...]
+    first_snapshot: int
+
+    @property
+    def rows(self) -> slice:
+        """The sequence's rows of the batch."""
+        return slice(self.first_row, self.first_row + self.length)
+
+    @property
+    def front(self) -> int:
+        """Rows of the first chunk that are before the sequence's."""
+        return self.start % CHUNK
+
+    @property
+    def on_grid(self) -> slice:
+        """The sequence's rows of its chunks."""
+        return slice(self.front, self.front + self.length)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that its tokens touch."""
+        return -(-(self.front + self.length) // CHUNK)
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """The sequence's rows of x [T, ...] in their chunks [num_chunks * CHUNK, ...], zeros around them."""
+        out = x.new_empty(self.num_chunks * CHUNK, *x.shape[1:])
+        out[: self.front] = 0
+        out[self.on_grid] = x[self.rows]
+        out[self.front + self.length :] = 0
+        return out
+
+    def state_before(self, states: Tensor) -> Tensor:
+        """The sequence's state before the pass, a copy: aligned, wherever the slot lies."""
+        return torch.zeros_like(states[self.slot]) if self.start == 0 else states[self.slot].clone()
+
+    def snapshots_by_chunk(self) -> list[list[tuple[int, int]]]:
+        """For every chunk: which snapshots are wanted of it, each with the rows of the chunk that it has behind it."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_chunks)]
+        for number, offset in enumerate(self.offsets, start=self.first_snapshot):
+            chunk, last = divmod(self.front + offset - 1, CHUNK)
+            found[chunk].append((number, last + 1))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """`Batch.metadata` of this backend. Keys and values are written of `write_rows`, which stand at `write_positions`
+    of the sequences in `write_slots`, all int64."""
+
+    decodes: Sequence[Decode]
+    prefills: Sequence[Prefill]
+    num_snapshots: int
+    write_rows: Tensor
+    write_slots: Tensor
+    write_positions: Tensor
+
+
+def prepare(host: HostBatch) -> Prepared:
+    """See `Kernels.prepare`."""
+    first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1)).tolist()
+    slots, starts, ends = host.slots.tolist(), host.seq_starts.tolist(), host.seq_lens.tolist()
+    edges, offsets = host.cu_seqlens.tolist(), host.snapshot_offsets.tolist()
+    counts = host.seq_lens - host.seq_starts
+    positions = np.arange(host.num_rows) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, counts)
+    written = np.flatnonzero(positions >= np.repeat(host.kv_write_from, counts))
+    return Prepared(
+        decodes=[
+            Decode(i, slots[i], ends[i], first_snapshots[i] if first_snapshots[i] < first_snapshots[i + 1] else None)
+            for i in range(host.num_decodes)
+        ],
+        prefills=[
+            Prefill(
+                slots[i],
+                edges[i],
+                starts[i],
+                ends[i] - starts[i],
+                tuple(offsets[first_snapshots[i] : first_snapshots[i + 1]]),
+                first_snapshots[i],
+            )
+            for i in range(host.num_decodes, host.num_seqs)
+        ],
+        num_snapshots=host.num_snapshots,
+        write_rows=torch.from_numpy(written),
+        write_slots=torch.from_numpy(np.repeat(host.slots, counts)[written].astype(np.int64)),
+        write_positions=torch.from_numpy(positions[written].astype(np.int64)),
+    )
+
+
+_ALIGNMENT: Final = 64
+
+
+@contextmanager
+def aligned_state(states: Tensor, decode: Decode) -> Iterator[Tensor]:
+    """The live state of a decode row's slot, to be changed in place: zeros where the sequence is fresh. A copy stands
+    in for it where the slot begins at an address that another slot's does not: BLAS may round otherwise there."""
+    live = states[decode.slot]
+    state = live if live.data_ptr() % _ALIGNMENT == 0 else live.clone()
+    if decode.is_fresh:
+        state.zero_()
+    yield state
+    if state is not live:
+        live.copy_(state)
+
+
+def prepared_of(batch: Batch) -> Prepared:
+    """What `prepare` made of the batch."""
+    return cast(Prepared, batch.metadata)
