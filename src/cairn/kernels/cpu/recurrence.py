@@ -12,8 +12,6 @@ from cairn.kernels.cpu.compiled import jit
 
 ZERO: Any = np.float32(0)
 ONE: Any = np.float32(1)
-LANES = 16
-"""Numbers that a loop of constant length goes through at once, with nothing left over."""
 
 
 def empty(*shape: int) -> Tensor:
@@ -47,6 +45,11 @@ def snapshot_addresses(host: HostBatch) -> tuple[int, int, int]:
     """Addresses of the snapshots' rows and offsets, and how many there are."""
     count = host.num_snapshots
     return (host.snapshot_rows.ctypes.data, host.snapshot_offsets.ctypes.data, count) if count else (0, 0, 0)
+
+
+@jit
+def round_up(count: int, step: int) -> int:
+    return (count + step - 1) // step * step
 
 
 @jit
