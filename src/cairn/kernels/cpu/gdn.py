@@ -21,14 +21,13 @@ from cairn.kernels.cpu.recurrence import (
     copy_block,
     empty,
     first_snapshot,
-    round_up,
     snapshot_addresses,
     snapshots_until,
     softplus,
     transpose,
 )
 from cairn.kernels.cpu.scalars import advance, exp, load, sigmoid
-from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_product, aligned
+from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
 NORM_EPS = np.float32(1e-6)
 

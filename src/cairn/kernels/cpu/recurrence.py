@@ -48,11 +48,6 @@ def snapshot_addresses(host: HostBatch) -> tuple[int, int, int]:
 
 
 @jit
-def round_up(count: int, step: int) -> int:
-    return (count + step - 1) // step * step
-
-
-@jit
 def first_snapshot(rows: Any, count: int, sequence: int) -> int:
     """Index of the first of `count` snapshots, in the order of the rows, that is of this sequence or a later one."""
     low, high = 0, count

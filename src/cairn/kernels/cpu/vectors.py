@@ -244,6 +244,11 @@ add_row = _add_product(1, 2 * TILE_LANES)
 
 
 @jit
+def round_up(count: int, step: int) -> int:
+    return (count + step - 1) // step * step
+
+
+@jit
 def add_product(
     a: Any,
     a_row: int,
@@ -257,17 +262,8 @@ def add_product(
     depth: int,
     scale: float,
 ) -> None:
-    """`add_tile` for c of so many rows and columns, up to whole tiles."""
+    """`add_tile` for c of so many rows and columns: all of them up to whole tiles are read and written."""
     for column in range(0, columns, TILE_LANES):
         for row in range(0, rows, TILE_ROWS):
-            add_tile(
-                advance(a, row * a_row),
-                a_row,
-                a_step,
-                advance(b, column),
-                b_row,
-                advance(c, row * c_row + column),
-                c_row,
-                depth,
-                np.float32(scale),
-            )
+            left, right, here = advance(a, row * a_row), advance(b, column), advance(c, row * c_row + column)
+            add_tile(left, a_row, a_step, right, b_row, here, c_row, depth, np.float32(scale))
