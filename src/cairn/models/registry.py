@@ -53,9 +53,7 @@ class OpenModel:
         own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         return {**self.config.transfer_facts(), **own, "weights": identity}
 
-    def build(
-        self, *, exact: bool, communicator: Communicator = ALONE, backend: "Backend | None" = None
-    ) -> "Model":
+    def build(self, *, exact: bool, communicator: Communicator = ALONE, backend: "Backend | None" = None) -> "Model":
         """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
 
         Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
