@@ -16,9 +16,20 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel
 from cairn.kernels.cpu.metadata import Metadata
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
-from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_row, add_tile, dot_16_rows, pointer
+from cairn.kernels.cpu.vectors import (
+    LANES,
+    TILE_LANES,
+    add_4_rows,
+    add_8_rows,
+    add_row,
+    aligned,
+    dot_16_rows,
+    largest_of,
+    prefetch,
+    widen_16,
+)
 
-BLOCK = 64
+BLOCK = 32
 """Keys at a time: with the values they stay in the caches of the core."""
 
 _LOWEST = np.float32(-np.inf)
@@ -87,65 +98,82 @@ def _widen_block(
     page_size: int,
     dim: int,
     first: int,
-    count: int,
+    end: int,
     out: Any,
+    width: int,
 ) -> None:
-    """`count` tokens from position `first` on of one head, as float32 rows of `out`; rows behind them are zeros."""
+    """The tokens of a block from position `first` on of one head, as float32 rows of `out`; rows at and behind position
+    `end` are zeros. The next block's are sent for: a page of a head is too short for the CPU to see what comes."""
     page, offset = first // page_size, first % page_size
+    ahead_page, ahead_offset = (first + BLOCK) // page_size, (first + BLOCK) % page_size
+    count, whole = min(BLOCK, end - first), dim // LANES * LANES
+    for t in range(min(BLOCK, end - first - BLOCK)):
+        source = advance(cache, np.int64(table[ahead_page]) * page_stride + ahead_offset * token_stride)
+        for j in range(0, dim, 32):
+            prefetch(advance(source, j))
+        ahead_offset += 1
+        if ahead_offset == page_size:
+            ahead_page += 1
+            ahead_offset = 0
     for t in range(count):
         source = advance(cache, np.int64(table[page]) * page_stride + offset * token_stride)
-        for j in range(dim):
-            out[t, j] = load(source, j)
+        target = advance(out, t * width)
+        for j in range(0, whole, LANES):
+            widen_16(advance(source, j), advance(target, j))
+        for j in range(whole, dim):
+            target[j] = load(source, j)
         offset += 1
         if offset == page_size:
             page += 1
             offset = 0
-    for t in range(count, BLOCK):
-        out[t, :] = np.float32(0)
+    for j in range(count * width, BLOCK * width):
+        out[j] = np.float32(0)
 
 
 @jit
-def _soften(scores: Any, count: int, weighted: Any, maxima: Any, sums: Any) -> None:
+def _attend_block(q: Any, count: int, keys: Any, width: int, scores: Any) -> None:
+    """scores[i, t] = q[i] keys[t] for `count` rows of q and all keys of the block."""
+    for i in range(count):
+        for t in range(0, BLOCK, LANES):
+            target = advance(scores, i * BLOCK + t)
+            dot_16_rows(advance(q, i * width), advance(keys, t * width), width, width, target)
+
+
+@jit
+def _soften(scores: Any, count: int, weighted: Any, width: int, maxima: Any, sums: Any) -> None:
     """Scores of each of `count` rows become weights beside the largest score so far; what was summed up beside an
     earlier, lower one is brought down."""
     for i in range(count):
-        largest = maxima[i]
-        for t in range(BLOCK):
-            largest = max(largest, scores[i, t])
+        row, before = advance(scores, i * BLOCK), maxima[i]
+        largest = max(before, largest_of(row, BLOCK))
         total = np.float32(0)
         for t in range(BLOCK):
-            weight = exp(scores[i, t] - largest)
-            scores[i, t] = weight
+            weight = exp(row[t] - largest)
+            row[t] = weight
             total += weight
-        if largest > maxima[i]:
-            factor = exp(maxima[i] - largest)
-            for j in range(weighted.shape[1]):
-                weighted[i, j] *= factor
-            sums[i] *= factor
+        if largest > before:
+            factor = exp(before - largest)
+            target = advance(weighted, i * width)
+            for j in range(width):
+                target[j] = target[j] * factor
+            sums[i] = sums[i] * factor
             maxima[i] = largest
-        sums[i] += total
+        sums[i] = sums[i] + total
 
 
 @jit
-def _attend_block(q: Any, count: int, keys: Any, scores: Any) -> None:
-    """scores[i, t] = q[i] keys[t] for `count` rows of q."""
-    dim = q.shape[1]
-    for i in range(count):
-        for t in range(0, BLOCK, LANES):
-            dot_16_rows(pointer(q, i, 0), pointer(keys, t, 0), dim, dim, pointer(scores, i, t))
-
-
-@jit
-def _add_values(scores: Any, count: int, values: Any, weighted: Any) -> None:
+def _add_values(scores: Any, count: int, values: Any, weighted: Any, width: int) -> None:
     """weighted[i] += sum over t of scores[i, t] values[t], for `count` rows."""
-    dim = weighted.shape[1]
-    whole = count // TILE_ROWS * TILE_ROWS
-    for j in range(0, dim, TILE_LANES):
-        column = pointer(values, 0, j)
-        for i in range(0, whole, TILE_ROWS):
-            add_tile(pointer(scores, i, 0), BLOCK, column, dim, pointer(weighted, i, j), dim, BLOCK)
-        for i in range(whole, count):
-            add_row(pointer(scores, i, 0), BLOCK, column, dim, pointer(weighted, i, j), dim, BLOCK)
+    i = 0
+    while i + 8 <= count:
+        add_8_rows(advance(scores, i * BLOCK), BLOCK, values, width, advance(weighted, i * width), width, width, BLOCK)
+        i += 8
+    while i + 4 <= count:
+        add_4_rows(advance(scores, i * BLOCK), BLOCK, values, width, advance(weighted, i * width), width, width, BLOCK)
+        i += 4
+    while i < count:
+        add_row(advance(scores, i * BLOCK), BLOCK, values, width, advance(weighted, i * width), width, width, BLOCK)
+        i += 1
 
 
 @kernel(
@@ -184,10 +212,15 @@ def _attend(
     """`width`: dim, rounded up to whole tiles of columns. Items: tiles times key heads."""
     per_kv = heads // kv_heads
     most = most_rows * per_kv
-    queries, weighted = np.zeros((most, width), np.float32), np.empty((most, width), np.float32)
-    key_block, value_block = np.zeros((BLOCK, width), np.float32), np.zeros((BLOCK, width), np.float32)
-    scores = np.empty((most, BLOCK), np.float32)
-    maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
+    # The rows behind `dim` stay zeros.
+    buffer = np.zeros(2 * (most + BLOCK) * width + (BLOCK + 2) * most + 16, np.float32)
+    queries = aligned(buffer)
+    weighted = advance(queries, most * width)
+    key_block = advance(weighted, most * width)
+    value_block = advance(key_block, BLOCK * width)
+    scores = advance(value_block, BLOCK * width)
+    maxima = advance(scores, most * BLOCK)
+    sums = advance(maxima, most)
     for item in range(begin, end):
         tile, kv_head = advance(tiles, item // kv_heads * 7), item % kv_heads
         first_row, rows, slot, position = np.int64(tile[0]), np.int64(tile[1]), np.int64(tile[2]), np.int64(tile[3])
@@ -195,36 +228,38 @@ def _attend(
         count = rows * per_kv
         for i in range(count):
             source = advance(q, (first_row + i // per_kv) * q_row + (kv_head * per_kv + i % per_kv) * q_head)
+            target = advance(queries, i * width)
             for j in range(dim):
-                queries[i, j] = load(source, j) * scale
-        weighted[:count] = np.float32(0)
-        maxima[:count] = _LOWEST
-        sums[:count] = np.float32(0)
+                target[j] = load(source, j) * scale
+            maxima[i] = _LOWEST
+            sums[i] = np.float32(0)
+        for j in range(count * width):
+            weighted[j] = np.float32(0)
         pages = advance(table, slot * table_row)
         key_pages, value_pages = advance(keys, kv_head * key_head), advance(values, kv_head * value_head)
         for key in range(first_key, end_key, BLOCK):
-            some = min(BLOCK, end_key - key)
-            _widen_block(key_pages, key_page, key_token, pages, page_size, dim, key, some, key_block)
-            _widen_block(value_pages, value_page, value_token, pages, page_size, dim, key, some, value_block)
-            _attend_block(queries, count, key_block, scores)
+            _widen_block(key_pages, key_page, key_token, pages, page_size, dim, key, end_key, key_block, width)
+            _widen_block(value_pages, value_page, value_token, pages, page_size, dim, key, end_key, value_block, width)
+            _attend_block(queries, count, key_block, width, scores)
             if key + BLOCK > position + 1:
                 for i in range(count):
-                    seen = max(np.int64(0), min(BLOCK, position + i // per_kv + 1 - key))
-                    scores[i, seen:] = _LOWEST
-            _soften(scores, count, weighted, maxima, sums)
-            _add_values(scores, count, value_block, weighted)
+                    for t in range(max(np.int64(0), position + i // per_kv + 1 - key), BLOCK):
+                        scores[i * BLOCK + t] = _LOWEST
+            _soften(scores, count, weighted, width, maxima, sums)
+            _add_values(scores, count, value_block, weighted, width)
         for i in range(count):
-            head = kv_head * per_kv + i % per_kv
+            head, source = kv_head * per_kv + i % per_kv, advance(weighted, i * width)
             if partial < 0:
-                target = advance(out, ((first_row + i // per_kv) * heads + head) * dim)
+                target_row = advance(out, ((first_row + i // per_kv) * heads + head) * dim)
                 factor = ONE / sums[i]
                 for j in range(dim):
-                    store(target, j, weighted[i, j] * factor)
+                    store(target_row, j, source[j] * factor)
             else:
                 kept = advance(partials, (partial * heads + head) * (dim + 2))
                 kept[0], kept[1] = maxima[i], sums[i]
                 for j in range(dim):
-                    kept[2 + j] = weighted[i, j]
+                    kept[2 + j] = source[j]
+    buffer[0] = np.float32(0)
 
 
 @kernel({dtype: (F32, I32, INT, INT, x) for dtype, x in ELEMENTS.items()})

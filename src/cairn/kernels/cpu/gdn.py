@@ -14,7 +14,6 @@ from torch import Tensor
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cpu.compiled import BF16, F32, I32, INT, jit, kernel
 from cairn.kernels.cpu.recurrence import (
-    LANES,
     ONE,
     ZERO,
     by_row,
@@ -28,7 +27,7 @@ from cairn.kernels.cpu.recurrence import (
     transpose,
 )
 from cairn.kernels.cpu.scalars import advance, exp, load, sigmoid
-from cairn.kernels.cpu.tiles import ALIGNMENT, TILE_COLUMNS, TILE_ROWS, add_product, aligned, round_up
+from cairn.kernels.cpu.tiles import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
 NORM_EPS = np.float32(1e-6)
 
@@ -132,7 +131,7 @@ def _gdn_decode(
     for item in range(begin, end):
         row, head = item // heads, item % heads
         key_head = head // per_key
-        _unit(advance(q, row * q_row + key_head * size), size, np.float32(size) ** np.float32(-0.5), query)
+        _unit(advance(q, row * q_row + key_head * size), size, size**-0.5, query)
         _unit(advance(k, row * k_row + key_head * size), size, ONE, key)
         decay = exp(a[head] * softplus(load(dt, row * dt_row + head) + dt_bias[head]))
         share = sigmoid(load(beta, row * beta_row + head))
@@ -206,11 +205,11 @@ def _gdn_prefill(
     """Items are pairs (prefill sequence, key head)."""
     heads = key_heads * per_key
     # A state's rows and columns in scratch memory, and the columns of what a chunk's rows have of them.
-    state_rows, columns = round_up(size, TILE_ROWS), round_up(dim, TILE_COLUMNS)
-    keys_row = round_up(size, ALIGNMENT)
+    state_rows, columns = round_up(size, TILE_ROWS), round_up(dim, TILE_LANES)
+    keys_row = round_up(size, LANES)
     square = CHUNK * CHUNK
     scratch = np.empty(
-        ALIGNMENT + CHUNK * keys_row * 3 + 4 * square + 3 * CHUNK * columns + (per_key + 1) * state_rows * columns,
+        LANES + CHUNK * keys_row * 3 + 4 * square + 3 * CHUNK * columns + (per_key + 1) * state_rows * columns,
         np.float32,
     )
     keys = aligned(scratch)
@@ -244,23 +243,23 @@ def _gdn_prefill(
         row = first_row
         while row < last_row:
             length = min(CHUNK - position % CHUNK, last_row - row)
-            rows, width = round_up(length, TILE_ROWS), round_up(length, TILE_COLUMNS)
+            rows, width = round_up(length, TILE_ROWS), round_up(length, TILE_LANES)
             for i in range(length):
                 _unit(advance(k, (row + i) * k_row + key_head * size), size, ONE, advance(keys, i * keys_row))
-                scale = np.float32(size) ** np.float32(-0.5)
+                scale = size**-0.5
                 _unit(advance(q, (row + i) * q_row + key_head * size), size, scale, advance(queries, i * keys_row))
             copy_block(keys, 0, 0, 0, advance(keys, length * keys_row), keys_row, width - length, keys_row)
             copy_block(keys, 0, 0, 0, advance(queries, length * keys_row), keys_row, width - length, keys_row)
             transpose(keys, keys_row, width, size, turned_keys, CHUNK)
             # The lower triangle alone is wanted.
-            for begun in range(0, width, TILE_COLUMNS):
+            for begun in range(0, width, TILE_LANES):
                 corner, below = begun * CHUNK + begun, rows - begun
                 right = advance(turned_keys, begun)
                 left = advance(keys, begun * keys_row)
-                tall = TILE_COLUMNS
-                add_product(advance(key_key, corner), CHUNK, ZERO, left, keys_row, 1, right, CHUNK, below, tall, size)
+                tall = TILE_LANES
+                add_product(left, keys_row, 1, right, CHUNK, advance(key_key, corner), CHUNK, below, tall, size, ZERO)
                 left = advance(queries, begun * keys_row)
-                add_product(advance(query_key, corner), CHUNK, ZERO, left, keys_row, 1, right, CHUNK, below, tall, size)
+                add_product(left, keys_row, 1, right, CHUNK, advance(query_key, corner), CHUNK, below, tall, size, ZERO)
             behind = snapshots_until(
                 snapshot_rows, snapshot_offsets, snapshot, num_snapshots, sequence, row + length - first_row
             )
@@ -278,8 +277,8 @@ def _gdn_prefill(
                     decays[i] = total
                     shares[i] = ZERO
                 _triangles(key_key, query_key, decays, shares, rows, system, scores)
-                add_product(written, columns, ZERO, keys, keys_row, 1, state, columns, rows, columns, size)
-                add_product(out, columns, ZERO, queries, keys_row, 1, state, columns, rows, columns, size)
+                add_product(keys, keys_row, 1, state, columns, written, columns, rows, columns, size, ZERO)
+                add_product(queries, keys_row, 1, state, columns, out, columns, rows, columns, size, ZERO)
                 for i in range(length):
                     value = advance(v, (row + i) * v_row + head * dim)
                     share, factor = shares[i], grown[i]
@@ -289,23 +288,11 @@ def _gdn_prefill(
                         out[i * columns + j] *= factor
                 _solve(system, written, rows, columns)
                 for begun in range(0, rows, TILE_ROWS):
-                    add_product(
-                        advance(out, begun * columns),
-                        columns,
-                        ONE,
-                        advance(scores, begun * CHUNK),
-                        CHUNK,
-                        1,
-                        written,
-                        columns,
-                        TILE_ROWS,
-                        columns,
-                        begun + TILE_ROWS,
-                    )
-                copy_block(
-                    *(out, columns, length, dim),
-                    *(advance(y, (row * heads + head) * dim), heads * dim, length, dim),
-                )
+                    here, left = advance(out, begun * columns), advance(scores, begun * CHUNK)
+                    depth = begun + TILE_ROWS
+                    add_product(left, CHUNK, 1, written, columns, here, columns, TILE_ROWS, columns, depth, ONE)
+                target = advance(y, (row * heads + head) * dim)
+                copy_block(out, columns, length, dim, target, heads * dim, length, dim)
                 for kept in range(snapshot, behind):
                     seen = first_row + snapshot_offsets[kept] - row
                     if seen < length:
@@ -347,10 +334,8 @@ def _triangles(key_key: Any, query_key: Any, decays: Any, shares: Any, rows: int
 def _solve(system: Any, written: Any, rows: int, columns: int) -> None:
     """written = (1 - system)^-1 written, of the system's triangle below the diagonal."""
     for begun in range(0, rows, TILE_ROWS):
-        here = advance(written, begun * columns)
-        add_product(
-            here, columns, ONE, advance(system, begun * CHUNK), CHUNK, 1, written, columns, TILE_ROWS, columns, begun
-        )
+        here, left = advance(written, begun * columns), advance(system, begun * CHUNK)
+        add_product(left, CHUNK, 1, written, columns, here, columns, TILE_ROWS, columns, begun, ONE)
         for i in range(1, TILE_ROWS):
             for t in range(i):
                 factor = system[(begun + i) * CHUNK + begun + t]
@@ -376,4 +361,4 @@ def _advance(
         factor = exp(np.float32(last - decays[i]))
         for j in range(columns):
             faded[i * columns + j] = factor * written[i * columns + j]
-    add_product(state, columns, exp(np.float32(last)), keys, 1, keys_row, faded, columns, size, columns, length)
+    add_product(keys, 1, keys_row, faded, columns, state, columns, size, columns, length, exp(np.float32(last)))

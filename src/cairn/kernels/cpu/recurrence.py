@@ -12,8 +12,6 @@ from cairn.kernels.cpu.compiled import jit
 
 ZERO: Any = np.float32(0)
 ONE: Any = np.float32(1)
-LANES = 16
-"""Numbers that a loop of constant length goes through at once, with nothing left over."""
 
 
 def empty(*shape: int) -> Tensor:

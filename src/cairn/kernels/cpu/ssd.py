@@ -14,7 +14,6 @@ from torch import Tensor
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, I32, INT, jit, kernel
 from cairn.kernels.cpu.recurrence import (
-    LANES,
     ONE,
     ZERO,
     by_row,
@@ -28,7 +27,7 @@ from cairn.kernels.cpu.recurrence import (
     transpose,
 )
 from cairn.kernels.cpu.scalars import advance, exp, load
-from cairn.kernels.cpu.tiles import ALIGNMENT, TILE_COLUMNS, TILE_ROWS, add_product, aligned, round_up
+from cairn.kernels.cpu.tiles import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
 MOST_HEADS = 8
 """Heads that a thread takes at once: their states have to stay in its core's cache."""
@@ -191,13 +190,10 @@ def _ssd_prefill(
     heads = groups * per_group
     per_sequence = heads // at_once
     # Rows and columns of a state, and how long a row of x is, in scratch memory.
-    state_rows, columns, x_columns = round_up(dim, TILE_ROWS), round_up(size, TILE_COLUMNS), round_up(dim, ALIGNMENT)
+    state_rows, columns, x_columns = round_up(dim, TILE_ROWS), round_up(size, TILE_LANES), round_up(dim, LANES)
     square = CHUNK * CHUNK
     scratch = np.empty(
-        ALIGNMENT
-        + CHUNK * (3 * columns + 2 * x_columns + state_rows)
-        + 2 * square
-        + (at_once + 1) * state_rows * columns,
+        LANES + CHUNK * (3 * columns + 2 * x_columns + state_rows) + 2 * square + (at_once + 1) * state_rows * columns,
         np.float32,
     )
     b_rows = aligned(scratch)
@@ -229,15 +225,15 @@ def _ssd_prefill(
         row = first_row
         while row < end_row:
             length = min(CHUNK - position % CHUNK, end_row - row)
-            rows, width = round_up(length, TILE_ROWS), round_up(length, TILE_COLUMNS)
+            rows, width = round_up(length, TILE_ROWS), round_up(length, TILE_LANES)
             copy_block(advance(b, row * b_row + group), b_row, length, size, b_rows, columns, rows, columns)
             copy_block(advance(c, row * c_row + group), c_row, length, size, c_rows, columns, width, columns)
             transpose(c_rows, columns, width, size, turned_c, CHUNK)
             # b of row j times c of row i, and of these the triangle i >= j alone.
-            for i in range(0, width, TILE_COLUMNS):
+            for i in range(0, width, TILE_LANES):
                 right = advance(turned_c, i)
-                tall = min(i + TILE_COLUMNS, rows)
-                add_product(advance(pairs, i), CHUNK, ZERO, b_rows, columns, 1, right, CHUNK, tall, TILE_COLUMNS, size)
+                tall = min(i + TILE_LANES, rows)
+                add_product(b_rows, columns, 1, right, CHUNK, advance(pairs, i), CHUNK, tall, TILE_LANES, size, ZERO)
             behind = snapshots_until(
                 snapshot_rows, snapshot_offsets, snapshot, num_snapshots, sequence, row + length - first_row
             )
@@ -254,14 +250,14 @@ def _ssd_prefill(
                 x_here = advance(x, row * x_row + head * dim)
                 copy_block(x_here, x_row, length, dim, x_rows, x_columns, length, x_columns)
                 _weigh(pairs, decays, steps, length, width, scores)
-                add_product(turned_y, CHUNK, ZERO, state, columns, 1, turned_c, CHUNK, dim, width, size)
+                add_product(state, columns, 1, turned_c, CHUNK, turned_y, CHUNK, dim, width, size, ZERO)
                 for j in range(state_rows):
                     for i in range(width):
                         turned_y[j * CHUNK + i] *= grown[i]
-                for i in range(0, width, TILE_COLUMNS):
+                for i in range(0, width, TILE_LANES):
                     here, right = advance(turned_y, i), advance(scores, i)
-                    depth = min(i + TILE_COLUMNS, length)
-                    add_product(here, CHUNK, ONE, x_rows, 1, x_columns, right, CHUNK, dim, TILE_COLUMNS, depth)
+                    depth = min(i + TILE_LANES, length)
+                    add_product(x_rows, 1, x_columns, right, CHUNK, here, CHUNK, dim, TILE_LANES, depth, ONE)
                 out = advance(y, (row * heads + head) * dim)
                 for i in range(length):
                     for j in range(dim):
@@ -293,7 +289,7 @@ def _weigh(pairs: Any, decays: Any, steps: Any, length: int, width: int, scores:
     """scores[j, i]: what token i finds of what token j <= i writes."""
     for j in range(length):
         step, there = steps[j], decays[j]
-        for first in range(j // TILE_COLUMNS * TILE_COLUMNS, width, LANES):
+        for first in range(j // TILE_LANES * TILE_LANES, width, LANES):
             for lane in range(LANES):
                 i = first + lane
                 decay = exp(np.float32(decays[i] - there)) if i >= j else ZERO
@@ -319,4 +315,4 @@ def _advance(
         factor = steps[i] * exp(np.float32(last - decays[i]))
         for j in range(x_columns):
             faded[i * x_columns + j] = factor * x_rows[i * x_columns + j]
-    add_product(state, columns, exp(np.float32(last)), faded, 1, x_columns, b_rows, columns, dim, columns, length)
+    add_product(faded, 1, x_columns, b_rows, columns, state, columns, dim, columns, length, exp(np.float32(last)))

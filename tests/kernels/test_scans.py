@@ -1,0 +1,226 @@
+"""The convolution and the scans where random batches are thin: models' shapes, a thousand tokens, a state after every
+token, decays that differ by orders of magnitude."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.kernels import cpu, reference
+from cairn.kernels.batch import CHUNK
+from cairn.kernels.contract import Kernels
+from kernels.backends import every_backend
+from kernels.comparison import check_against_reference, close, same_bits
+from kernels.kernel_calls import Call
+from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
+
+RECURRENT = ("conv", "ssd", "gdn")
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def conv_call(batch: RandomBatch, shape: tuple[int, int], model: torch.dtype = F32) -> Call:
+    """`shape`: width and channels."""
+    width, channels = shape
+    operands = {
+        "x": batch.numbers(batch.num_rows, channels).to(model),
+        "weight": batch.numbers(width, channels, salt=1).float(),
+        "bias": batch.numbers(channels, salt=2).float(),
+        "states": batch.states(width - 1, channels, salt=3).to(model),
+    }
+    return Call("conv", batch, operands)
+
+
+def ssd_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
+    """`shape`: groups, heads of a group, head dim, state size."""
+    groups, per_group, dim, size = shape
+    heads, rows = groups * per_group, batch.num_rows
+    operands: dict[str, Any] = {
+        "x": batch.numbers(rows, heads, dim).float(),
+        "dt": batch.numbers(rows, heads, salt=1).to(model),
+        "b": batch.numbers(rows, groups, size, salt=2).float(),
+        "c": batch.numbers(rows, groups, size, salt=3).float(),
+        "a": batch.numbers(heads, salt=4).exp().neg().float(),
+        "d": batch.numbers(heads, salt=5).float(),
+        "dt_bias": batch.numbers(heads, salt=6).sub(2).float(),
+        "dt_limit": (0.0, float("inf")),
+        "states": batch.states(heads, dim, size, salt=7).float(),
+    }
+    return Call("ssd", batch, operands)
+
+
+def gdn_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
+    """`shape`: key heads, value heads of each, head dim, state size."""
+    key_heads, per_key, dim, size = shape
+    heads, rows = key_heads * per_key, batch.num_rows
+    operands = {
+        "q": batch.numbers(rows, key_heads, size).float(),
+        "k": batch.numbers(rows, key_heads, size, salt=1).float(),
+        "v": batch.numbers(rows, heads, dim, salt=2).float(),
+        "beta": batch.numbers(rows, heads, salt=3).to(model),
+        "dt": batch.numbers(rows, heads, salt=4).to(model),
+        "a": batch.numbers(heads, salt=5).exp().neg().float(),
+        "dt_bias": batch.numbers(heads, salt=6).sub(2).float(),
+        "states": batch.states(heads, size, dim, salt=7).float(),
+    }
+    return Call("gdn", batch, operands)
+
+
+def small_call(name: str, batch: RandomBatch) -> Call:
+    if name == "conv":
+        return conv_call(batch, (4, 40))
+    return ssd_call(batch, (2, 2, 24, 16)) if name == "ssd" else gdn_call(batch, (2, 2, 24, 16))
+
+
+def of_one(call: Call, start: int, end: int, snapshots: tuple[int, ...] = ()) -> Call:
+    """Tokens [start, end) of a sequence that is all of a call's batch and begins with it."""
+    rows = SequenceRows(call.batch.sequences[0].slot, start, end - start, snapshots=snapshots)
+    return call.of_rows(slice(start, end), RandomBatch((), (rows,)))
+
+
+def fresh_sequence(num_tokens: int, snapshots: tuple[int, ...] = ()) -> RandomBatch:
+    return RandomBatch((), (SequenceRows(2, 0, num_tokens, snapshots=snapshots),), seed=9)
+
+
+MIXED = RandomBatch(
+    (SequenceRows(3, 77, 1, snapshots=(1,)), SequenceRows(7, 0, 1), SequenceRows(1, 64, 1)),
+    (
+        SequenceRows(0, 0, 130, snapshots=(64, 100, 128, 130)),
+        SequenceRows(5, 61, 3, snapshots=(2, 3)),
+        SequenceRows(4, 100, 95, snapshots=(28, 92)),
+        SequenceRows(6, 1, 1, snapshots=(1,)),
+    ),
+    seed=4,
+)
+
+
+@every_backend
+@pytest.mark.parametrize("model", [F32, BF16])
+def test_models_shapes(kernels: Kernels, model: torch.dtype) -> None:
+    calls = [
+        conv_call(MIXED, (4, 1300), model),
+        conv_call(MIXED, (8, 257), model),
+        ssd_call(MIXED, (2, 3, 64, 128), model),
+        ssd_call(MIXED, (1, 10, 80, 16), model),
+        gdn_call(MIXED, (2, 1, 128, 128), model),
+        gdn_call(MIXED, (1, 3, 80, 64), model),
+    ]
+    for call in calls:
+        check_against_reference(kernels, call, model)
+
+
+@every_backend
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_thousand_tokens_cut_at_odd_places(kernels: Kernels, name: str) -> None:
+    whole = small_call(name, fresh_sequence(1000))
+    wanted, _ = whole.in_float64().run(reference)
+    parts = replace(whole, operands={**whole.operands, "states": whole.operands["states"].clone()})
+    cuts = [0, 1, 64, 127, 129, 190, 191, 448, 700, 999, 1000]
+    found = torch.cat([of_one(parts, start, end).run(kernels)[0] for start, end in pairwise(cuts)])
+    close(found, wanted.float())
+    close(whole.run(kernels)[0], wanted.float())
+    close(parts.operands["states"][2], whole.operands["states"][2])
+
+
+@every_backend
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_state_after_every_token_is_that_of_a_run_which_ends_there(kernels: Kernels, name: str) -> None:
+    tokens = 2 * CHUNK + 20
+    everywhere = tuple(range(1, tokens + 1))
+    whole = small_call(name, fresh_sequence(tokens, everywhere))
+    y, kept = whole.copied().run(kernels)
+    for end, snapshot in zip(everywhere, kept, strict=True):
+        short = of_one(whole.copied(), 0, end)
+        short_y, _ = short.run(kernels)
+        close(snapshot, short.operands["states"][2])
+        close(short_y, y[:end])
+        if kernels is cpu:
+            # Nothing that stands behind a token is in what is computed of it, not even as a zero.
+            assert same_bits(snapshot, short.operands["states"][2])
+            assert same_bits(short_y, y[:end])
+    with_none, _ = of_one(whole.copied(), 0, tokens).run(kernels)
+    assert same_bits(with_none, y)
+
+
+def decays(call: Call, dt: Tensor) -> Call:
+    """With these time steps, the same for all heads, and a decay of e^(-20 dt)."""
+    a, bias = call.operands["a"], call.operands["dt_bias"]
+    steps = dt.float()[:, None].expand(-1, a.shape[0]).contiguous()
+    changed = {"dt": steps, "a": torch.full_like(a, -20), "dt_bias": torch.zeros_like(bias)}
+    return replace(call, operands={**call.operands, **changed})
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["ssd", "gdn"])
+def test_what_comes_behind_strong_decays_is_exact(kernels: Kernels, name: str) -> None:
+    """The log of the decay is some -16,000 before tokens that forget next to nothing: float32 knows it to a
+    thousandth."""
+    dt = torch.full((120,), 20.0)
+    dt[40:64], dt[104:] = -11, -9
+    call = decays(small_call(name, fresh_sequence(120, (41, 63, 64, 120))), dt)
+    check_against_reference(kernels, call, F32)
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["ssd", "gdn"])
+def test_strong_decays(kernels: Kernels, name: str) -> None:
+    """About e^-20 a token, and all of it now and then."""
+    dt = torch.full((150,), 0.55)
+    dt[::7] = 60
+    check_against_reference(kernels, decays(small_call(name, fresh_sequence(150, (30, 128, 150))), dt), F32)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+LARGE: Mapping[str, Call] = {
+    "conv": conv_call(MIXED, (4, 1300), BF16),
+    "ssd": ssd_call(MIXED, (2, 8, 64, 64), BF16),
+    "gdn": gdn_call(MIXED, (4, 2, 64, 64), BF16),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_sequences_bits_are_its_own(num_threads: None, name: str) -> None:
+    """Whatever else is in the batch, and however many threads there are."""
+    together, call = LARGE[name].copied(), LARGE[name]
+    y, kept = together.run(cpu)
+    for index, sequence in enumerate(MIXED.sequences):
+        alone = call.copied().of_sequence(index)
+        alone_y, alone_kept = alone.run(cpu)
+        assert same_bits(alone_y, y[MIXED.rows_of(index)])
+        assert same_bits(alone_kept, kept[MIXED.snapshots_of(index)])
+        assert same_bits(alone.operands["states"][sequence.slot], together.operands["states"][sequence.slot])
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_other_slots_and_other_layers_states_are_left_alone(name: str) -> None:
+    call = LARGE[name]
+    states = call.operands["states"]
+    live = torch.full((NUM_SLOTS + 1, 3, *states.shape[1:]), 7.0, dtype=states.dtype)
+    live[:, 1] = states
+    before = live.clone()
+    replace(call, operands={**call.operands, "states": live[:, 1]}).run(cpu)
+    used = [sequence.slot for sequence in MIXED.sequences]
+    assert same_bits(live[:, ::2], before[:, ::2])
+    others = [slot for slot in range(NUM_SLOTS + 1) if slot not in used]
+    assert same_bits(live[others], before[others])
+    assert not live[used].isnan().any()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_of_another_layout_are_refused(name: str) -> None:
+    call = LARGE[name]
+    states = call.operands["states"]
+    scattered = states.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for wrong in (scattered, states[:, :-1], states.double()):
+        with pytest.raises(ValueError, match=r"states are .* wanted are"):
+            replace(call, operands={**call.operands, "states": wrong}).run(cpu)
