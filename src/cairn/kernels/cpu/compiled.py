@@ -44,6 +44,9 @@ ELEMENTS: Mapping[torch.dtype, types.Type] = {torch.float32: F32, torch.bfloat16
 FAST = frozenset(("reassoc", "contract", "arcp", "nsz"))
 """Sums in any order, a * b + c rounded once, 1 / x for a quotient, either sign of zero."""
 
+# Nobody calls a kernel's functions from Python.
+_OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
 GRAINS = 32
 """Parts of the work for each thread: one that is held up leaves its parts to the others."""
 
@@ -52,13 +55,13 @@ _NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctype
 
 def jit(function: Function) -> Function:
     """A function that kernels call; LLVM inlines it where that pays."""
-    compiled: Function = numba.njit(function, fastmath=set(FAST), error_model="numpy")
+    compiled: Function = numba.njit(function, fastmath=set(FAST), **_OPTIONS)
     return compiled
 
 
 def exact_jit(function: Function) -> Function:
     """`jit` whose sums stay in the order they are written in."""
-    compiled: Function = numba.njit(function, fastmath={"contract"}, error_model="numpy")
+    compiled: Function = numba.njit(function, fastmath={"contract"}, **_OPTIONS)
     return compiled
 
 
@@ -121,7 +124,7 @@ class Kernel(dict[Hashable, Variant]):
 
 def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:
     """C function (team, threads, count, address of the packed arguments) that runs `function` on the team."""
-    split = _split_over_team(numba.njit(function, fastmath=set(FAST), error_model="numpy"), argument_types)
+    split = _split_over_team(numba.njit(function, fastmath=set(FAST), **_OPTIONS), argument_types)
 
     def entry(team: int, threads: int, count: int, packed: int) -> int:
         failed: int = split(team, threads, count, packed)
