@@ -19,9 +19,10 @@ from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
 from cairn.kernels.cpu.vectors import (
     LANES,
     TILE_LANES,
-    add_4_rows,
-    add_8_rows,
+    TILE_ROWS,
+    add_half_tile,
     add_row,
+    add_tile,
     aligned,
     dot_16_rows,
     largest_of,
@@ -31,6 +32,9 @@ from cairn.kernels.cpu.vectors import (
 
 BLOCK = 32
 """Keys at a time: with the values they stay in the caches of the core."""
+
+WIDTH = 2 * TILE_LANES
+"""What the rows of the buffers are rounded up to."""
 
 _LOWEST = np.float32(-np.inf)
 
@@ -97,8 +101,8 @@ def _widen_block(
     table: Any,
     page_size: int,
     dim: int,
-    first: int,
-    end: int,
+    first: Any,
+    end: Any,
     out: Any,
     width: int,
 ) -> None:
@@ -107,7 +111,7 @@ def _widen_block(
     page, offset = first // page_size, first % page_size
     ahead_page, ahead_offset = (first + BLOCK) // page_size, (first + BLOCK) % page_size
     count, whole = min(BLOCK, end - first), dim // LANES * LANES
-    for t in range(min(BLOCK, end - first - BLOCK)):
+    for _ in range(min(BLOCK, end - first - BLOCK)):
         source = advance(cache, np.int64(table[ahead_page]) * page_stride + ahead_offset * token_stride)
         for j in range(0, dim, 32):
             prefetch(advance(source, j))
@@ -131,7 +135,7 @@ def _widen_block(
 
 
 @jit
-def _attend_block(q: Any, count: int, keys: Any, width: int, scores: Any) -> None:
+def _attend_block(q: Any, count: Any, keys: Any, width: int, scores: Any) -> None:
     """scores[i, t] = q[i] keys[t] for `count` rows of q and all keys of the block."""
     for i in range(count):
         for t in range(0, BLOCK, LANES):
@@ -140,7 +144,7 @@ def _attend_block(q: Any, count: int, keys: Any, width: int, scores: Any) -> Non
 
 
 @jit
-def _soften(scores: Any, count: int, weighted: Any, width: int, maxima: Any, sums: Any) -> None:
+def _soften(scores: Any, count: Any, weighted: Any, width: int, maxima: Any, sums: Any) -> None:
     """Scores of each of `count` rows become weights beside the largest score so far; what was summed up beside an
     earlier, lower one is brought down."""
     for i in range(count):
@@ -162,18 +166,22 @@ def _soften(scores: Any, count: int, weighted: Any, width: int, maxima: Any, sum
 
 
 @jit
-def _add_values(scores: Any, count: int, values: Any, weighted: Any, width: int) -> None:
+def _add_values(scores: Any, count: Any, values: Any, weighted: Any, width: int) -> None:
     """weighted[i] += sum over t of scores[i, t] values[t], for `count` rows."""
     i = 0
-    while i + 8 <= count:
-        add_8_rows(advance(scores, i * BLOCK), BLOCK, values, width, advance(weighted, i * width), width, width, BLOCK)
-        i += 8
-    while i + 4 <= count:
-        add_4_rows(advance(scores, i * BLOCK), BLOCK, values, width, advance(weighted, i * width), width, width, BLOCK)
-        i += 4
     while i < count:
-        add_row(advance(scores, i * BLOCK), BLOCK, values, width, advance(weighted, i * width), width, width, BLOCK)
-        i += 1
+        source, target, left = advance(scores, i * BLOCK), advance(weighted, i * width), count - i
+        if left >= TILE_ROWS // 2:
+            for j in range(0, width, TILE_LANES):
+                if left >= TILE_ROWS:
+                    add_tile(source, BLOCK, 1, advance(values, j), width, advance(target, j), width, BLOCK, ONE)
+                else:
+                    add_half_tile(source, BLOCK, 1, advance(values, j), width, advance(target, j), width, BLOCK, ONE)
+            i += TILE_ROWS if left >= TILE_ROWS else TILE_ROWS // 2
+        else:
+            for j in range(0, width, 2 * TILE_LANES):
+                add_row(source, BLOCK, 1, advance(values, j), width, advance(target, j), width, BLOCK, ONE)
+            i += 1
 
 
 @kernel(
@@ -310,7 +318,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
         heads,
         keys.shape[1],
         dim,
-        -(-dim // TILE_LANES) * TILE_LANES,
+        -(-dim // WIDTH) * WIDTH,
         dim**-0.5,
         partials.data_ptr(),
         out.data_ptr(),

@@ -15,7 +15,7 @@ Not `parallel=True`, which brings a second team of threads that fights with torc
 
 import ctypes
 import struct
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numba
@@ -111,9 +111,12 @@ class Kernel(dict[Hashable, Variant]):
         variant = self[key] = Variant(self._function, self._argument_types[key])
         return variant
 
-    def compile(self) -> Iterable[Variant]:
-        """All of them, now."""
-        return [self[key] for key in self._argument_types]
+    def compile(self, dtype: torch.dtype | None = None) -> Sequence[Variant]:
+        """The variants for a dtype, now, or all of them. A key is for the dtype that it is or begins with; a kernel with
+        a single variant is for every dtype."""
+        firsts = {key: key[0] if isinstance(key, tuple) else key for key in self._argument_types}
+        single = len(firsts) == 1
+        return [self[key] for key, first in firsts.items() if dtype is None or single or first == dtype]
 
 
 def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:

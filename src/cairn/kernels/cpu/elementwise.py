@@ -6,11 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, INT, kernel
+from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, INT, kernel
 from cairn.kernels.cpu.scalars import advance, load, sigmoid, silu, store
 
 
-@kernel({(dtype, dtype): (x, INT, x, INT, x, INT) for dtype, x in ELEMENTS.items()})
+@kernel(
+    {
+        (torch.float32, torch.float32): (F32, INT, F32, INT, F32, INT),
+        (torch.bfloat16, torch.bfloat16): (BF16, INT, BF16, INT, BF16, INT),
+        (torch.bfloat16, torch.float32): (BF16, INT, F32, INT, BF16, INT),
+    }
+)
 def _silu_mul(begin: int, end: int, gate: Any, gate_row: int, x: Any, x_row: int, out: Any, width: int) -> None:
     for i in range(begin, end):
         gates, source, target = advance(gate, i * gate_row), advance(x, i * x_row), advance(out, i * width)

@@ -27,7 +27,7 @@ from cairn.kernels.cpu.recurrence import (
     transpose,
 )
 from cairn.kernels.cpu.scalars import advance, exp, load, sigmoid
-from cairn.kernels.cpu.tiles import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
+from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
 NORM_EPS = np.float32(1e-6)
 

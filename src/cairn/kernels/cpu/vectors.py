@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from cairn.kernels.cpu.compiled import BF16, F32, intrinsic
+from cairn.kernels.cpu.compiled import BF16, F32, intrinsic, jit
+from cairn.kernels.cpu.scalars import advance
 
 LANES = 16
 _AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
@@ -20,8 +22,11 @@ _AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 LINE = 64
 """Bytes of a cache line, and of a vector."""
 
-TILE_LANES = 64
-"""What the rows of the buffers are rounded up to, so that only whole tiles of columns are needed."""
+TILE_ROWS = 8 if _AVX512 else 2
+"""Rows of a tile whose sums stay in registers: half of 32, and half of what 16 shorter ones hold."""
+
+TILE_LANES = 32
+"""Columns of a tile."""
 
 _I64, _FLOAT = ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -165,54 +170,100 @@ def dot_16_rows(typingctx: Any, q: Any, k: Any, row: Any, dim: Any, out: Any) ->
 
 
 def _add_product(rows: int, lanes: int) -> Any:
-    """The function for so many rows, whose sums of so many columns are kept in registers."""
+    """The function for tiles of so many rows and columns."""
+    columns = range(0, lanes, LANES)
+    cells = [(i, column) for i in range(rows) for column in columns]
+
+    def out_of_line(module: Any, parameters: list[Any]) -> Any:
+        # One function for all callers in a kernel: copies of it take seconds to compile, a call of it takes nothing.
+        name = f"cairn.add_product.{rows}.{lanes}"
+        if name in module.globals:
+            return module.globals[name]
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        a, a_row, a_step, b, b_row, c, c_row, depth, scale = function.args
+
+        def place(i: int, column: int) -> Any:
+            return builder.add(builder.mul(c_row, ir.Constant(_I64, i)), ir.Constant(_I64, column))
+
+        sums = {cell: cgutils.alloca_once(builder, _VECTOR) for cell in cells}
+        zeros, factor = ir.Constant(_VECTOR, [0.0] * LANES), _broadcast(builder, scale)
+        # 0 times what nobody has written yet may be NaN.
+        fresh = builder.fcmp_ordered("==", scale, ir.Constant(_FLOAT, 0.0))
+        for cell in cells:
+            scaled = builder.fmul(factor, _load(builder, c, place(*cell)))
+            builder.store(builder.select(fresh, zeros, scaled), sums[cell])
+        a_rows = [builder.gep(a, [builder.mul(a_row, ir.Constant(_I64, i))]) for i in range(rows)]
+        with cgutils.for_range(builder, depth, intp=_I64) as loop:
+            a_at, b_at = builder.mul(loop.index, a_step), builder.mul(loop.index, b_row)
+            parts = {n: _load(builder, b, builder.add(b_at, ir.Constant(_I64, n))) for n in columns}
+            for i in range(rows):
+                number = _broadcast(builder, builder.load(builder.gep(a_rows[i], [a_at])))
+                for n in columns:
+                    total = sums[i, n]
+                    builder.store(_multiply_add(builder, number, parts[n], builder.load(total)), total)
+        for cell in cells:
+            _store(builder, builder.load(sums[cell]), c, place(*cell))
+        builder.ret_void()
+        return function
 
     @intrinsic
-    def add_product(
-        typingctx: Any, a: Any, a_row: Any, b: Any, b_row: Any, c: Any, c_row: Any, width: Any, depth: Any
+    def add(
+        typingctx: Any,
+        a: Any,
+        a_row: Any,
+        a_step: Any,
+        b: Any,
+        b_row: Any,
+        c: Any,
+        c_row: Any,
+        depth: Any,
+        scale: Any,
     ) -> Any:
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            *_, width, _ = args
-            step = ir.Constant(_I64, lanes)
-            with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), width, step, _I64) as (column, _):
-                tile(builder, args, column)
+            builder.call(out_of_line(builder.module, [value.type for value in args]), args)
             return context.get_dummy_value()
 
-        def tile(builder: Any, args: Any, column: Any) -> None:
-            a, a_row, b, b_row, c, c_row, _, depth = args
-            b, c = builder.gep(b, [column]), builder.gep(c, [column])
-            columns = range(0, lanes, LANES)
+        i64 = types.int64
+        return types.void(F32, i64, i64, F32, i64, F32, i64, i64, types.float32), code
 
-            def place(i: int, column: int) -> Any:
-                return builder.add(builder.mul(c_row, ir.Constant(_I64, i)), ir.Constant(_I64, column))
-
-            cells = [(i, column) for i in range(rows) for column in columns]
-            sums = {cell: cgutils.alloca_once(builder, _VECTOR) for cell in cells}
-            for cell in cells:
-                builder.store(_load(builder, c, place(*cell)), sums[cell])
-            a_rows = [builder.gep(a, [builder.mul(a_row, ir.Constant(_I64, i))]) for i in range(rows)]
-            with cgutils.for_range(builder, depth, intp=_I64) as loop:
-                b_at = builder.mul(loop.index, b_row)
-                parts = {n: _load(builder, b, builder.add(b_at, ir.Constant(_I64, n))) for n in columns}
-                for i in range(rows):
-                    factor = _broadcast(builder, builder.load(builder.gep(a_rows[i], [loop.index])))
-                    for n in columns:
-                        total = sums[i, n]
-                        builder.store(_multiply_add(builder, factor, parts[n], builder.load(total)), total)
-            for cell in cells:
-                _store(builder, builder.load(sums[cell]), c, place(*cell))
-
-        return types.void(F32, types.int64, F32, types.int64, F32, types.int64, types.int64, types.int64), code
-
-    return add_product
+    return add
 
 
-# As many sums as there are registers for them, and at least four, one for each step that an addition takes.
-add_8_rows = _add_product(8, 32 if _AVX512 else 16)
-"""(a, a_row, b, b_row, c, c_row, width, depth): c[:, :width] += a b for 8 rows of a; width a multiple of 64."""
+add_tile = _add_product(TILE_ROWS, TILE_LANES)
+"""(a, a_row, a_step, b, b_row, c, c_row, depth, scale): c = scale * c + a b for TILE_ROWS rows of a and TILE_LANES
+columns of b; for scale 0 c may be anything. a[i, t] is a[i * a_row + t * a_step]; rows of b and c lie together."""
 
-add_4_rows = _add_product(4, 32 if _AVX512 else 16)
-"""The same for 4 rows of a."""
+add_half_tile = _add_product(TILE_ROWS // 2, TILE_LANES)
+"""The same for half as many rows."""
 
-add_row = _add_product(1, 64)
-"""The same for one."""
+add_row = _add_product(1, 2 * TILE_LANES)
+"""The same for one row and twice the columns: an addition takes four steps, and as many sums keep it busy."""
+
+
+@jit
+def round_up(count: int, step: int) -> int:
+    return (count + step - 1) // step * step
+
+
+@jit
+def add_product(
+    a: Any,
+    a_row: int,
+    a_step: int,
+    b: Any,
+    b_row: int,
+    c: Any,
+    c_row: int,
+    rows: int,
+    columns: int,
+    depth: int,
+    scale: float,
+) -> None:
+    """`add_tile` for c of so many rows and columns: all of them up to whole tiles are read and written."""
+    for column in range(0, columns, TILE_LANES):
+        for row in range(0, rows, TILE_ROWS):
+            left, right, here = advance(a, row * a_row), advance(b, column), advance(c, row * c_row + column)
+            add_tile(left, a_row, a_step, right, b_row, here, c_row, depth, np.float32(scale))

@@ -5,6 +5,8 @@ from importlib import import_module
 from time import perf_counter
 from types import ModuleType
 
+import torch
+
 from cairn.kernels.cpu.compile_cache import cache_folder
 from cairn.kernels.cpu.compiled import Kernel
 
@@ -12,16 +14,17 @@ logger = logging.getLogger(__name__)
 
 MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
-    for name in ("attention", "conv", "elementwise", "gdn", "norm", "products", "router", "ssd")
+    for name in ("attention", "conv", "elementwise", "experts", "gdn", "norm", "router", "ssd")
 )
 """Where the kernels are."""
 
 
-def warm_up() -> int:
-    """Every variant of every kernel is compiled: their number. Says in the log how long it took."""
+def warm_up(dtype: torch.dtype | None = None) -> int:
+    """Compiles every variant of every kernel that a model of this dtype may want, or of both: their number. Says in the
+    log how long it took."""
     begin = perf_counter()
     kernels = [value for module in MODULES for value in vars(module).values() if isinstance(value, Kernel)]
-    variants = [variant for kernel in kernels for variant in kernel.compile()]
+    variants = [variant for kernel in kernels for variant in kernel.compile(dtype)]
     loaded = sum(variant.from_cache for variant in variants)
     logger.info(
         "CPU kernels: %d ready in %.1f s, %d of them from %s",
