@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernels.random_batches import RandomBatch, SequenceRows
 from torch import Tensor
 
 from cairn.kernels import exact, reference
@@ -10,6 +9,7 @@ from cairn.kernels.contract import Kernels
 from cairn.layers.linear import Linear
 from cairn.layers.mlp import SwiGLU
 from cairn.layers.moe import GatedSharedExpert, SoftmaxMixture, SoftmaxRouter
+from kernels.random_batches import RandomBatch, SequenceRows
 
 ROWS, WIDTH, EXPERTS, INNER = 20, 16, 6, 8
 

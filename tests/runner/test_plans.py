@@ -10,9 +10,10 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
+from cairn.kernels import exact
 from cairn.layers.linear import Linear
+from cairn.runner import self_test
 from cairn.runner.runner import Runner
-from cairn.runner.self_test import check_row_independence
 from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampledToken, SampleOnly, Save, StepPlan
 from cairn.types import SamplingParams
 from runner.harness import GREEDY, Driver, prompt, tiny
@@ -211,9 +212,9 @@ def test_sizes_that_do_not_fit_the_model_are_refused(driver: Driver) -> None:
     ):
         with pytest.raises(ValueError, match="layout"):
             Runner(driver.model, wrong, 8, 2, exact=False)
-    for pages_, slots, exact in ((0, 2, False), (8, 0, False), (8, 2, True)):
+    for pages_, slots, is_exact in ((0, 2, False), (8, 0, False), (8, 2, True)):
         with pytest.raises(ValueError, match=r"num_pages|exact"):
-            Runner(driver.model, layout, pages_, slots, exact=exact)
+            Runner(driver.model, layout, pages_, slots, exact=is_exact)
     assert isinstance(layout, CacheLayout)
 
 
@@ -222,23 +223,14 @@ def test_exact_mode_is_for_float32_only() -> None:
         tiny("M", exact=True, dtype=torch.bfloat16)
 
 
-class _UnsteadyKernels:
-    """A GEMM whose rows depend on their place."""
-
-    def prepare(self, host: object) -> None:
-        return None
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: None, batch: Any) -> torch.Tensor:
-        out = x @ weight.t()
-        out[3::5] += 1e-6
-        return out
-
-
-def test_the_self_test_names_the_shape_that_fails() -> None:
-    weight = torch.randn(24, 32)
-    with pytest.raises(ConfigError, match=r"weight of shape \[24, 32\]"):
-        kernels: Any = _UnsteadyKernels()
-        check_row_independence(kernels, [Linear(kernels, weight, None, (24, 32))])
+def test_the_self_test_names_the_shape_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        self_test, "find_dependent_height", lambda weight, bias, generator: 64 if bias is None else None
+    )
+    biased = Linear(exact, torch.randn(24, 32), torch.randn(24), (24, 32))
+    assert self_test.check_row_independence([biased, biased]) == 1
+    with pytest.raises(ConfigError, match=r"weight of shape \[24, 32\] in tiles of 64 rows"):
+        self_test.check_row_independence([biased, replace(biased, bias=None)])
 
 
 def test_the_draw_does_not_depend_on_the_batch(driver: Driver) -> None:

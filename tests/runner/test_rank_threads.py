@@ -63,7 +63,7 @@ def test_rank_0_draws_for_all() -> None:
     threads, driver = RankThreads(runners), tiny("M*", exact=False)
     row = driver.row(driver.sequence(0, 30), prompt(30, 0))
     assert len(threads.run(StepPlan(1, rows=(row,))).sampled) == 1
-    assert runners[0]._sampled_tokens[0] == runners[1]._sampled_tokens[0]
+    assert runners[0]._last_tokens[0] == runners[1]._last_tokens[0]
     threads.close()
 
 

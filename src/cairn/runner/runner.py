@@ -105,7 +105,7 @@ class Runner:
     def self_test(self) -> None:
         """In exact mode: checks on this rank's weights that fixed tiles make rows independent. Raises ConfigError."""
         if self._exact:
-            check_row_independence(self._model.kernels, self._model.linears)
+            check_row_independence(self._model.linears)
 
     def validate(self, plan: StepPlan) -> None:
         """Raises ValueError that names the record which cannot be carried out; then nothing has been done."""
@@ -137,6 +137,10 @@ class Runner:
             self.pool[copy.target] = self.pool[copy.source]
         if plan.restores:
             self._restore(plan.restores)
+        for fork in plan.forks:
+            self._live.copy(fork.source, fork.target)
+            self._sampled_steps[fork.target] = self._sampled_steps[fork.source]
+            self._last_tokens[fork.target] = self._last_tokens[fork.source]
         if plan.saves:
             self._save(plan.saves)
 
