@@ -1,6 +1,6 @@
 """Causal depthwise convolution with a time-major state: channels innermost, a block of them at a time."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def _types(model: Any) -> tuple[Any, ...]:
     )
 
 
-_VARIANTS: dict[Hashable, tuple[Any, ...]] = {torch.float32: _types(F32), torch.bfloat16: _types(BF16)}
+_VARIANTS: Mapping[Hashable, tuple[Any, ...]] = {torch.float32: _types(F32), torch.bfloat16: _types(BF16)}
 
 
 @jit
