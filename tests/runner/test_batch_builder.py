@@ -8,8 +8,8 @@ import pytest
 from cairn.cache.layout import AttentionGroup
 from cairn.kernels.contract import ROW_TILE, TILE
 from cairn.layers.batch import Mark
-from cairn.runner.batch_builder import BatchPlaces, build_batch
-from cairn.step import Keep, Row
+from cairn.runner.batch_builder import BatchPlaces, Row, build_batch
+from cairn.step import Snapshot
 
 GROUPS = (AttentionGroup("full", 16), AttentionGroup("wide", 64))
 NO_PAGES = np.zeros(0, np.int32)
@@ -21,12 +21,12 @@ def row(slot, start, end, decode=False, kv_write_from=0):
         np.arange(100 * (number + 1), 100 * (number + 1) + group.pages_for(end), dtype=np.int32)
         for number, group in enumerate(GROUPS)
     )
-    return Row(slot, start, end, np.arange(start, end), pages, kv_write_from, decode, None)
+    return Row(slot, start, end, np.arange(start, end), pages, kv_write_from, decode)
 
 
-def built(rows, keeps=(), exact=False):
+def built(rows, snapshots=(), exact=False):
     places = BatchPlaces(rows, exact)
-    return places, build_batch(places, [own.tokens for own in rows], keeps, GROUPS, [None] * len(rows))
+    return places, build_batch(places, snapshots, GROUPS, [None] * len(rows))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_keys_and_values_are_written_where_nobody_has_written_them():
 
 def test_marks_count_from_the_start_of_their_row_and_ascend():
     rows = [row(0, 60, 140), row(1, 40, 41, decode=True), row(2, 0, 10)]
-    keeps = [Keep(0, 140, NO_PAGES), Keep(1, 41, NO_PAGES), Keep(0, 64, NO_PAGES), Keep(2, 1, NO_PAGES)]
-    _, batch = built(rows, keeps)
+    places = ((0, 140), (1, 41), (0, 64), (2, 1))
+    _, batch = built(rows, [Snapshot(row, position, NO_PAGES) for row, position in places])
     assert [span.marks for span in batch.spans] == [(Mark(4, 2), Mark(80, 0)), (Mark(1, 3),)]
     assert batch.decode_marks == [(0, 1)]

@@ -11,10 +11,28 @@ from torch import Tensor
 from cairn.cache.layout import AttentionGroup
 from cairn.kernels.contract import ROW_TILE, TILE
 from cairn.layers.batch import Batch, GroupBatch, Mark, Span, Vectors
-from cairn.step import Keep, Row
-from cairn.types import Pages
+from cairn.step import Image, Snapshot
+from cairn.types import Keys, Pages
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of the forward pass: tokens [start, end), with all that the batch is made of.
+
+    `tokens`: shape [end - start]; below 0 where one of `images` stands. `pages`: per attention group the pages that
+    cover [0, end).
+    """
+
+    slot: int
+    start: int
+    end: int
+    tokens: Keys
+    pages: tuple[Pages, ...]
+    kv_write_from: int
+    decode: bool
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +82,19 @@ class BatchPlaces:
 
 def build_batch(
     places: BatchPlaces,
-    tokens: Sequence[Ints],
-    keeps: Sequence[Keep],
+    snapshots: Sequence[Snapshot],
     groups: Sequence[AttentionGroup],
     contents: Sequence[RowContent | None],
 ) -> Batch:
-    """`tokens`: the input tokens of each plan row. `contents`: what stands for those below 0, and where all of them
-    stand; None for a row of text alone."""
+    """`contents`: what stands for tokens below 0 of each row, and where all of them stand; None for a row of text
+    alone."""
     rows = places.rows
     flat = np.zeros(places.num_rows, dtype=np.int64)
     padding = np.ones((places.num_rows, 1), dtype=np.bool_)
     positions = np.zeros((3, places.num_rows), dtype=np.int64)
-    for row, first, own, content in zip(rows, places.first, tokens, contents, strict=True):
-        part = slice(first, first + len(own))
-        flat[part] = np.maximum(own, 0)
+    for row, first, content in zip(rows, places.first, contents, strict=True):
+        part = slice(first, first + len(row.tokens))
+        flat[part] = np.maximum(row.tokens, 0)
         padding[part] = False
         positions[:, part] = np.arange(row.start, row.end) if content is None else content.positions
     decodes = [rows[index] for index in places.decodes]
@@ -89,8 +106,8 @@ def build_batch(
         positions=torch.from_numpy(positions),
         decode_slots=[row.slot for row in decodes],
         decode_lengths=[row.end for row in decodes],
-        decode_marks=[(decode_row[keep.row], number) for number, keep in enumerate(keeps) if keep.row in decode_row],
-        spans=_spans(places, keeps),
+        decode_marks=[(decode_row[own.row], number) for number, own in enumerate(snapshots) if own.row in decode_row],
+        spans=_spans(places, snapshots),
         groups=[_group(places, index, group) for index, group in enumerate(groups)],
         tiles=places.tiles,
         vectors=_vectors(places, contents),
@@ -109,16 +126,16 @@ def _vectors(places: BatchPlaces, contents: Sequence[RowContent | None]) -> Vect
     return Vectors(torch.from_numpy(rows), torch.cat([vectors for _, vectors in found]))
 
 
-def _spans(places: BatchPlaces, keeps: Sequence[Keep]) -> list[Span]:
+def _spans(places: BatchPlaces, snapshots: Sequence[Snapshot]) -> list[Span]:
     spans = []
-    for index, own in zip(places.prefills, places.span_rows, strict=True):
+    for index, span in zip(places.prefills, places.span_rows, strict=True):
         row = places.rows[index]
-        marks = [Mark(keep.position - row.start, number) for number, keep in enumerate(keeps) if keep.row == index]
+        marks = [Mark(own.position - row.start, number) for number, own in enumerate(snapshots) if own.row == index]
         spans.append(
             Span(
                 slot=row.slot,
-                first_row=own.start,
-                num_rows=own.stop - own.start,
+                first_row=span.start,
+                num_rows=span.stop - span.start,
                 front=row.start % TILE,
                 start=row.start,
                 length=row.end - row.start,

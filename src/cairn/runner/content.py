@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cairn.layers.communicator import Communicator
-from cairn.runner.batch_builder import RowContent
+from cairn.runner.batch_builder import Row, RowContent
 from cairn.runner.positions import positions_of
-from cairn.step import Image, Row
+from cairn.step import Image
 
 
 class ImageCounts(Protocol):

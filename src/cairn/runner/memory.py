@@ -72,7 +72,3 @@ class LiveStates:
         """The state before the first token."""
         for array in self._arrays:
             array[slot] = 0
-
-    def copy(self, source: int, target: int) -> None:
-        for array in self._arrays:
-            array[target] = array[source]

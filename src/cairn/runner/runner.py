@@ -12,16 +12,17 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import BatchPlaces, Ints, build_batch
+from cairn.runner.batch_builder import BatchPlaces, Row, build_batch
+from cairn.runner.block_tables import BlockTables
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
 from cairn.runner.memory import LiveStates, new_pool, paged_layers
-from cairn.runner.plan_check import PlanLimits
 from cairn.runner.sampler import draw
 from cairn.runner.self_test import check_row_independence
+from cairn.runner.slots import Sample, Slots
 from cairn.runner.token_logprobs import logprobs_of, score
-from cairn.step import FromStep, Keep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
-from cairn.types import Pages
+from cairn.step import SAMPLED, Logprobs, PrefillRow, SampledToken, Scored, Snapshot, StepPlan, StepResult
+from cairn.types import Keys, Pages
 
 __all__ = ["Observe", "Runner"]
 
@@ -37,20 +38,22 @@ class _StepMemory:
         paged: Sequence[PagedLayer],
         recurrent: Sequence[RecurrentLayer],
         files: CheckpointFiles,
-        keeps: Sequence[Keep],
+        snapshots: Sequence[Snapshot],
     ) -> None:
         self.paged = paged
         self.recurrent = recurrent
         self._files = files
-        self._keeps = keeps
+        self._snapshots = snapshots
 
     def keep(self, keep: int, layer: int, conv: Tensor, state: Tensor) -> None:
         """See `Memory.keep`."""
-        self._files.write_layer(self._keeps[keep].pages, layer, conv, state)
+        self._files.write_layer(self._snapshots[keep].pages, layer, conv, state)
 
 
 class Runner:
     """Holds the pages and the running states of one model and runs plans on them. One thread only.
+
+    Plans are taken as they come: `cairn.runner.plan_check` looks at them where that is asked for.
 
     `forward_passes` counts passes through the model's layers, `steps` the plans carried out; `pool` is the pages'
     memory, uint8 [num_pages + extra_pages, page_bytes]. Plans name the first `num_pages`; the extra ones behind them
@@ -93,31 +96,23 @@ class Runner:
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
         self._files = CheckpointFiles(self.pool, model.spec, layout)
-        aligned = exact and model.spec.recurrent is not None
-        self._limits = PlanLimits(layout, num_pages, num_slots, model.vocab_size, aligned)
-        self._last_step: int | None = None
-        self._sampled_steps: list[int | None] = [None] * num_slots
-        self._sampled_tokens = [0] * num_slots
+        # a table has no more pages than the pool: its pages are distinct
+        self._tables = BlockTables(layout.groups, num_slots, num_pages)
+        self._slots = Slots()
 
     def self_test(self) -> None:
         """In exact mode: checks on this rank's weights that fixed tiles make rows independent. Raises ConfigError."""
         if self._exact:
             check_row_independence(self._model.linears)
 
-    def validate(self, plan: StepPlan) -> None:
-        """Raises ValueError that names the record which cannot be carried out; then nothing has been done."""
-        if self._last_step is not None and plan.step <= self._last_step:
-            raise ValueError(f"step {plan.step} does not follow step {self._last_step}")
-        self._limits.check(plan, self._sampled_steps)
-
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry a plan out, in the order that `cairn.step` gives. Raises ValueError as `validate` does."""
-        self.validate(plan)
+        """Carry a plan out, in the order that `cairn.step` gives."""
         with torch.inference_mode():
+            self._slots.apply(plan)
             self._move(plan)
-            scored = self._forward(plan.rows, plan.keeps) if plan.rows else ()
+            self._tables.apply(plan)
+            scored = self._forward(plan) if plan.num_rows else ()
             sampled = self._sample(plan)
-        self._last_step = plan.step
         self.steps += 1
         return StepResult(plan.step, sampled, scored)
 
@@ -134,10 +129,6 @@ class Runner:
             self.pool[copy.target] = self.pool[copy.source]
         for restore in plan.restores:
             self._restore(restore.slot, restore.pages)
-        for fork in plan.forks:
-            self._live.copy(fork.source, fork.target)
-            self._sampled_steps[fork.target] = self._sampled_steps[fork.source]
-            self._sampled_tokens[fork.target] = self._sampled_tokens[fork.source]
         for save in plan.saves:
             self._save(save.slot, save.pages)
 
@@ -145,33 +136,55 @@ class Runner:
         self._files.read_hidden(pages, self._live.hidden[slot])
         for number, layer in enumerate(self._live.recurrent):
             self._files.read_layer(pages, number, layer.conv[slot], layer.state[slot])
-        self._sampled_steps[slot] = None
 
     def _save(self, slot: int, pages: Pages) -> None:
         self._files.write_hidden(pages, self._live.hidden[slot])
         for number, layer in enumerate(self._live.recurrent):
             self._files.write_layer(pages, number, layer.conv[slot], layer.state[slot])
 
-    def _forward(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> tuple[Scored, ...]:
+    def _rows(self, plan: StepPlan) -> list[Row]:
+        """The plan's rows, decode rows first."""
+        rows, columns = [], plan.decodes
+        for slot, start, token, write_from in zip(
+            columns.slots.tolist(),
+            columns.positions.tolist(),
+            columns.tokens.tolist(),
+            columns.kv_write_from.tolist(),
+            strict=True,
+        ):
+            own = np.array([self._slots.sampled_token(slot, start) if token == SAMPLED else token], np.int64)
+            rows.append(self._row(slot, start, own, write_from, decode=True))
+        for row in plan.prefills:
+            rows.append(self._row(row.slot, row.start, row.tokens, row.kv_write_from, decode=False))
+        return rows
+
+    def _row(self, slot: int, start: int, tokens: Keys, kv_write_from: int, *, decode: bool) -> Row:
+        end = start + len(tokens)
+        pages, images = self._tables.pages_of(slot, end), self._slots.admit(slot).images
+        return Row(slot, start, end, tokens, pages, kv_write_from, decode, images)
+
+    def _forward(self, plan: StepPlan) -> tuple[Scored, ...]:
+        rows, snapshots = self._rows(plan), plan.snapshots
         for row in rows:
             if row.start == 0:
                 self._live.clear(row.slot)
         places = BatchPlaces(rows, self._exact)
         communicator = self._model.communicator
         contents = [row_content(row, self.vision, communicator, self._live.hidden) for row in rows]
-        batch = build_batch(places, [self._tokens(row) for row in rows], keeps, self.layout.groups, contents)
-        memory = _StepMemory(self._paged, self._live.recurrent, self._files, keeps)
+        batch = build_batch(places, snapshots, self.layout.groups, contents)
+        memory = _StepMemory(self._paged, self._live.recurrent, self._files, snapshots)
         hidden = self._model.forward(batch, memory)
         self.forward_passes += 1
         last = [places.row_of(index, row.end - 1) for index, row in enumerate(rows)]
         self._live.hidden[[row.slot for row in rows]] = hidden[last]
-        for row in rows:
-            self._sampled_steps[row.slot] = None
-        for keep in keeps:
-            self._files.write_hidden(keep.pages, hidden[places.row_of(keep.row, keep.position - 1)])
-        return tuple(part for index, row in enumerate(rows) for part in self._score(row, hidden[places.first[index] :]))
+        for snapshot in snapshots:
+            self._files.write_hidden(snapshot.pages, hidden[places.row_of(snapshot.row, snapshot.position - 1)])
+        first = places.first[len(plan.decodes) :]
+        return tuple(
+            scored for row, at in zip(plan.prefills, first, strict=True) for scored in self._score(row, hidden[at:])
+        )
 
-    def _score(self, row: Row, hidden: Tensor) -> Iterator[Scored]:
+    def _score(self, row: PrefillRow, hidden: Tensor) -> Iterator[Scored]:
         """`hidden`: from the row's first token on. All ranks take part: each has a share of the logits."""
         if row.score is None:
             return
@@ -180,14 +193,8 @@ class Runner:
             yield Scored(row.slot, position, logprobs)
             position += len(logprobs.ranks)
 
-    def _tokens(self, row: Row) -> Ints:
-        if isinstance(row.tokens, FromStep):
-            return np.array([self._sampled_tokens[row.slot]], dtype=np.int64)
-        return row.tokens
-
     def _sample(self, plan: StepPlan) -> tuple[SampledToken, ...]:
-        wanted = [(row.slot, row.sample) for row in plan.rows if row.sample is not None]
-        wanted += [(only.slot, only.sample) for only in plan.sample_only]
+        wanted = list(self._slots.samples(plan))
         if not wanted:
             return ()
         logits = self._model.logits(self._live.hidden[[slot for slot, _ in wanted]])
@@ -201,8 +208,8 @@ class Runner:
             drawn = [draw(row, own) for (_, own), row in zip(wanted, logits, strict=True)]
             told = [_told(row, own, token) for (_, own), row, token in zip(wanted, logits, drawn, strict=True)]
         sampled = []
-        for (slot, _), token, logprobs in zip(wanted, communicator.broadcast(drawn), told, strict=True):
-            self._sampled_steps[slot], self._sampled_tokens[slot] = plan.step, token
+        for (slot, own), token, logprobs in zip(wanted, communicator.broadcast(drawn), told, strict=True):
+            self._slots.add_token(slot, own.position, token)
             sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
 
