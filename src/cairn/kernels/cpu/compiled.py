@@ -116,8 +116,8 @@ class Kernel(dict[Hashable, Variant]):
         return variant
 
     def compile(self, dtype: torch.dtype | None = None) -> Sequence[Variant]:
-        """The variants for a dtype, now, or all of them. A key is for the dtype that it is or begins with; a kernel with
-        a single variant is for every dtype."""
+        """The variants for a dtype, now, or all of them. A key is for the dtype that it is or begins with; a kernel
+        with a single variant is for every dtype."""
         firsts = {key: key[0] if isinstance(key, tuple) else key for key in self._argument_types}
         single = len(firsts) == 1
         return [self[key] for key, first in firsts.items() if dtype is None or single or first == dtype]
