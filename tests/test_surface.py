@@ -17,14 +17,14 @@ from cairn.settings import add_flags
 from doubles.echo_core import build_echo_core
 
 FLAGS = """
---allowed-local-media-path --allowed-media-domains --api-key --block-size --config --cpu-threads
+--allowed-local-media-path --allowed-media-domains --api-key --block-size --check-plans --config --cpu-threads
 --disable-hybrid-kv-cache-manager --dtype --enable-auto-tool-choice --enable-prefix-caching --enforce-eager --eviction
 --exact --forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout --in-flight-sharing
 --kv-cache-memory-bytes --kv-events-config
 --kv-peer-allowlist --kv-secret-file --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level
 --mamba-cache-mode --max-body-bytes --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens
 --max-num-seqs --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice
---no-enable-prefix-caching --reasoning-parser --tool-call-parser
+--no-check-plans --no-enable-prefix-caching --reasoning-parser --tool-call-parser
 --no-enforce-eager --no-exact --no-in-flight-sharing --no-language-model-only
 --no-trust-remote-code --port --request-log --request-log-bytes
 --request-timeout --seed --served-model-name --shutdown-timeout --start-timeout
@@ -97,8 +97,8 @@ EXPORTED = {
     "cairn.errors": "AuditError CairnError ConfigError EngineDead InvalidRequest ModelError NotFound "
     "Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
-    "cairn.step": "Fork FromStep GRID Image Keep Logprobs PageCopy Restore Row Sample SampleOnly SampledToken Save "
-    "Score Scored StepPlan StepResult TokenMask",
+    "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
+    "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask",
     "cairn.cache.audit": "audit",
     "cairn.cache.checkpoint": "Checkpoint Kind Origin",
     "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",

@@ -122,6 +122,9 @@ class ServeSettings(BaseSettings):
     exact: bool = Field(
         False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
     )
+    check_plans: bool = Field(
+        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
+    )
     cpu_threads: int = Field(1, description="threads of the engine's number crunching on the CPU", ge=1, le=1024)
     shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
     request_timeout: float = Field(3600.0, description="seconds an answer may take", gt=0, le=86400)

@@ -3,23 +3,29 @@
 One step is `plan = scheduler.plan()`, `result = runner.run(plan)`, `scheduler.apply(result)`. The runner carries a
 plan out in this order:
 
-    copies -> restores -> forks -> saves -> rows (one forward pass, which also fills `keeps`) -> sampling
+    admits -> copies -> restores -> saves -> table updates -> rows (one forward pass, which also fills snapshots)
+    -> samples
 
-    copies    page -> page        copy on write
-    restores  file -> slot        a hit: the checkpoint becomes the running state
-    forks     slot -> slot        one sequence becomes two
-    saves     slot -> file        the running state as it is before the forward pass
-    rows      the batch of the forward pass
-    keeps     (row, position) -> file, the state as it was at `position` inside the pass
-    sample_only                   a token drawn from a slot's kept hidden state, without a forward pass
+    admits         a request begins in a slot: its block tables, sampling parameters and images, until the next admit
+    copies         page -> page        copy on write
+    restores       file -> slot        a hit: the checkpoint becomes the running state
+    saves          slot -> file        the running state as it is before the forward pass
+    table updates  pages into a slot's block tables: growth and copy on write
+    rows           the batch of the forward pass: decode rows, then prefill rows
+    snapshots      (row, position) -> file, the state as it was at `position` inside the pass
+    samples        tokens drawn from slots' final hidden states, with or without a row in this step
 
-A *slot* is one place of the live arrays (recurrent state and last hidden state of one running sequence). A *file* is
-the list of pages that holds one checkpoint. Neither slot, page nor file is reused before the step that last names it
-has been applied.
+A *slot* is one place of the live arrays (recurrent state and last hidden state of one running sequence) and of the
+block tables. A *file* is the list of pages that holds one checkpoint. Neither slot, page nor file is reused before the
+step that last names it has been applied. What a slot's admit said is not said again: a plan has what has changed.
+
+Plans go to the other ranks as they are (`cairn.engine.rank_wire`), so integers have the ranges that are read there.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,119 +33,37 @@ from cairn.types import Keys, Pages, SamplingParams
 
 __all__ = [
     "GRID",
-    "Fork",
-    "FromStep",
+    "SAMPLED",
+    "Admit",
+    "DecodeRows",
     "Image",
-    "Keep",
     "Logprobs",
     "PageCopy",
+    "PrefillRow",
     "Restore",
-    "Row",
-    "Sample",
-    "SampleOnly",
     "SampledToken",
+    "Samples",
     "Save",
     "Score",
     "Scored",
+    "Snapshot",
     "StepPlan",
     "StepResult",
+    "TableUpdate",
     "TokenMask",
 ]
 
 GRID = 64
 """Prefill computes in chunks of this many tokens on an absolute grid; states at its points are exact."""
 
+SAMPLED = -1
+"""As a decode row's token: the one that was sampled last in its slot."""
+
 TokenMask = NDArray[np.int32]
 """Which tokens may come, one bit each, shape [(vocab + 31) // 32]: token t is bit t % 32 of word t // 32."""
 
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Copy all bytes of page `source` to page `target`."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Checkpoint file -> live slot (state and hidden state)."""
-
-    slot: int
-    pages: Pages
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Live slot -> live slot (state and hidden state)."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Live slot -> checkpoint file, as the slot is before this step's forward pass."""
-
-    slot: int
-    pages: Pages
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Write the state after token `position - 1` of `rows[row]` to a checkpoint file, inside the pass.
-
-    `start < position <= end` of that row; the file then resumes the sequence at `position`.
-    """
-
-    row: int
-    position: int
-    pages: Pages
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Draw the token at absolute position `position` of the sequence.
-
-    `allowed`: the tokens that may come, before anything else is looked at; None: all. `banned`: tokens that may not
-    come at this position. `history`: the `position` tokens before it, of which the first `num_prompt_tokens` are the
-    prompt's; given where `params` need it. `logprobs`: how many of the best tokens to tell of beside the drawn one;
-    None: of none.
-    """
-
-    params: SamplingParams
-    position: int
-    allowed: TokenMask | None = field(default=None, compare=False)
-    banned: tuple[int, ...] = ()
-    history: Keys | None = field(default=None, compare=False)
-    num_prompt_tokens: int = 0
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How likely the model held `targets`, shape [n]: what follows each of a row's first n tokens. `top`: how many of
-    the best tokens to tell of beside each."""
-
-    targets: Keys = field(compare=False)
-    top: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Logprobs:
-    """Logarithms of probabilities before any transform, for n tokens: `token_ids` int32 and `values` float32, both
-    [n, 1 + top], the token itself first and then the best, falling. `ranks`: int32 [n], 1 for the most likely token."""
-
-    token_ids: NDArray[np.int32]
-    values: NDArray[np.float32]
-    ranks: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class FromStep:
-    """The row's one input token is the one that step `step` sampled in this row's slot."""
-
-    step: int
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""A slot, page, position or count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,12 +74,12 @@ class Image:
     `rgb`: its pixels, uint8 [height, width, 3] in row order; empty where nobody is going to encode it.
     """
 
-    start: int
-    length: int
-    grid: tuple[int, int, int]
+    start: Index
+    length: Index
+    grid: tuple[Index, Index, Index]
     digest: bytes
-    width: int
-    height: int
+    width: Index
+    height: Index
     rgb: bytes
 
     @property
@@ -163,50 +87,181 @@ class Image:
         return self.start + self.length
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's share of the forward pass: tokens [start, end).
+@dataclass(frozen=True, slots=True, eq=False)
+class Admit:
+    """A request begins, or begins again, in `slot`: what is said of it once.
 
-    `tokens`: the input tokens, shape [end - start], or `FromStep`. `pages`: per attention group the page list that
-    covers [0, end). Keys and values are written for tokens >= `kv_write_from` only; those below are read from shared
-    pages. A row with start 0 begins from the zero state, whatever the slot held. `decode` rows have one token and
-    run the decode kernels; all others run the prefill kernels, also with one token. `sample` draws from the last
-    token's logits. `images`: all of the sequence's, in order; their placeholders are tokens below 0. `score`: also tell
-    how likely what follows its tokens was held.
+    `tables`: per attention group all of its pages, shape [pages]. `num_prompt_tokens`: of `history`. `history`: prompt
+    and answer so far, where `sampling` needs it: the runner itself adds what it samples in the slot.
+    `stop_token_ids`: ascending. `logprobs`: how many of the best tokens to tell of beside each drawn one; None: of
+    none. `images`: all of the prompt's, in order; their placeholders are tokens below 0.
     """
 
-    slot: int
-    start: int
-    end: int
-    tokens: Keys | FromStep
-    pages: tuple[Pages, ...]
-    kv_write_from: int
-    decode: bool
-    sample: Sample | None
+    slot: Index
+    tables: tuple[Pages, ...]
+    sampling: SamplingParams
+    num_prompt_tokens: Index = 0
+    history: Keys | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
     images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy all bytes of page `source` to page `target`."""
+
+    source: Index
+    target: Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restore:
+    """Checkpoint file -> live slot (state and hidden state)."""
+
+    slot: Index
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Save:
+    """Live slot -> checkpoint file, as the slot is before this step's forward pass."""
+
+    slot: Index
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableUpdate:
+    """From entry `first` on, the block table of `slot` for attention group `group` has `pages`, shape [n], n > 0.
+
+    They follow what is there already, or take the place of its last entry (copy on write).
+    """
+
+    slot: Index
+    group: Index
+    first: Index
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """How likely the model held `targets`, shape [n]: what follows each of a row's first n tokens. `top`: how many of
+    the best tokens to tell of beside each."""
+
+    targets: Keys
+    top: Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillRow:
+    """Tokens [start, end) of the sequence in `slot`, through the prefill kernels, also if it is one token alone.
+
+    `tokens`: shape [end - start]; below 0 where an image stands. Keys and values are written for tokens >=
+    `kv_write_from` only; those below are read from shared pages. A row with start 0 begins from the zero state,
+    whatever the slot held. `score`: also tell how likely what follows its tokens was held.
+    """
+
+    slot: Index
+    start: Index
+    tokens: Keys
+    kv_write_from: Index
     score: Score | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class SampleOnly:
-    """Draw a token from the hidden state that lies in `slot` (a full hit)."""
-
-    slot: int
-    sample: Sample
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+def _no_slots() -> NDArray[np.int32]:
+    return np.zeros(0, np.int32)
+
+
+def _no_tokens() -> Keys:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """Sequences that go on by one token through the decode kernels, in columns of shape [rows].
+
+    `positions`: where the token stands: so many were computed before. `tokens`: the input token, or SAMPLED.
+    `kv_write_from`: as of a prefill row.
+    """
+
+    slots: NDArray[np.int32] = field(default_factory=_no_slots)
+    positions: NDArray[np.int32] = field(default_factory=_no_slots)
+    tokens: Keys = field(default_factory=_no_tokens)
+    kv_write_from: NDArray[np.int32] = field(default_factory=_no_slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Write the state after token `position - 1` of row number `row` to a checkpoint file, inside the pass.
+
+    Decode rows are numbered first, then prefill rows. `start < position <= end` of the row; the file then resumes the
+    sequence at `position`.
+    """
+
+    row: Index
+    position: Index
+    pages: Pages
+
+
+def _no_flags() -> NDArray[np.bool_]:
+    return np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Tokens to draw, in columns of shape [samples]: each from the final hidden state that lies in its slot when the
+    rows are through, or was restored (a full hit).
+
+    `positions`: the absolute position of the token that is drawn. `bans_stop_tokens`: whether the slot's stop tokens
+    may not come here. `masks`: by slot, the tokens that may come, before anything else is looked at; all where a slot
+    has none.
+    """
+
+    slots: NDArray[np.int32] = field(default_factory=_no_slots)
+    positions: NDArray[np.int32] = field(default_factory=_no_slots)
+    bans_stop_tokens: NDArray[np.bool_] = field(default_factory=_no_flags)
+    masks: dict[Index, TokenMask] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step. `step` numbers count up by one."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    admits: tuple[Admit, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     restores: tuple[Restore, ...] = ()
-    forks: tuple[Fork, ...] = ()
     saves: tuple[Save, ...] = ()
-    rows: tuple[Row, ...] = ()
-    keeps: tuple[Keep, ...] = ()
-    sample_only: tuple[SampleOnly, ...] = ()
+    table_updates: tuple[TableUpdate, ...] = ()
+    decodes: DecodeRows = field(default_factory=DecodeRows)
+    prefills: tuple[PrefillRow, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+    samples: Samples = field(default_factory=Samples)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """Logarithms of probabilities before any transform, for n tokens: `token_ids` int32 and `values` float32, both
+    [n, 1 + top], the token itself first and then the best, falling. `ranks`: int32 [n], 1 for the most likely token."""
+
+    token_ids: NDArray[np.int32]
+    values: NDArray[np.float32]
+    ranks: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +276,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What became of a `Row.score`: `logprobs` of the tokens from absolute position `position` on."""
+    """What became of a `PrefillRow.score`: `logprobs` of the tokens from absolute position `position` on."""
 
     slot: int
     position: int
@@ -230,8 +285,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the step with the same number gave: one entry for each `Row.sample` and each `SampleOnly`, in plan order
-    (rows first), and one for each `Row.score`."""
+    """What the step with the same number gave: one entry for each of `samples` and one for each `PrefillRow.score`, in
+    plan order."""
 
     step: int
     sampled: tuple[SampledToken, ...] = ()

@@ -10,8 +10,9 @@ from cairn.engine.contract import GenerateRequest
 from cairn.engine.kv_transfer import Terms
 from cairn.engine.specs import SpecMaker
 from cairn.runner.bad_words import ends_of_bad_words
+from cairn.runner.slots import Sample, Slots
 from cairn.scheduler.request import Spec
-from cairn.step import Logprobs, Sample, SampledToken, Scored, StepPlan, StepResult
+from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult
 from cairn.types import SamplingParams
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE
 
@@ -31,7 +32,7 @@ class _EchoParams(SamplingParams):
 
 
 class EchoSpecs(SpecMaker):
-    """Asks the scheduler to tell the runner of every draw's prompt."""
+    """Asks the scheduler to tell the runner of every request's prompt."""
 
     def make(
         self,
@@ -58,21 +59,24 @@ class EchoRunner:
     def __init__(self) -> None:
         self.forward_passes = 0
         self.steps = 0
+        self._slots = Slots()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Needs plans whose requests come from `EchoSpecs`."""
         self.steps += 1
-        self.forward_passes += bool(plan.rows)
-        scores = [(row.slot, row.start, row.score) for row in plan.rows if row.score is not None]
-        draws = [(row.slot, row.sample) for row in plan.rows if row.sample is not None]
-        draws += [(only.slot, only.sample) for only in plan.sample_only]
-        sampled = tuple(_drawn(slot, sample) for slot, sample in draws)
+        self.forward_passes += bool(plan.num_rows)
+        self._slots.apply(plan)
+        scores = [(row.slot, row.start, row.score) for row in plan.prefills if row.score is not None]
+        sampled = []
+        for slot, sample in self._slots.samples(plan):
+            sampled.append(_drawn(slot, sample))
+            self._slots.add_token(slot, sample.position, sampled[-1].token)
         scored = tuple(
             Scored(slot, start + 1 + i, _logprobs(target, score.top))
             for slot, start, score in scores
             for i, target in enumerate(score.targets.tolist())
         )
-        return StepResult(plan.step, sampled, scored)
+        return StepResult(plan.step, tuple(sampled), scored)
 
     def close(self) -> None:
         """Nothing runs beside it."""

@@ -101,7 +101,7 @@ class LoggedServer:
             exact=config.exact,
         )
         self.scheduler = Scheduler(scheduling, self.cache, self.clock, observer=self.log)
-        runner = runner or SimulatedRunner(sizes, VOCAB, numerics=config.exact)
+        runner = runner or SimulatedRunner(sizes, num_pages, config.max_num_seqs, VOCAB, numerics=config.exact)
         self.core = Core(info, self.scheduler, runner, _NoText(), (), 0, request_log=self.log)
         self.reports: dict[str, CacheReport] = {}
         self.sequences: dict[str, list[int]] = {}

@@ -51,7 +51,7 @@ def simulated(tokenizer: ModelTokenizer, mode: str | None = "auto", num_pages: i
         exact=False,
     )
     scheduler = Scheduler(SchedulerConfig(max_model_len=MAX_LEN), cache, clock)
-    runner = SimulatedRunner(LAYOUT, tokenizer.vocab_size, numerics=False)
+    runner = SimulatedRunner(LAYOUT, num_pages, 8, tokenizer.vocab_size, numerics=False)
     return Core(info, scheduler, runner, tokenizer, (), 0)
 
 

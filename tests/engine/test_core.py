@@ -45,7 +45,7 @@ def core(num_pages=400, eos=(), seed=0, **config) -> Core:
         exact=False,
     )
     clock = ManualClock()
-    runner = SimulatedRunner(LAYOUT, VOCAB, numerics=False)
+    runner = SimulatedRunner(LAYOUT, num_pages, 8, VOCAB, numerics=False)
     return Core(info, Scheduler(scheduling, cache, clock), runner, ByteTokenizer(), eos, seed)
 
 

@@ -160,7 +160,7 @@ def test_a_core_publishes_the_blocks_that_can_be_hit(pair):
     events = BlockEvents(LAYOUT.block_size, publisher.publish)
     cache = PrefixCache(LAYOUT, 60, CachePolicy(Auto(), LeastRecentlyUsed()), events)
     scheduler = Scheduler(SchedulerConfig(max_model_len=2000), cache, ManualClock())
-    runner = SimulatedRunner(LAYOUT, VOCAB, numerics=False)
+    runner = SimulatedRunner(LAYOUT, 60, 8, VOCAB, numerics=False)
     core = Core(plain_core().info, scheduler, runner, ByteTokenizer(), (), 0, events=publisher)
     run(core, request(max_tokens=1))
     while not (batches := router.replayed(0)):

@@ -22,11 +22,11 @@ from cairn.errors import ConfigError
 from cairn.layers.model import Model
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Runner
+from cairn.runner.slots import Sample
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
-from cairn.step import Sample
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())

@@ -19,22 +19,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.engine.rank_wire import (
-    PlanFrame,
     RankConfig,
     RankService,
-    frame_of_plan,
+    follower_plan,
     frames_of_config,
     frames_of_plans,
     frames_to_rank_zero,
-    plan_of_frame,
 )
 from cairn.engine.rank_worker import follow
 from cairn.engine.ranks import RankDeadlines, RankedRunner, build_ranked
 from cairn.errors import ConfigError, EngineDead, ModelError
 from cairn.models.registry import open_model
+from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
-from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, Score, StepPlan
+from cairn.runner.slots import Sample
+from cairn.step import (
+    SAMPLED,
+    Admit,
+    DecodeRows,
+    Image,
+    PageCopy,
+    PrefillRow,
+    Restore,
+    Samples,
+    Save,
+    Score,
+    Snapshot,
+    StepPlan,
+    TableUpdate,
+)
 from cairn.types import SamplingParams
+from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
 
@@ -54,19 +69,24 @@ def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
+IMAGE = Image(3, 4, (1, 4, 4), b"d" * 32, 8, 6, b"rgb")
 FULL_PLAN = StepPlan(
     step=7,
+    admits=(
+        Admit(0, (TABLE, pages()), PENALISED, 90, PROMPT, (2, 3), 5, (IMAGE,)),
+        Admit(2, (pages(2), pages(3)), SamplingParams()),
+    ),
     copies=(PageCopy(3, 9), PageCopy(0, 1)),
     restores=(Restore(2, pages(4, 5, 6)),),
-    forks=(Fork(0, 1),),
     saves=(Save(1, pages(7, 8, 99)),),
-    rows=(
-        Row(0, 64, 100, PROMPT[64:], (TABLE, pages()), 70, False, Sample(PENALISED, 100)),
-        Row(1, 5, 6, FromStep(6), (pages(2), pages(3)), 0, True, None),
-        Row(2, 0, 3, PROMPT[:3], (pages(2), pages(3)), 0, False, None, score=Score(PROMPT[1:4], 5)),
+    table_updates=(TableUpdate(1, 1, 7, pages(4, 5)),),
+    decodes=DecodeRows(pages(1, 3), pages(5, 9), np.array([SAMPLED, 77]), pages(0, 12)),
+    prefills=(
+        PrefillRow(0, 64, PROMPT[64:], 70),
+        PrefillRow(2, 0, -PROMPT[:3], 0, Score(PROMPT[1:4], 5)),
     ),
-    keeps=(Keep(0, 96, pages(10, 11, 12)),),
-    sample_only=(SampleOnly(2, Sample(GREEDY, 3)),),
+    snapshots=(Snapshot(0, 96, pages(10, 11, 12)),),
+    samples=Samples(pages(0, 2), pages(100, 3), np.array([False, True]), {0: TABLE}),
 )
 
 
@@ -76,28 +96,46 @@ def plain(value: object) -> object:
         return str(value.dtype), value.tolist()
     if isinstance(value, tuple):
         return tuple(map(plain, value))
+    if isinstance(value, dict):
+        return {key: plain(own) for key, own in value.items()}
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return type(value).__name__, *(plain(getattr(value, field.name)) for field in fields)
     return value
 
 
+def through(plan: StepPlan) -> StepPlan:
+    return frames_of_plans().decode(frames_of_plans().encode(plan))
+
+
 def test_a_plan_comes_through_whole():
-    assert all(getattr(FULL_PLAN, field.name) for field in dataclasses.fields(StepPlan)), "a record is not covered"
-    frame = frames_of_plans().encode(frame_of_plan(FULL_PLAN))
-    assert plain(plan_of_frame(frames_of_plans().decode(frame))) == plain(FULL_PLAN)
-    assert PlanFrame.__struct_fields__ == tuple(field.name for field in dataclasses.fields(StepPlan))
+    values = (getattr(FULL_PLAN, field.name) for field in dataclasses.fields(StepPlan))
+    assert all(value if isinstance(value, int) else len(value) for value in values), "a record is not covered"
+    assert plain(through(FULL_PLAN)) == plain(FULL_PLAN)
 
 
 def test_an_empty_plan_comes_through():
-    frame = frames_of_plans().encode(frame_of_plan(StepPlan(1)))
-    assert plan_of_frame(frames_of_plans().decode(frame)) == StepPlan(1)
+    assert plain(through(StepPlan(1))) == plain(StepPlan(1))
+
+
+def test_the_others_are_not_told_what_only_the_draw_and_the_images_need():
+    told = through(follower_plan(FULL_PLAN))
+    for admit, whole in zip(told.admits, FULL_PLAN.admits, strict=True):
+        assert plain(admit.tables) == plain(whole.tables) and admit.slot == whole.slot
+        assert (admit.sampling, admit.history, admit.stop_token_ids) == (SamplingParams(), None, ())
+        assert [(image.start, image.end, image.grid) for image in admit.images] == [
+            (image.start, image.end, image.grid) for image in whole.images
+        ]
+        assert not any(image.rgb or image.digest for image in admit.images)
+    assert told.samples.masks == {} and plain(told.samples.slots) == plain(FULL_PLAN.samples.slots)
+    same = [field.name for field in dataclasses.fields(StepPlan) if field.name not in ("admits", "samples")]
+    assert [plain(getattr(told, name)) for name in same] == [plain(getattr(FULL_PLAN, name)) for name in same]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.one_of(st.binary(max_size=200), st.integers(0, 400)))
 def test_frames_that_follow_no_schema_end_the_line(noise):
-    whole = frames_of_plans().encode(frame_of_plan(FULL_PLAN))
+    whole = frames_of_plans().encode(FULL_PLAN)
     frame = noise if isinstance(noise, bytes) else whole[: noise % len(whole)]
     for frames in (frames_of_plans(), frames_of_config(), frames_to_rank_zero()):
         with pytest.raises(EngineDead):
@@ -105,11 +143,28 @@ def test_frames_that_follow_no_schema_end_the_line(noise):
 
 
 def test_bytes_that_are_no_whole_numbers_are_refused():
-    frame = frame_of_plan(StepPlan(1, saves=(Save(0, TABLE),)))
-    broken = frames_of_plans().encode(frame).replace(TABLE.tobytes(), TABLE.tobytes()[:-1] + b"", 1)
-    broken = broken.replace(bytes([0xC4, 28]), bytes([0xC4, 27]), 1)
-    with pytest.raises(EngineDead, match="27 bytes"):
-        plan_of_frame(frames_of_plans().decode(broken))
+    frame = frames_of_plans().encode(StepPlan(1, saves=(Save(0, TABLE),)))
+    broken = frame.replace(bytes([0xC4, 28]) + TABLE.tobytes(), bytes([0xC4, 27]) + TABLE.tobytes()[:-1], 1)
+    assert len(broken) == len(frame) - 1
+    with pytest.raises(EngineDead, match="multiple of element size"):
+        frames_of_plans().decode(broken)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        StepPlan(1, saves=(Save(-1, TABLE),)),
+        StepPlan(1, saves=(Save(1 << 31, TABLE),)),
+        StepPlan(1, saves=(Save(0, TABLE - 1),)),
+        StepPlan(1, prefills=(PrefillRow(0, -1, PROMPT, 0),)),
+        StepPlan(1, decodes=DecodeRows(slots=pages(-1))),
+        StepPlan(1, saves=(Save(0, [1, 2]),)),
+        StepPlan(-1),
+    ],
+)
+def test_numbers_out_of_range_are_refused(plan):
+    with pytest.raises(EngineDead):
+        through(plan)
 
 
 def test_sizes_out_of_range_are_refused():
@@ -174,20 +229,24 @@ def started() -> Iterator[list[RankedRunner]]:
 
 
 def prefill(step: int, slot: int = 0, **records) -> StepPlan:
-    return StepPlan(step, rows=(Row(slot, 0, 100, PROMPT, (TABLE,), 0, False, Sample(GREEDY, 100)),), **records)
+    row = WholeRow(slot, 0, 100, PROMPT, (TABLE,), 0, False, Sample(GREEDY, 100))
+    return PlanWriter().plan(step, [row], **records)
 
 
 def conversation(checkpoint: int) -> list[StepPlan]:
-    """Prefill with a kept state, decode from the step before, save, resume, a full hit."""
+    """Prefill with snapshots, decode from the step before, save, resume, a full hit."""
     at_64, at_100, saved = (np.arange(first, first + checkpoint, dtype=np.int32) for first in (20, 50, 70))
-    plans = [prefill(1, keeps=(Keep(0, 64, at_64), Keep(0, 100, at_100)))]
+    plan = PlanWriter().plan
+    whole = WholeRow(0, 0, 100, PROMPT, (TABLE,), 0, False, Sample(DRAWN, 100))
+    plans = [plan(1, [whole], snapshots=(Snapshot(0, 64, at_64), Snapshot(0, 100, at_100)))]
     plans += [
-        StepPlan(2 + i, rows=(Row(0, 100 + i, 101 + i, FromStep(1 + i), (TABLE,), 0, True, Sample(DRAWN, 101 + i)),))
+        plan(2 + i, [WholeRow(0, 100 + i, 101 + i, SAMPLED, (TABLE,), 0, True, Sample(DRAWN, 101 + i))])
         for i in range(5)
     ]
-    resumed = Row(1, 64, 100, PROMPT[64:], (TABLE,), 100, False, Sample(GREEDY, 100))
-    plans.append(StepPlan(7, restores=(Restore(1, at_64),), rows=(resumed,)))
-    plans.append(StepPlan(8, restores=(Restore(2, at_100),), sample_only=(SampleOnly(2, Sample(GREEDY, 100)),)))
+    resumed = WholeRow(1, 64, 100, PROMPT[64:], (TABLE,), 100, False, Sample(GREEDY, 100))
+    plans.append(plan(7, [resumed], restores=(Restore(1, at_64),)))
+    drawn = (SampleOnly(2, Sample(GREEDY, 100)),)
+    plans.append(plan(8, restores=(Restore(2, at_100),), sample_only=drawn))
     plans.append(StepPlan(9, copies=(PageCopy(0, 90),), saves=(Save(0, saved),)))
     return plans
 
@@ -210,17 +269,18 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
             for rank, observe in zip(thread_ranks(2), observers, strict=True)
         ]
     )
+    checked = CheckedRunner(ranked, PlanLimits(layout, NUM_PAGES, NUM_SLOTS, 4096, True))
     for plan in conversation(layout.pages_per_checkpoint):
-        assert ranked.run(plan) == threads.run(plan)
+        assert checked.run(plan) == threads.run(plan)
     assert (ranked.steps, ranked.forward_passes) == (threads.steps, threads.forward_passes) == (9, 7)
     assert len(seen["threads"]) == 8
     assert all(torch.equal(*pair) for pair in zip(seen["processes"], seen["threads"], strict=True))
     # Refused before anything is done, and nobody minds.
     with pytest.raises(ValueError, match="slot 3"):
-        ranked.run(prefill(10, slot=3))
+        checked.run(prefill(10, slot=3))
     with pytest.raises(ValueError, match=r"pages must be in 0\.\.99"):
-        ranked.run(StepPlan(10, copies=(PageCopy(0, NUM_PAGES),)))
-    assert ranked.run(prefill(10)).sampled == threads.run(prefill(10)).sampled
+        checked.run(StepPlan(10, copies=(PageCopy(0, NUM_PAGES),)))
+    assert checked.run(prefill(10)).sampled == threads.run(prefill(10)).sampled
     assert ranked.own.pool.shape == (NUM_PAGES + 3, layout.page_bytes)
     assert torch.equal(ranked.own.pool[:NUM_PAGES], threads.runners[0].pool)
     with zmq.Context() as context, context.socket(zmq.REQ) as asking:

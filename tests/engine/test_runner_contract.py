@@ -8,8 +8,10 @@ import pytest
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
 from cairn.runner.simulated import SimulatedRunner
-from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save, Score, StepPlan
+from cairn.runner.slots import Sample
+from cairn.step import SAMPLED, PageCopy, Restore, Save, Score, Snapshot, StepPlan
 from cairn.types import SamplingParams
+from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow, decode_rows
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
 GREEDY = SamplingParams(temperature=0.0)
@@ -23,12 +25,27 @@ def opened(tiny_model):
 
 @pytest.fixture(params=["tensors", "tags"])
 def subject(request, opened):
-    """A runner and the size of its checkpoint files."""
+    """A runner, which is given plans in hand-written form, and the size of its checkpoint files."""
     model, built = opened
     layout = model.layout(16)
     if request.param == "tensors":
-        return Runner(built, layout, 100, 4, exact=True), layout.pages_per_checkpoint
-    return SimulatedRunner(layout, 4096, numerics=True), layout.pages_per_checkpoint
+        return Subject(Runner(built, layout, 100, 4, exact=True)), layout.pages_per_checkpoint
+    return Subject(SimulatedRunner(layout, 100, 4, 4096, numerics=True)), layout.pages_per_checkpoint
+
+
+class Subject:
+    """A runner of plans that are written by hand."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self._writer = PlanWriter()
+
+    @property
+    def counts(self):
+        return self.runner.forward_passes, self.runner.steps
+
+    def run(self, step, *rows, **records):
+        return self.runner.run(self._writer.plan(step, rows, **records))
 
 
 def pages(*numbers):
@@ -44,11 +61,11 @@ def file(first, size):
 
 def prefill(slot=0, start=0, end=100, table=TABLE, write_from=0, sample=True):
     wanted = Sample(GREEDY, end) if sample else None
-    return Row(slot, start, end, PROMPT[start:end], (table,), write_from, False, wanted)
+    return WholeRow(slot, start, end, PROMPT[start:end], (table,), write_from, False, wanted)
 
 
 def decode(slot, start, tokens, table=TABLE):
-    return Row(slot, start, start + 1, tokens, (table,), 0, True, Sample(GREEDY, start + 1))
+    return WholeRow(slot, start, start + 1, tokens, (table,), 0, True, Sample(GREEDY, start + 1))
 
 
 def tokens(result):
@@ -58,55 +75,58 @@ def tokens(result):
 def test_tokens_come_in_plan_order_and_passes_are_counted(subject):
     runner, _ = subject
     rows = (prefill(slot=2), prefill(slot=1, end=64, table=pages(10, 11, 12, 13), sample=False))
-    first = runner.run(StepPlan(1, rows=rows))
+    first = runner.run(1, *rows)
     assert (first.step, [slot for slot, _ in tokens(first)]) == (1, [2])
-    empty = runner.run(StepPlan(2))
-    assert tokens(empty) == [] and (runner.forward_passes, runner.steps) == (1, 2)
+    empty = runner.run(2)
+    assert tokens(empty) == [] and runner.counts == (1, 2)
 
 
 def test_a_kept_state_goes_on_like_the_one_it_was_taken_from(subject):
     runner, size = subject
-    whole = runner.run(
-        StepPlan(1, rows=(prefill(),), keeps=(Keep(0, 64, file(20, size)), Keep(0, 100, file(40, size))))
-    )
-    again = runner.run(StepPlan(2, restores=(Restore(1, file(20, size)),), rows=(prefill(1, 64, write_from=100),)))
+    snapshots = (Snapshot(0, 64, file(20, size)), Snapshot(0, 100, file(40, size)))
+    whole = runner.run(1, prefill(), snapshots=snapshots)
+    again = runner.run(2, prefill(1, 64, write_from=100), restores=(Restore(1, file(20, size)),))
     assert tokens(again)[0][1] == tokens(whole)[0][1]
-    passes = runner.forward_passes
-    only = StepPlan(3, restores=(Restore(3, file(40, size)),), sample_only=(SampleOnly(3, Sample(GREEDY, 100)),))
-    assert tokens(runner.run(only)) == [(3, tokens(whole)[0][1])]
-    assert runner.forward_passes == passes
+    passes, _ = runner.counts
+    drawn = (SampleOnly(3, Sample(GREEDY, 100)),)
+    only = runner.run(3, restores=(Restore(3, file(40, size)),), sample_only=drawn)
+    assert tokens(only) == [(3, tokens(whole)[0][1])]
+    assert runner.counts[0] == passes
 
 
-def test_saves_forks_copies_and_tokens_fed_ahead(subject):
+def test_saves_copies_and_tokens_fed_ahead(subject):
     runner, size = subject
-    (_, token) = tokens(runner.run(StepPlan(1, rows=(prefill(),))))[0]
-    plan = StepPlan(
-        2,
-        copies=(PageCopy(6, 16),),
-        forks=(Fork(0, 1),),
-        saves=(Save(0, file(20, size)),),
-        rows=(decode(0, 100, FromStep(1)), decode(1, 100, np.array([token]), pages(0, 1, 2, 3, 4, 5, 16))),
-    )
-    both = tokens(runner.run(plan))
+    (_, token) = tokens(runner.run(1, prefill()))[0]
+    runner.run(2, saves=(Save(0, file(40, size)),))
+    rows = (decode(0, 100, SAMPLED), decode(1, 100, np.array([token]), pages(0, 1, 2, 3, 4, 5, 16)))
+    records = {"saves": (Save(0, file(20, size)),), "restores": (Restore(1, file(40, size)),)}
+    both = tokens(runner.run(3, *rows, copies=(PageCopy(6, 16),), **records))
     assert both[0][1] == both[1][1]
     # the save is of before the pass: from it the same step can be taken again
-    restored = StepPlan(3, restores=(Restore(2, file(20, size)),), rows=(decode(2, 100, np.array([token])),))
-    assert tokens(runner.run(restored))[0][1] == both[0][1]
+    restored = runner.run(4, decode(2, 100, np.array([token])), restores=(Restore(2, file(20, size)),))
+    assert tokens(restored)[0][1] == both[0][1]
 
 
 def test_a_row_from_the_start_forgets_what_the_slot_held(subject):
     runner, _ = subject
-    first = tokens(runner.run(StepPlan(1, rows=(prefill(),))))
-    runner.run(StepPlan(2, rows=(decode(0, 100, FromStep(1)),)))
-    assert tokens(runner.run(StepPlan(3, rows=(prefill(),)))) == first
+    first = tokens(runner.run(1, prefill()))
+    runner.run(2, decode(0, 100, SAMPLED))
+    assert tokens(runner.run(3, prefill())) == first
 
 
-def test_a_token_of_another_step_is_refused(subject):
+def test_a_token_of_another_position_is_refused(subject):
     runner, _ = subject
-    runner.run(StepPlan(1, rows=(prefill(),)))
-    runner.run(StepPlan(2, rows=(decode(0, 100, FromStep(1)),)))
+    runner.run(1, prefill())
+    runner.run(2, replace(decode(0, 100, SAMPLED), sample=None))
     with pytest.raises((ValueError, LookupError)):
-        runner.run(StepPlan(3, rows=(decode(0, 101, FromStep(1)),)))
+        runner.run(3, decode(0, 101, SAMPLED))
+
+
+def test_tokens_of_nobody_are_refused(subject):
+    """Also by the one of tensors, which does not check its plans."""
+    runner, _ = subject
+    with pytest.raises((ValueError, LookupError), match="nobody was admitted to slot 2"):
+        runner.runner.run(StepPlan(1, decodes=decode_rows([decode(2, 100, SAMPLED)])))
 
 
 def test_what_may_come_and_what_is_told_of_it(subject):
@@ -115,25 +135,46 @@ def test_what_may_come_and_what_is_told_of_it(subject):
     mask[3] = 0b110  # tokens 97 and 98
     tell = {"allowed": mask, "logprobs": 4}
     row = replace(prefill(), sample=Sample(GREEDY, 100, **tell))
-    (one,) = runner.run(StepPlan(1, rows=(row,))).sampled
+    (one,) = runner.run(1, row).sampled
     assert one.token in (97, 98)
     assert one.logprobs.token_ids.shape == one.logprobs.values.shape == (1, 5) and one.logprobs.ranks.shape == (1,)
     assert one.logprobs.token_ids[0, 0] == one.token
     assert all(one.logprobs.values[0, 1:] <= one.logprobs.values[0, 1])
     banned = replace(row, sample=Sample(GREEDY, 100, banned=(one.token,), **tell))
-    (other,) = runner.run(StepPlan(2, rows=(banned,))).sampled
+    (other,) = runner.run(2, banned).sampled
     assert {one.token, other.token} == {97, 98}
+
+
+def test_a_history_goes_on_with_what_was_sampled(subject):
+    """A token that was drawn since the admit counts as much as one that the admit told of."""
+    runner, _ = subject
+    params = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1e6)
+    drawn, known = [], PROMPT
+    whole = replace(prefill(), sample=Sample(params, 100, history=known, num_prompt_tokens=100))
+    drawn += tokens(runner.run(1, whole))
+    for step in range(2, 6):
+        drawn += tokens(runner.run(step, replace(decode(0, 98 + step, SAMPLED), sample=Sample(params, 99 + step))))
+    answer = [token for _, token in drawn]
+    again = []
+    for number, token in enumerate([None, *answer[:-1]]):
+        history = np.concatenate([PROMPT, answer[:number]]).astype(np.int64)
+        sample = Sample(params, 100 + number, history=history, num_prompt_tokens=100)
+        if token is None:
+            row = replace(prefill(slot=1, table=pages(*range(20, 27))), sample=sample)
+        else:
+            row = decode(1, 99 + number, np.array([token]), pages(*range(20, 27)))
+            row = replace(row, sample=sample)
+        again += tokens(runner.run(10 + number, row))
+    assert [token for _, token in again] == answer and len(answer) == 5
 
 
 def test_prompts_are_scored_the_same_in_one_row_and_in_two(subject):
     runner, _ = subject
     whole = replace(prefill(), score=Score(PROMPT[1:], 2))
-    result = runner.run(StepPlan(1, rows=(prefill(slot=1, table=pages(*range(10, 17))), whole)))
+    result = runner.run(1, prefill(slot=1, table=pages(*range(10, 17))), whole)
     halves = [replace(prefill(end=64, sample=False), score=Score(PROMPT[1:65], 2))]
     halves.append(replace(prefill(start=64), score=Score(PROMPT[65:], 2)))
-    parts = [
-        scored for number, half in enumerate(halves, 2) for scored in runner.run(StepPlan(number, rows=(half,))).scored
-    ]
+    parts = [scored for number, half in enumerate(halves, 2) for scored in runner.run(number, half).scored]
     for found in (result.scored, parts):
         assert [
             place for part in found for place in range(part.position, part.position + len(part.logprobs.ranks))

@@ -21,7 +21,7 @@ from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES
 from cairn.runner.runner import Runner
-from cairn.step import Sample
+from cairn.runner.slots import Sample
 from doubles.thread_ranks import thread_ranks
 from models.wide_float import wide_float
 from runner.harness import Driver, RunnersSideBySide, left_of

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.step import Keep, Restore, Sample, SampleOnly
+from cairn.runner.slots import Sample
+from cairn.step import Restore, Snapshot
 from cairn.types import Pages, SamplingParams
+from doubles.hand_plans import SampleOnly
 from runner.harness import Driver
 
 LENGTH = 150
@@ -68,7 +70,7 @@ def whole_in_chunks_and_token_by_token(driver: Driver, truth: Truth, kept: Seque
     tokens = truth.tokens
     whole = driver.sequence(0, LENGTH)
     files = {position: driver.file() for position in kept}
-    (logits,) = driver.run(driver.row(whole, tokens), keeps=[Keep(0, p, pages) for p, pages in files.items()])
+    (logits,) = driver.run(driver.row(whole, tokens), snapshots=[Snapshot(0, p, pages) for p, pages in files.items()])
     truth.check(logits, LENGTH)
     full_hits(driver, truth, files)
     # Off the grid where exact mode does not forbid it.
@@ -110,11 +112,11 @@ def kept_everywhere(driver: Driver, truth: Truth, length: int, prefilled: int) -
     checkpoint of every position."""
     first = driver.sequence(0, length)
     files = {position: driver.file() for position in range(1, length + 1)}
-    keeps = [Keep(0, position, files[position]) for position in range(1, prefilled + 1)]
-    driver.run(driver.row(first, truth.tokens[:prefilled]), keeps=keeps)
+    snapshots = [Snapshot(0, position, files[position]) for position in range(1, prefilled + 1)]
+    driver.run(driver.row(first, truth.tokens[:prefilled]), snapshots=snapshots)
     for position in range(prefilled, length):
         row = driver.row(first, truth.tokens[position : position + 1], decode=True)
-        driver.run(row, keeps=[Keep(0, position + 1, files[position + 1])])
+        driver.run(row, snapshots=[Snapshot(0, position + 1, files[position + 1])])
     return first, files
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cairn.step import Keep, Restore
+from cairn.step import Restore, Snapshot
 from models.decoder_families import Tiny, falcon, granite, lfm2, logits_of, prompt, published, qwen3, tiny
 from models.logits_bar import (
     LENGTH,
@@ -88,7 +88,7 @@ def test_cut_among_ranks(truth: TinyTruth, size: int) -> None:
     """The bar of one rank; on one thread a rank."""
     driver, tokens = truth.tiny.ranks(size, exact=True), truth.tokens
     whole, file = driver.sequence(0, LENGTH), driver.file()
-    found = [(130, driver.run(driver.row(whole, tokens[:130]), keeps=[Keep(0, 64, file)])[0])]
+    found = [(130, driver.run(driver.row(whole, tokens[:130]), snapshots=[Snapshot(0, 64, file)])[0])]
     for position in range(130, 140):
         row = driver.row(whole, tokens[position : position + 1], decode=True)
         found.append((position + 1, driver.run(row)[0]))

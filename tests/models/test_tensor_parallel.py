@@ -17,7 +17,7 @@ from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.loader import WeightReader
 from cairn.models.registry import open_model
-from cairn.step import Keep
+from cairn.step import Snapshot
 from doubles.thread_ranks import thread_ranks
 from models.logits_bar import LENGTH, Truth, steps
 from models.nemotron_h_truth import logits_of, published
@@ -56,7 +56,7 @@ def logits_by_every_way(driver: Driver, tokens: list[int]) -> list[Tensor]:
     """Whole prefill; in chunks, together with another sequence; decode steps; resumed from a checkpoint."""
     whole = driver.sequence(0, LENGTH)
     file = driver.file()
-    found = driver.run(driver.row(whole, tokens[:130]), keeps=[Keep(0, 64, file)])
+    found = driver.run(driver.row(whole, tokens[:130]), snapshots=[Snapshot(0, 64, file)])
     for position in range(130, 136):
         found += driver.run(driver.row(whole, tokens[position : position + 1], decode=True))
     pieces, other = driver.sequence(1, LENGTH), driver.sequence(2, LENGTH)

@@ -103,7 +103,7 @@ class Server:
         extra = staging_pages_for(UNITS, geometry)
         noise = np.random.default_rng(port)
         self.pool = noise.integers(0, 256, (num_pages + extra, self.layout.page_bytes), np.uint8)
-        self.runner = PooledRunner(self.layout, self.pool)
+        self.runner = PooledRunner(self.layout, self.pool, num_pages, max_num_seqs)
         self.link = world.fabric.link(engine_id)
         self.link.register(Region.of(self.pool))
         identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)

@@ -28,20 +28,20 @@ def layout(block_size: int = 16) -> CacheLayout:
 
 
 class PooledRunner(SimulatedRunner):
-    """`pool`: uint8 [num_pages, page_bytes], filled with noise at first."""
+    """`pool`: uint8 [num_pages and more, page_bytes], filled with noise at first."""
 
-    def __init__(self, shape: CacheLayout, pool: np.ndarray, vocab_size: int = 50) -> None:
-        super().__init__(shape, vocab_size, numerics=False)
+    def __init__(
+        self, shape: CacheLayout, pool: np.ndarray, num_pages: int, num_slots: int, vocab_size: int = 50
+    ) -> None:
+        super().__init__(shape, num_pages, num_slots, vocab_size, numerics=False)
         self.pool = pool
         self.half = pool.view(np.int32).reshape(len(pool), 2, shape.block_size)
 
-    def _read(self, row, position) -> int:
-        page, index = self._slot_of(row, position)
-        return int(self.half[page, :, index].copy().view(np.int64)[0])
+    def _read(self, page, offset) -> int:
+        return int(self.half[page, :, offset].copy().view(np.int64)[0])
 
-    def _write(self, row, position, tag) -> None:
-        page, index = self._slot_of(row, position)
-        self.half[page, :, index] = np.array([tag], np.int64).view(np.int32)
+    def _write(self, page, offset, tag) -> None:
+        self.half[page, :, offset] = np.array([tag], np.int64).view(np.int32)
 
     def _copy(self, source, target) -> None:
         self.pool[target] = self.pool[source]

@@ -1,5 +1,7 @@
 """A prompt computed on one server and decoded on another: answers, counts and what is left behind."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from pd_world import REMOTE_DECODE, World, alone, prefill
@@ -9,6 +11,7 @@ from cairn.cache.reasons import Reason
 from cairn.errors import InvalidRequest
 from cairn.step import Image
 from cairn.types import RequestId
+from doubles.hand_plans import slots_without_row
 from doubles.memory_link import Fault
 
 TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
@@ -399,10 +402,10 @@ def test_a_prompt_that_came_whole_is_drawn_apart_from_those_that_run(ahead):
         p.turn()
     turn_until(lambda: all(d.answers[name] for name in names), p, d)
     assert busy not in d.ended
-    drawn = [index for index, plan in enumerate(plans) if plan.sample_only]
-    assert sum(len(plans[index].sample_only) for index in drawn) == len(names)
-    assert len(drawn) > 1 and not plans[drawn[0]].rows
-    assert all(plan.rows or after.rows for plan, after in zip(plans[drawn[0] :], plans[drawn[0] + 1 :], strict=False))
+    drawn = [index for index, plan in enumerate(plans) if slots_without_row(plan)]
+    assert sum(len(slots_without_row(plans[index])) for index in drawn) == len(names)
+    assert len(drawn) > 1 and not plans[drawn[0]].num_rows
+    assert all(plan.num_rows or after.num_rows for plan, after in pairwise(plans[drawn[0] :]))
     world.run()
     for name, prompt in zip(names, prompts, strict=True):
         assert d.answers[name] == alone(prompt, 5)

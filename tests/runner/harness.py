@@ -15,9 +15,12 @@ from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
 from cairn.runner.content import Vision
+from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
-from cairn.step import FromStep, Keep, Row, Sample, StepPlan, StepResult
+from cairn.runner.slots import Sample
+from cairn.step import Snapshot, StepResult
 from cairn.types import Pages, SamplingParams
+from doubles.hand_plans import PlanWriter, WholeRow
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
 
@@ -141,6 +144,8 @@ class Driver:
     logits: list[tuple[Sample, Tensor]] = field(init=False, default_factory=list)
     step: int = field(init=False, default=0)
     next_page: int = field(init=False, default=0)
+    writer: PlanWriter = field(init=False)
+    checked: CheckedRunner = field(init=False)
 
     def __post_init__(self) -> None:
         self.layout = self.config.layout(self.block_size, self.model.spec.dtype.itemsize)
@@ -154,6 +159,13 @@ class Driver:
             vision=self.vision,
         )
         self.runner.pool.fill_(0xFF)  # recycled pages may hold bytes that read as NaN
+        self._begin()
+
+    def _begin(self) -> None:
+        aligned = self.exact and self.model.spec.recurrent is not None
+        limits = PlanLimits(self.layout, self.num_pages, self.num_slots, self.model.vocab_size, aligned)
+        self.checked = CheckedRunner(self.runner, limits)
+        self.writer = PlanWriter(len(self.layout.groups))
 
     def _observe(self, sample: Sample, logits: Tensor) -> None:
         self.logits.append((sample, logits.clone()))
@@ -170,30 +182,31 @@ class Driver:
     def sequence(self, slot: int, length: int) -> Track:
         return Track(slot, self.allocate(self.layout.pages_for(length)))
 
-    def row(self, seq: Track, tokens: Sequence[int] | FromStep, sample: bool = True, decode: bool = False) -> Row:
-        count = 1 if isinstance(tokens, FromStep) else len(tokens)
+    def row(self, seq: Track, tokens: Sequence[int] | int, sample: bool = True, decode: bool = False) -> WholeRow:
+        """`tokens`: SAMPLED, or all of them."""
+        count = 1 if isinstance(tokens, int) else len(tokens)
         start, end = seq.position, seq.position + count
         seq.position = end
-        return Row(
+        return WholeRow(
             slot=seq.slot,
             start=start,
             end=end,
-            tokens=tokens if isinstance(tokens, FromStep) else np.asarray(tokens, dtype=np.int64),
+            tokens=tokens if isinstance(tokens, int) else np.asarray(tokens, dtype=np.int64),
             pages=(seq.pages,) * len(self.layout.groups),
             kv_write_from=seq.kv_write_from,
             decode=decode,
             sample=Sample(GREEDY, end) if sample else None,
         )
 
-    def run(self, *rows: Row, keeps: Sequence[Keep] = (), **records: Any) -> list[Tensor]:
+    def run(self, *rows: WholeRow, snapshots: Sequence[Snapshot] = (), **records: Any) -> list[Tensor]:
         """The logits of the rows and sample_only records that sample."""
-        self.result = self.submit(*rows, keeps=keeps, **records)
+        self.result = self.submit(*rows, snapshots=snapshots, **records)
         return [logits for _, logits in self.logits]
 
-    def submit(self, *rows: Row, keeps: Sequence[Keep] = (), **records: Any) -> StepResult:
+    def submit(self, *rows: WholeRow, snapshots: Sequence[Snapshot] = (), **records: Any) -> StepResult:
         self.step += 1
         self.logits.clear()
-        return self.runner.run(StepPlan(self.step, rows=rows, keeps=tuple(keeps), **records))
+        return self.checked.run(self.writer.plan(self.step, rows, snapshots=snapshots, **records))
 
     def file_bytes(self, pages: Pages) -> Tensor:
         return self.runner.pool[torch.from_numpy(pages.astype(np.int64))].flatten()[: self.layout.checkpoint_bytes]
@@ -229,6 +242,7 @@ class RanksDriver(Driver):
         for runner in runners:
             runner.pool.fill_(0xFF)
         self.runner = RunnersSideBySide(runners)
+        self._begin()
 
     def _observer(self, rank: int) -> Any:
         def observe(sample: Sample, logits: Tensor) -> None:
@@ -238,10 +252,10 @@ class RanksDriver(Driver):
 
         return observe
 
-    def submit(self, *rows: Row, keeps: Sequence[Keep] = (), **records: Any) -> StepResult:
+    def submit(self, *rows: WholeRow, snapshots: Sequence[Snapshot] = (), **records: Any) -> StepResult:
         for seen in self.seen:
             seen.clear()
-        result = super().submit(*rows, keeps=keeps, **records)
+        result = super().submit(*rows, snapshots=snapshots, **records)
         for seen in self.seen[1:]:
             assert len(seen) == len(self.seen[0])
             assert all(torch.equal(one, other) for one, other in zip(seen, self.seen[0], strict=True))

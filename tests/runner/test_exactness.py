@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampleOnly, Save
+from cairn.runner.slots import Sample
+from cairn.step import SAMPLED, PageCopy, Restore, Save, Snapshot
 from cairn.types import SamplingParams
+from doubles.hand_plans import SampleOnly, WholeRow
 from runner.harness import GREEDY, Driver, prompt, tiny
 
 # Two groups and one, dense and experts, sizes that fill no vector, and models without one kind of layer.
@@ -114,7 +116,7 @@ def test_kept_state_equals_that_of_a_run_that_ends_there(driver: Driver) -> None
     files = {position: driver.file() for position in positions}
     before = driver.runner.forward_passes
     whole = driver.sequence(0, length)
-    found = driver.run(driver.row(whole, tokens), keeps=[Keep(0, p, pages) for p, pages in files.items()])
+    found = driver.run(driver.row(whole, tokens), snapshots=[Snapshot(0, p, pages) for p, pages in files.items()])
     assert driver.runner.forward_passes == before + 1
     for position in positions:
         _, state = alone(driver, tokens[:position], slot=1)
@@ -122,16 +124,16 @@ def test_kept_state_equals_that_of_a_run_that_ends_there(driver: Driver) -> None
     assert equal(found, alone(driver, tokens, slot=2)[0])
 
 
-def test_keeps_in_a_later_chunk_and_in_decode_rows(driver: Driver) -> None:
+def test_snapshots_in_a_later_chunk_and_in_decode_rows(driver: Driver) -> None:
     tokens = prompt(180, 8)
     track, other = driver.sequence(0, 200), driver.sequence(1, 200)
     driver.run(driver.row(track, tokens[:64]))
     driver.run(driver.row(other, tokens[:30]))
     files = {position: driver.file() for position in (65, 100, 128, 177, 180)}
     at_31 = driver.file()
-    keeps = [Keep(1, position, pages) for position, pages in sorted(files.items(), reverse=True)]
+    snapshots = [Snapshot(1, position, pages) for position, pages in sorted(files.items(), reverse=True)]
     rows = [driver.row(other, [tokens[30]], decode=True), driver.row(track, tokens[64:])]
-    driver.run(*rows, keeps=[*keeps, Keep(0, 31, at_31)])
+    driver.run(*rows, snapshots=[*snapshots, Snapshot(0, 31, at_31)])
     for position, pages in files.items():
         assert torch.equal(driver.file_bytes(pages), alone(driver, tokens[:position], slot=2)[1]), position
     assert torch.equal(driver.file_bytes(at_31), alone(driver, tokens[:30], tokens[30:31], slot=2)[1])
@@ -145,7 +147,7 @@ def test_resumed_equals_uncached(driver: Driver, hit: int) -> None:
     matched = 210  # inside a page, shared up to here; the first writer went on with other tokens
     first = driver.sequence(1, 250)
     file = driver.file()
-    driver.run(driver.row(first, tokens[:matched] + prompt(40, 11)), keeps=[Keep(0, hit, file)])
+    driver.run(driver.row(first, tokens[:matched] + prompt(40, 11)), snapshots=[Snapshot(0, hit, file)])
     second = driver.sequence(2, 250)
     copies = ()
     if driver.layout.groups:
@@ -168,7 +170,7 @@ def test_full_hit_without_a_forward_pass(driver: Driver, length: int) -> None:
     tokens = prompt(length, 12)
     file = driver.file()
     track = driver.sequence(0, length)
-    wanted = driver.run(driver.row(track, tokens), keeps=[Keep(0, length, file)])
+    wanted = driver.run(driver.row(track, tokens), snapshots=[Snapshot(0, length, file)])
     token = driver.result.sampled[0].token
     passes = driver.runner.forward_passes
     others = [SampleOnly(slot, Sample(GREEDY, 1)) for slot in (1, 2)]
@@ -179,7 +181,7 @@ def test_full_hit_without_a_forward_pass(driver: Driver, length: int) -> None:
     assert driver.result.sampled[-1].token == token
 
 
-def test_fork_goes_on_as_its_source(driver: Driver) -> None:
+def test_a_saved_state_goes_on_as_its_source(driver: Driver) -> None:
     tokens, answer = prompt(70, 13), prompt(5, 14)
     wanted, state = alone(driver, tokens, answer)
     source = driver.sequence(0, 80)
@@ -188,9 +190,10 @@ def test_fork_goes_on_as_its_source(driver: Driver) -> None:
     target.position = source.position
     copies = tuple(PageCopy(int(a), int(b)) for a, b in zip(source.pages, target.pages, strict=True))
     copies = copies if driver.layout.groups else ()
-    found = [wanted[0]]
+    found, file = [wanted[0]], driver.file()
+    driver.run(saves=(Save(0, file),))
     rows = [driver.row(source, prompt(1, 15), decode=True), driver.row(target, answer[:1], decode=True)]
-    found += driver.run(*rows, copies=copies, forks=(Fork(0, 3),))[1:]
+    found += driver.run(*rows, copies=copies, restores=(Restore(3, file),))[1:]
     for token in answer[1:]:
         found += driver.run(driver.row(target, [token], decode=True))
     assert equal(found, wanted)
@@ -213,13 +216,13 @@ def test_tokens_fed_from_the_step_that_sampled_them(driver: Driver) -> None:
     result = driver.submit(*(_with(driver.row(tracks[slot], texts[slot]), params) for slot in texts))
     fed = {sampled.slot: [sampled.token] for sampled in result.sampled}
     for _ in range(8):
-        rows = [_with(driver.row(tracks[slot], FromStep(driver.step), decode=True), params) for slot in texts]
+        rows = [_with(driver.row(tracks[slot], SAMPLED, decode=True), params) for slot in texts]
         for sampled in driver.submit(*rows).sampled:
             fed[sampled.slot].append(sampled.token)
     assert fed == by_host
 
 
-def _with(row: Row, params: SamplingParams) -> Row:
+def _with(row: WholeRow, params: SamplingParams) -> WholeRow:
     return replace(row, sample=Sample(params, row.end))
 
 

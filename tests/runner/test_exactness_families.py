@@ -13,10 +13,10 @@ from models.qwen3_5_truth import parse_qwen, qwen_weights, raw_qwen
 from runner import test_exactness as nemotron_h
 from runner.harness import Driver, build_tiny, ranks
 from runner.test_exactness import (  # noqa: F401
-    test_fork_goes_on_as_its_source,
+    test_a_saved_state_goes_on_as_its_source,
     test_full_hit_without_a_forward_pass,
-    test_keeps_in_a_later_chunk_and_in_decode_rows,
     test_preempted_and_replayed_equals_undisturbed,
+    test_snapshots_in_a_later_chunk_and_in_decode_rows,
     test_the_self_test_passes,
     test_tokens_fed_from_the_step_that_sampled_them,
 )

@@ -11,12 +11,12 @@ import pytest
 from runner import test_exactness as one_rank
 from runner.harness import RanksDriver, parse, random_weights, ranks, raw_config
 from runner.test_exactness import (  # noqa: F401
-    test_fork_goes_on_as_its_source,
+    test_a_saved_state_goes_on_as_its_source,
     test_full_hit_without_a_forward_pass,
-    test_keeps_in_a_later_chunk_and_in_decode_rows,
     test_kept_state_equals_that_of_a_run_that_ends_there,
     test_preempted_and_replayed_equals_undisturbed,
     test_resumed_equals_uncached,
+    test_snapshots_in_a_later_chunk_and_in_decode_rows,
     test_the_self_test_passes,
     test_tokens_fed_from_the_step_that_sampled_them,
 )

@@ -14,8 +14,25 @@ from cairn.kernels import exact
 from cairn.layers.linear import Linear
 from cairn.runner import self_test
 from cairn.runner.runner import Runner
-from cairn.step import Fork, FromStep, Keep, PageCopy, Restore, Row, Sample, SampledToken, SampleOnly, Save, StepPlan
+from cairn.runner.slots import Sample
+from cairn.step import (
+    SAMPLED,
+    Admit,
+    DecodeRows,
+    Image,
+    PageCopy,
+    PrefillRow,
+    Restore,
+    SampledToken,
+    Samples,
+    Save,
+    Score,
+    Snapshot,
+    StepPlan,
+    TableUpdate,
+)
 from cairn.types import SamplingParams
+from doubles.hand_plans import SampleOnly, WholeRow
 from runner.harness import GREEDY, Driver, prompt, tiny
 
 
@@ -38,19 +55,17 @@ def test_copies_are_carried_out_in_order(driver: Driver) -> None:
 
 
 def test_the_order_of_a_plan(driver: Driver) -> None:
-    """A file is restored, forked, and saved as it is before the rows move on."""
+    """A file is restored, and saved as it is before the rows move on."""
     text = prompt(40, 0)
     track = driver.sequence(0, 64)
     at_20, saved = driver.file(), driver.file()
-    driver.run(driver.row(track, text[:20]), keeps=[Keep(0, 20, at_20)])
+    driver.run(driver.row(track, text[:20]), snapshots=[Snapshot(0, 20, at_20)])
     driver.run(driver.row(track, text[20:30]))
     other = driver.sequence(2, 64)
     other.position, other.pages, other.kv_write_from = 20, track.pages, 30
     row = driver.row(other, text[20:30])
     after = driver.file()
-    driver.run(
-        row, restores=(Restore(1, at_20),), forks=(Fork(1, 2),), saves=(Save(2, saved),), keeps=[Keep(0, 30, after)]
-    )
+    driver.run(row, restores=(Restore(2, at_20),), saves=(Save(2, saved),), snapshots=[Snapshot(0, 30, after)])
     assert torch.equal(driver.file_bytes(saved), driver.file_bytes(at_20))
     assert not torch.equal(driver.file_bytes(after), driver.file_bytes(at_20))
 
@@ -61,7 +76,7 @@ def test_a_file_restored_and_saved_again_has_the_same_bytes() -> None:
             driver = tiny(pattern, exact=False, dtype=dtype, num_pages=64, **changes)
             track = driver.sequence(0, 80)
             first, again = driver.file(), driver.file()
-            driver.run(driver.row(track, prompt(77, 1)), keeps=[Keep(0, 70, first)])
+            driver.run(driver.row(track, prompt(77, 1)), snapshots=[Snapshot(0, 70, first)])
             driver.run(restores=(Restore(1, first),))
             driver.run(saves=(Save(1, again),))
             assert torch.equal(driver.file_bytes(first), driver.file_bytes(again))
@@ -103,7 +118,7 @@ def test_results_are_in_plan_order_rows_first(driver: Driver) -> None:
 def test_passes_and_steps_are_counted(driver: Driver) -> None:
     track = driver.sequence(0, 64)
     file = driver.file()
-    driver.run(driver.row(track, prompt(20, 9)), keeps=[Keep(0, 20, file)])
+    driver.run(driver.row(track, prompt(20, 9)), snapshots=[Snapshot(0, 20, file)])
     driver.run(restores=(Restore(1, file),), copies=(PageCopy(0, 100),), saves=(Save(0, driver.file()),))
     driver.run(sample_only=(SampleOnly(1, Sample(GREEDY, 20)),))
     driver.run()
@@ -122,76 +137,125 @@ def test_bfloat16_follows_float32() -> None:
     assert (found - wanted).abs().max() < 0.25 * wanted.std()
 
 
-def good_row(driver: Driver) -> Row:
-    return driver.row(driver.sequence(0, 64), prompt(20, 11))
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
 
 
-BAD: dict[str, tuple[Callable[[Driver, Row], dict[str, Any]], str]] = {
-    "copy": (lambda d, r: {"copies": (PageCopy(0, 128),)}, "pages must be in 0..127"),
-    "restore slot": (lambda d, r: {"restores": (Restore(4, d.file()),)}, "slot 4 is not in 0..3"),
-    "restore page": (lambda d, r: {"restores": (Restore(0, d.file() + 127),)}, "pages must be in 0..127"),
-    "short file": (lambda d, r: {"saves": (Save(0, d.file()[:-1]),)}, "different pages"),
-    "doubled page": (lambda d, r: {"saves": (Save(0, d.file() * 0),)}, "different pages"),
-    "fork": (lambda d, r: {"forks": (Fork(-1, 0),)}, "slot -1"),
-    "row slot": (lambda d, r: {"rows": (replace(r, slot=9),)}, "slot 9"),
-    "empty row": (lambda d, r: {"rows": (replace(r, end=0),)}, "at least one token"),
-    "negative start": (lambda d, r: {"rows": (replace(r, start=-20, end=0),)}, "from position 0 on"),
-    "long decode": (lambda d, r: {"rows": (replace(r, decode=True),)}, "exactly one token"),
-    "token count": (lambda d, r: {"rows": (replace(r, end=21),)}, "tokens of shape"),
-    "token id": (lambda d, r: {"rows": (replace(r, tokens=r.tokens + 97),)}, "token ids must be in 0..96"),
-    "few pages": (lambda d, r: {"rows": (replace(r, pages=(r.pages[0][:1],)),)}, "1 pages, 2 are needed"),
-    "row page": (lambda d, r: {"rows": (replace(r, pages=(r.pages[0] - 5,)),)}, "pages must be in 0..127"),
-    "groups": (lambda d, r: {"rows": (replace(r, pages=()),)}, "0 page lists for 1 attention groups"),
-    "kv_write_from": (lambda d, r: {"rows": (replace(r, kv_write_from=-1),)}, "kv_write_from -1"),
-    "twice": (lambda d, r: {"rows": (r, r)}, "more than one row"),
-    "row and sample_only": (
-        lambda d, r: {"rows": (r,), "sample_only": (SampleOnly(0, Sample(GREEDY, 1)),)},
-        "more than one row or sample_only",
+def admit(slot: int = 0, *numbers: int) -> Admit:
+    return Admit(slot, (ints(*(numbers or (0, 1))),), GREEDY)
+
+
+def prefill(slot: int = 0, start: int = 0, num_tokens: int = 20, **fields: Any) -> PrefillRow:
+    return PrefillRow(slot, start, np.arange(num_tokens), **{"kv_write_from": 0} | fields)
+
+
+def decode(slot: int = 0, start: int = 20, token: int = 5, write_from: int = 0) -> DecodeRows:
+    return DecodeRows(ints(slot), ints(start), np.array([token]), ints(write_from))
+
+
+def samples(slots: tuple[int, ...], positions: tuple[int, ...]) -> Samples:
+    return Samples(ints(*slots), ints(*positions), np.zeros(len(slots), np.bool_))
+
+
+NEW = {"admits": (admit(),)}
+ROW = NEW | {"prefills": (prefill(),)}
+PICTURE = Image(0, 4, (1, 4, 4), b"", 8, 8, b"")
+
+BAD: dict[str, tuple[Callable[[Driver], dict[str, Any]], str]] = {
+    "admit slot": (lambda d: {"admits": (admit(4),)}, "slot 4 is not in 0..3"),
+    "admit page": (lambda d: {"admits": (admit(0, 128),)}, "pages must be in 0..127"),
+    "groups": (lambda d: {"admits": (Admit(0, (), GREEDY),)}, "0 page lists for 1 attention groups"),
+    "copy": (lambda d: {"copies": (PageCopy(0, 128),)}, "pages must be in 0..127"),
+    "restore slot": (lambda d: {"restores": (Restore(4, d.file()),)}, "slot 4 is not in 0..3"),
+    "restore page": (lambda d: {"restores": (Restore(0, d.file() + 127),)}, "pages must be in 0..127"),
+    "short file": (lambda d: {"saves": (Save(0, d.file()[:-1]),)}, "different pages"),
+    "doubled page": (lambda d: {"saves": (Save(0, d.file() * 0),)}, "different pages"),
+    "update of nobody": (lambda d: {"table_updates": (TableUpdate(1, 0, 0, ints(3)),)}, "nobody was admitted"),
+    "update group": (lambda d: NEW | {"table_updates": (TableUpdate(0, 1, 2, ints(3)),)}, "group 1 of 1"),
+    "update page": (lambda d: NEW | {"table_updates": (TableUpdate(0, 0, 2, ints(128)),)}, "pages must be in 0..127"),
+    "update behind": (lambda d: NEW | {"table_updates": (TableUpdate(0, 0, 3, ints(3)),)}, "do not go on from the 2"),
+    "update before": (lambda d: NEW | {"table_updates": (TableUpdate(0, 0, 0, ints(3)),)}, "do not go on from the 2"),
+    "empty update": (lambda d: NEW | {"table_updates": (TableUpdate(0, 0, 2, ints()),)}, "do not go on from the 2"),
+    "row slot": (lambda d: {"prefills": (prefill(9),)}, "slot 9"),
+    "row of nobody": (lambda d: NEW | {"prefills": (prefill(1),)}, "nobody was admitted to slot 1"),
+    "empty row": (lambda d: NEW | {"prefills": (prefill(num_tokens=0),)}, "at least one token"),
+    "negative start": (lambda d: NEW | {"prefills": (prefill(start=-20),)}, "from position 0 on"),
+    "columns": (lambda d: NEW | {"decodes": replace(decode(), positions=ints())}, "columns of different lengths"),
+    "token id": (lambda d: NEW | {"prefills": (replace(prefill(), tokens=np.arange(97, 99)),)}, "must be in 0..96"),
+    "decode token id": (lambda d: NEW | {"decodes": decode(token=97)}, "must be in 0..96"),
+    "no image": (lambda d: NEW | {"prefills": (replace(prefill(), tokens=np.array([3, -9])),)}, "where images are"),
+    "no placeholder": (
+        lambda d: ROW | {"admits": (replace(admit(), images=(PICTURE,)),)},
+        "below 0 where images are",
     ),
-    "keep row": (lambda d, r: {"rows": (r,), "keeps": (Keep(1, 5, d.file()),)}, "the plan has 1 rows"),
-    "keep at start": (lambda d, r: {"rows": (r,), "keeps": (Keep(0, 0, d.file()),)}, "position must be in 1..20"),
-    "keep behind": (lambda d, r: {"rows": (r,), "keeps": (Keep(0, 21, d.file()),)}, "position must be in 1..20"),
-    "sample_only": (lambda d, r: {"sample_only": (SampleOnly(4, Sample(GREEDY, 1)),)}, "slot 4"),
-    "from nowhere": (
-        lambda d, r: {"rows": (replace(r, start=20, end=21, tokens=FromStep(1), decode=True),)},
-        "last token is of step None",
-    ),
-    "many from a step": (lambda d, r: {"rows": (replace(r, tokens=FromStep(1)),)}, "FromStep gives one token"),
+    "few pages": (lambda d: ROW | {"admits": (admit(0, 3),)}, "1 pages, 2 are needed"),
+    "few pages to decode": (lambda d: NEW | {"decodes": decode(start=32)}, "2 pages, 3 are needed"),
+    "kv_write_from": (lambda d: NEW | {"prefills": (prefill(kv_write_from=-1),)}, "kv_write_from -1"),
+    "score": (lambda d: NEW | {"prefills": (prefill(score=Score(np.arange(21), 1)),)}, "21 tokens are to be scored"),
+    "twice": (lambda d: NEW | {"prefills": (prefill(), prefill())}, "more than one row"),
+    "prefill and decode": (lambda d: ROW | {"decodes": decode()}, "more than one row"),
+    "two samples": (lambda d: ROW | {"samples": samples((0, 0), (20, 20))}, "more than one sample"),
+    "sample elsewhere": (lambda d: ROW | {"samples": samples((0,), (19,))}, "position 19, but its row ends at 20"),
+    "sample columns": (lambda d: ROW | {"samples": samples((0,), ())}, "columns of different lengths"),
+    "snapshot row": (lambda d: ROW | {"snapshots": (Snapshot(1, 5, d.file()),)}, "the plan has 1 rows"),
+    "snapshot at start": (lambda d: ROW | {"snapshots": (Snapshot(0, 0, d.file()),)}, "position must be in 1..20"),
+    "snapshot behind": (lambda d: ROW | {"snapshots": (Snapshot(0, 21, d.file()),)}, "position must be in 1..20"),
+    "sample slot": (lambda d: {"samples": samples((4,), (1,))}, "slot 4"),
+    "sample of nobody": (lambda d: NEW | {"samples": samples((2,), (1,))}, "nobody was admitted to slot 2"),
+    "from nowhere": (lambda d: NEW | {"decodes": decode(token=SAMPLED)}, "last sampled token stands at None"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_impossible_plans_are_refused_and_nothing_is_done(driver: Driver, name: str) -> None:
     make, text = BAD[name]
-    records = make(driver, good_row(driver))
     before = driver.runner.pool.clone()
     with pytest.raises(ValueError, match=text):
-        driver.runner.run(StepPlan(1, **records))
+        driver.checked.run(StepPlan(1, **make(driver)))
     assert torch.equal(driver.runner.pool, before)
     assert (driver.runner.steps, driver.runner.forward_passes) == (0, 0)
+    # what was refused counts for nothing, and the same plan without the fault is carried out
+    driver.checked.run(StepPlan(1, **ROW))
 
 
-def test_a_token_can_be_fed_only_from_the_slots_last_step(driver: Driver) -> None:
+def test_the_last_page_may_be_another_one(driver: Driver) -> None:
+    """As after a copy on write, also with further pages behind it."""
+    track = driver.sequence(0, 48)
+    wanted = driver.run(driver.row(track, prompt(40, 16)))
+    driver.submit(driver.row(driver.sequence(1, 40), prompt(20, 16)[:10]))
+    other, pages = driver.sequence(1, 48), ints(60, 61, 62)
+    driver.checked.run(StepPlan(10, admits=(Admit(1, (other.pages[:2],), GREEDY),)))
+    update = TableUpdate(1, 0, 1, pages[1:])
+    row = PrefillRow(1, 0, np.array(prompt(40, 16)), 0)
+    driver.logits.clear()
+    driver.checked.run(StepPlan(11, table_updates=(update,), prefills=(row,), samples=samples((1,), (40,))))
+    assert torch.equal(driver.logits[0][1], wanted[0])
+    first, second = (driver.runner.pool[page] for page in (int(track.pages[1]), 61))
+    assert torch.equal(first, second)
+
+
+def test_a_token_can_be_fed_only_where_the_slots_last_one_was_drawn_for(driver: Driver) -> None:
     track = driver.sequence(0, 64)
-    driver.run(driver.row(track, prompt(10, 12)))  # step 1
+    driver.run(driver.row(track, prompt(10, 12)))
     file = driver.file()
-    fed = replace(driver.row(track, FromStep(1), decode=True), sample=None)
+    run, fed = driver.checked.run, decode(start=10, token=SAMPLED)
+    same = {"admits": (Admit(0, (track.pages,), GREEDY),)}
     for plan in (
-        StepPlan(2, rows=(replace(fed, tokens=FromStep(0)),)),
-        StepPlan(2, rows=(replace(fed, slot=1),)),
-        StepPlan(2, rows=(fed,), restores=(Restore(0, file),)),
-        StepPlan(1, rows=(fed,)),
+        StepPlan(2, decodes=replace(fed, positions=ints(9))),
+        StepPlan(2, decodes=replace(fed, slots=ints(1)), admits=(admit(1),)),
+        StepPlan(2, decodes=fed, restores=(Restore(0, file),)),
+        StepPlan(2, decodes=fed, **same),
+        StepPlan(1, decodes=fed),
     ):
-        with pytest.raises(ValueError, match="step"):
-            driver.runner.run(plan)
-    driver.runner.run(StepPlan(2, rows=(replace(fed, slot=1),), forks=(Fork(0, 1),)))
-    driver.runner.run(StepPlan(3, rows=(fed,)))
-    with pytest.raises(ValueError, match="last token is of step None"):
-        driver.runner.run(StepPlan(4, rows=(fed,)))
-    driver.runner.run(StepPlan(4, sample_only=(SampleOnly(0, Sample(GREEDY, 12)),)))
-    driver.runner.run(StepPlan(5, restores=(Restore(0, file),)))
-    with pytest.raises(ValueError, match="last token is of step None"):
-        driver.runner.run(StepPlan(6, rows=(replace(fed, tokens=FromStep(4)),)))
+        with pytest.raises(ValueError, match=r"last sampled token|does not follow step 1"):
+            run(plan)
+    run(StepPlan(3, decodes=fed))
+    with pytest.raises(ValueError, match="last sampled token stands at 10"):
+        run(StepPlan(4, decodes=replace(fed, positions=ints(11))))
+    run(StepPlan(4, samples=samples((0,), (11,))))
+    run(StepPlan(5, restores=(Restore(0, file),)))
+    with pytest.raises(ValueError, match="last sampled token stands at None"):
+        run(StepPlan(6, decodes=replace(fed, positions=ints(11))))
 
 
 def test_exact_mode_refuses_a_prefill_off_the_grid() -> None:
@@ -224,9 +288,7 @@ def test_exact_mode_is_for_float32_only() -> None:
 
 
 def test_the_self_test_names_the_shape_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        self_test, "find_dependent_height", lambda weight, bias, generator: 64 if bias is None else None
-    )
+    monkeypatch.setattr(self_test, "find_dependent_height", lambda _, bias, generator: 64 if bias is None else None)
     biased = Linear(exact, torch.randn(24, 32), torch.randn(24), (24, 32))
     assert self_test.check_row_independence([biased, biased]) == 1
     with pytest.raises(ConfigError, match=r"weight of shape \[24, 32\] in tiles of 64 rows"):
@@ -237,7 +299,7 @@ def test_the_draw_does_not_depend_on_the_batch(driver: Driver) -> None:
     params = SamplingParams(temperature=1.0, seed=7)
     text = prompt(30, 15)
 
-    def row(slot: int) -> Row:
+    def row(slot: int) -> WholeRow:
         return replace(driver.row(driver.sequence(slot, 32), text), sample=Sample(params, 30))
 
     alone = driver.submit(row(0)).sampled[0].token

@@ -3,6 +3,7 @@
 import pytest
 
 from cairn.errors import EngineDead
+from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.step import PageCopy, SampledToken, StepPlan, StepResult
 from doubles.rank_threads import RankThreads
@@ -34,7 +35,7 @@ def test_ranks_that_draw_different_tokens_are_found_out() -> None:
 def test_what_a_rank_raises_comes_out() -> None:
     config = parse(raw_config("M*"))
     driver = ranks(config, random_weights(config, 0), 2, exact=False)
-    with pytest.raises(ValueError, match=r"pages must be in 0\.\.511"):
+    with pytest.raises(IndexError, match="512"):
         driver.runner.run(StepPlan(1, copies=(PageCopy(0, 512),)))
     driver.runner.close()
 
@@ -47,7 +48,7 @@ def test_a_rank_that_is_alone_gives_up() -> None:
     driver = tiny("M*", exact=False)
     row = driver.row(driver.sequence(0, 30), prompt(30, 0))
     with pytest.raises(EngineDead, match="rank 1 has waited"):
-        alone.run(StepPlan(1, rows=(row,)))
+        alone.run(driver.writer.plan(1, [row]))
 
 
 def test_rank_0_draws_for_all() -> None:
@@ -62,8 +63,8 @@ def test_rank_0_draws_for_all() -> None:
     ]
     threads, driver = RankThreads(runners), tiny("M*", exact=False)
     row = driver.row(driver.sequence(0, 30), prompt(30, 0))
-    assert len(threads.run(StepPlan(1, rows=(row,))).sampled) == 1
-    assert runners[0]._last_tokens[0] == runners[1]._last_tokens[0]
+    assert len(threads.run(driver.writer.plan(1, [row])).sampled) == 1
+    assert runners[0]._slots.sampled_token(0, 30) == runners[1]._slots.sampled_token(0, 30)
     threads.close()
 
 
@@ -72,9 +73,10 @@ def test_extra_pages_lie_behind_those_of_the_plans() -> None:
     runner = Runner(driver.model, driver.layout, 20, 2, exact=False, extra_pages=5)
     assert runner.pool.shape == (25, driver.layout.page_bytes)
     runner.pool[20:] = 7
+    checked = CheckedRunner(runner, PlanLimits(driver.layout, 20, 2, 97, False))
     with pytest.raises(ValueError, match=r"pages must be in 0\.\.19"):
-        runner.run(StepPlan(1, copies=(PageCopy(0, 20),)))
-    runner.run(StepPlan(1, rows=(driver.row(driver.sequence(0, 30), prompt(30, 0)),)))
+        checked.run(StepPlan(1, copies=(PageCopy(0, 20),)))
+    checked.run(driver.writer.plan(1, [driver.row(driver.sequence(0, 30), prompt(30, 0))]))
     assert (runner.pool[20:] == 7).all()
     with pytest.raises(ValueError, match="extra_pages must not be negative: -1"):
         Runner(driver.model, driver.layout, 20, 2, exact=False, extra_pages=-1)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from cairn.runner import sampler
 from cairn.runner.sampler import filters_of, transforms_of
+from cairn.runner.slots import Sample
 from cairn.runner.token_logprobs import logprobs_of, score
-from cairn.step import Sample, Score
+from cairn.step import Score
 from cairn.types import SamplingParams
 
 

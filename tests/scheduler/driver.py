@@ -48,8 +48,8 @@ class Driver:
             self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact), clock=self.clock
         )
         self.scheduler = Scheduler(self.config, self.cache, self.clock)
-        self.runner = SimulatedRunner(self.layout, 50, numerics=self.config.exact)
-        self.flying: deque = deque()
+        self.runner = SimulatedRunner(self.layout, num_pages, self.config.max_num_seqs, 50, numerics=self.config.exact)
+        self.flying: deque = deque()  # plans that are out, each with the pages of those that run
         self.requests: dict[str, Request] = {}
         self.plans: list = []
         self.count = 0
@@ -95,10 +95,27 @@ class Driver:
         while self.scheduler.can_plan:
             plan = self.scheduler.plan()
             self.plans.append(plan)
-            self.flying.append(plan)
-        progress = self.scheduler.apply(self.runner.run(self.flying.popleft()))
+            self.flying.append((plan, self.pages()))
+        plan, pages = self.flying.popleft()
+        for admit in plan.admits:  # what the slot's last request has left must not stand for what is not told of
+            for table in self.runner.tables.tables:
+                table[admit.slot] = -1
+        result = self.runner.run(plan)
+        self.check_tables(pages)
+        progress = self.scheduler.apply(result)
         audit(self.cache)
         return progress
+
+    def pages(self) -> dict[int, list]:
+        """By slot, the pages of those that run: a list a group."""
+        running = self.scheduler.books.running
+        return {request.slot: [pages.tolist() for pages in request.lease.pages] for request in running}
+
+    def check_tables(self, pages: dict[int, list]) -> None:
+        """What the runner has been told of pages is what the requests have."""
+        for slot, lists in pages.items():
+            for group, (table, wanted) in enumerate(zip(self.runner.tables.tables, lists, strict=True)):
+                assert table[slot, : len(wanted)].tolist() == wanted, f"slot {slot}, group {group}"
 
     def run(self, limit: int = 3000) -> None:
         """Until nothing is left to do."""

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from driver import Driver, alone
 from hypothesis import HealthCheck, given, settings
@@ -11,14 +10,13 @@ from hypothesis import strategies as st
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Phase
-from cairn.step import Row
 from cairn.types import RequestId
 
 PROMPT = tuple(range(100))
 
 
 def prefilled(driver: Driver) -> int:
-    return sum(row.end - row.start for plan in driver.plans for row in plan.rows if not row.decode)
+    return sum(len(row.tokens) for plan in driver.plans for row in plan.prefills)
 
 
 def names(name: str, n: int) -> list[str]:
@@ -57,7 +55,7 @@ def test_no_state_is_kept_for_answers_that_nobody_wants_any_more():
     for own in names(name, 3)[1:]:
         driver.scheduler.abort(RequestId(own))
     driver.run()
-    assert not any(plan.keeps for plan in driver.plans)
+    assert not any(plan.snapshots for plan in driver.plans)
     assert driver.output(name) == alone(PROMPT, False)
 
 
@@ -234,8 +232,8 @@ def test_branches_wait_outside_of_the_queue_until_their_prompt_is_computed():
     assert driver.requests[other].phase is Phase.WAITING
     while not driver.requests[name].output:
         driver.step()
-    rows: list[Row] = [row for plan in driver.plans for row in plan.rows if not row.decode]
-    assert sum(row.end - row.start for row in rows if int(np.asarray(row.tokens)[0]) < 300) == 300
+    rows = [row for plan in driver.plans for row in plan.prefills]
+    assert sum(row.end - row.start for row in rows if row.tokens[0] < 300) == 300
     driver.run()
 
 

@@ -24,7 +24,7 @@ WORDS = tuple(np.random.default_rng(3).integers(0, 50, 900).tolist())
 
 
 def prefilled(driver: Driver) -> int:
-    return sum(row.end - row.start for plan in driver.plans for row in plan.rows if not row.decode)
+    return sum(len(row.tokens) for plan in driver.plans for row in plan.prefills)
 
 
 def shared(driver: Driver) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def test_when_a_step_that_is_out_passes_the_fork_the_last_state_before_it_is_wai
     driver = Driver(max_in_flight=2, max_num_batched_tokens=300)
     driver.submit(TEXT[:900])
     driver.step()
-    assert [(plan.rows[0].start, plan.rows[0].end) for plan in driver.plans] == [(0, 256), (256, 512)]
+    assert [(plan.prefills[0].start, plan.prefills[0].end) for plan in driver.plans] == [(0, 256), (256, 512)]
     name = driver.submit(fork(0, 500, 700))
     driver.run()
     assert driver.requests[name].first.hit == 448

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from driver import Driver, alone
 
+from cairn.runner.slots import Slots
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import PATIENCE, Phase
+from cairn.step import SAMPLED
 from cairn.types import RequestId, SamplingParams
 
 PROMPT = tuple(range(100))
@@ -51,7 +53,7 @@ def test_a_request_that_needs_its_last_token_is_not_planned_ahead_and_others_are
     waits = driver.submit(PROMPT, max_tokens=10, sampling=PENALTY)
     free = driver.submit(range(200, 300), max_tokens=10)
     driver.run()
-    fed = {row.slot for plan in driver.plans for row in plan.rows if not isinstance(row.tokens, np.ndarray)}
+    fed = {slot for plan in driver.plans for slot in plan.decodes.slots[plan.decodes.tokens == SAMPLED].tolist()}
     assert len(fed) == 1
     assert len(driver.output(waits)) == len(driver.output(free)) == 10
 
@@ -70,8 +72,12 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
     assert driver.scheduler.books.counters.preemptions == 1
     if exact:
         assert driver.output(name) == alone(PROMPT, exact, max_tokens=15, sampling=PENALTY)
-    samples = [row.sample for plan in driver.plans for row in plan.rows if row.sample is not None]
-    samples += [only.sample for plan in driver.plans for only in plan.sample_only]
+    slots, samples = Slots(), []
+    for plan in driver.plans:
+        slots.apply(plan)
+        for slot, sample in slots.samples(plan):
+            samples.append(sample)
+            slots.add_token(slot, sample.position, driver.output(name)[sample.position - 100])
     assert len(samples) == 15
     for sample in samples:
         known = [*PROMPT, *driver.output(name)][: sample.position]

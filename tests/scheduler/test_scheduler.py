@@ -11,7 +11,7 @@ from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.budget import capacity_tokens, chunk_end
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import TRANSITIONS, Phase
-from cairn.step import FromStep, StepResult
+from cairn.step import SAMPLED, StepResult
 
 TEXT = list(range(100, 900))
 
@@ -69,9 +69,9 @@ def test_chunks_end_on_the_grid_and_budgets_hold():
     names = [driver.submit(TEXT[i : i + 333]) for i in range(4)]
     driver.run()
     for plan in driver.plans:
-        assert sum(row.end - row.start for row in plan.rows) <= 100
-        for row in plan.rows:
-            assert row.decode or row.end % 64 == 0 or row.sample is not None
+        assert len(plan.decodes) + sum(len(row.tokens) for row in plan.prefills) <= 100
+        for row in plan.prefills:
+            assert row.end % 64 == 0 or row.slot in plan.samples.slots
     assert all(driver.output(name) == alone(TEXT[i : i + 333], False) for i, name in enumerate(names))
 
 
@@ -148,8 +148,7 @@ def test_planning_ahead_feeds_tokens_from_the_step_before(exact):
     driver = Driver(exact=exact, max_in_flight=2)
     name = driver.submit(TEXT[:100], max_tokens=30)
     driver.run()
-    fed = [row for plan in driver.plans for row in plan.rows if isinstance(row.tokens, FromStep)]
-    assert len(fed) >= 28
+    assert sum(np.count_nonzero(plan.decodes.tokens == SAMPLED) for plan in driver.plans) >= 28
     assert driver.output(name) == alone(TEXT[:100], exact, max_tokens=30)
 
 
@@ -182,7 +181,7 @@ def test_the_time_of_the_first_token_is_not_that_of_a_later_one():
 def test_no_token_is_computed_behind_the_last_one_allowed(ahead):
     driver = Driver(max_in_flight=ahead)
     driver.ask(TEXT[:100], max_tokens=10)
-    assert sum(row.decode for plan in driver.plans for row in plan.rows) == 9
+    assert sum(len(plan.decodes) for plan in driver.plans) == 9
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])

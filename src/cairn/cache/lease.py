@@ -38,15 +38,16 @@ class PageTable:
     """The page list of one attention group of one lease; grows at the end, in amortised O(1).
 
     The first `num_shared` pages are those of nodes that the lease has locked, which keeps them; to the others the lease
-    refers itself.
+    refers itself. `num_sent`: entries that plans have told the runner, and that have not changed since.
     """
 
-    __slots__ = ("_pages", "length", "num_shared")
+    __slots__ = ("_pages", "length", "num_sent", "num_shared")
 
     def __init__(self, pages: Pages, num_shared: int = 0) -> None:
         self._pages = pages
         self.length = len(pages)
         self.num_shared = num_shared
+        self.num_sent = 0
 
     @property
     def pages(self) -> Pages:
@@ -72,6 +73,13 @@ class PageTable:
         self._pages = self._pages.copy()
         self._pages[self.length - 1] = page
         self.num_shared = min(self.num_shared, self.length - 1)
+        self.num_sent = min(self.num_sent, self.length - 1)
+
+    def take_changes(self) -> tuple[int, Pages]:
+        """What a plan has to tell the runner: the index of the first entry that it does not know, and all entries from
+        there on."""
+        first, self.num_sent = self.num_sent, self.length
+        return first, self._pages[first : self.length]
 
 
 @dataclass(slots=True)

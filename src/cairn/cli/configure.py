@@ -38,6 +38,7 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         tensor_parallel_size=settings.tensor_parallel_size,
         language_model_only=_image_options(settings).limit == 0,
         mm_encoder_cache_bytes=int(settings.mm_encoder_cache_bytes),
+        check_plans=settings.check_plans,
     )
 
 

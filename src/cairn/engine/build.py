@@ -25,6 +25,7 @@ from cairn.engine.tokenizer import ModelTokenizer
 from cairn.engine.vocabulary import grammar_tokenizer
 from cairn.errors import ConfigError
 from cairn.models.registry import OpenModel, open_model
+from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import open_vision, tower_identity
 from cairn.scheduler.books import SchedulerConfig
@@ -77,7 +78,7 @@ def build_core(
     return Core(
         info,
         scheduler,
-        ranks.runner,
+        _checked(config, ranks, num_pages, vocab_size) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
         config.seed,
@@ -128,6 +129,12 @@ class _Ranks:
     runner: StepRunner
     own: Runner
     sockets: RankSockets | None = None
+
+
+def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: int) -> CheckedRunner:
+    layout = ranks.own.layout
+    aligned = config.exact and layout.state_bytes > 0
+    return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, config.max_num_seqs, vocab_size, aligned))
 
 
 def _build_ranks(

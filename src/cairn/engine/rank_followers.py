@@ -20,7 +20,7 @@ from cairn.engine.rank_wire import (
     RankRefused,
     StepDone,
     ToRankZero,
-    frame_of_plan,
+    follower_plan,
     frames_of_config,
     frames_of_plans,
     frames_to_rank_zero,
@@ -58,7 +58,6 @@ class Follower:
         self._deadlines = deadlines
         self._step_seconds = config.step_seconds
         self._incoming = frames_to_rank_zero()
-        self._plans = frames_of_plans()
         self._socket = context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -96,8 +95,9 @@ class Follower:
     def expect_done(self, step: int) -> None:
         self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
 
-    def post(self, plan: StepPlan) -> None:
-        self._send(self._plans.encode(frame_of_plan(plan)), "plan")
+    def post(self, plan: bytes) -> None:
+        """`plan`: its frame."""
+        self._send(plan, "plan")
 
     def end(self) -> str | None:
         """How the rank's process has ended, or None while it runs."""
@@ -172,6 +172,7 @@ class Followers:
     def __init__(self, config: RankConfig, deadlines: RankDeadlines, clock: Clock) -> None:
         self.folder = Path(config.rendezvous).parent
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._plans = frames_of_plans()
         self._all: list[Follower] = []
         try:
             for rank in range(1, config.tp_size):
@@ -187,10 +188,11 @@ class Followers:
         return iter(self._all)
 
     def post(self, plan: StepPlan) -> None:
+        frame = self._plans.encode(follower_plan(plan))
         for follower in self._all:
             if (end := follower.end()) is not None:
                 raise EngineDead(end)
-            follower.post(plan)
+            follower.post(frame)
 
     def cause(self, error: Exception) -> str:
         """Rank 0 mostly learns of a loss by a broken line; what has happened is known elsewhere."""

@@ -1,12 +1,14 @@
 """What rank 0 and the other ranks tell each other: msgpack frames, arrays as raw little-endian bytes.
 
-    rank 0 -> rank r   RankConfig (the first frame), then PlanFrame after PlanFrame
+    rank 0 -> rank r   RankConfig (the first frame), then StepPlan after StepPlan
     rank r -> rank 0   Hello, RankReady or RankRefused, then one StepDone for each plan; RankFailed is the last word
 
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -14,22 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.wire import MAX_FRAME_BYTES, Frames
-from cairn.errors import ConfigError, EngineDead, ModelError
-from cairn.step import (
-    Fork,
-    FromStep,
-    Image,
-    Keep,
-    PageCopy,
-    Restore,
-    Row,
-    Sample,
-    SampleOnly,
-    Save,
-    Score,
-    StepPlan,
-)
-from cairn.types import Pages, SamplingParams
+from cairn.errors import ConfigError, ModelError
+from cairn.step import StepPlan
+from cairn.types import Keys, Pages, SamplingParams
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -37,6 +26,11 @@ _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 _Bytes = Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
+
+_DTYPES: Mapping[object, np.dtype[Any]] = MappingProxyType(
+    {Keys: np.dtype("<i8"), Pages: np.dtype("<i4"), NDArray[np.bool_]: np.dtype(np.bool_)}
+)
+"""What each kind of array in a plan is on the wire."""
 
 
 class RankService(msgspec.Struct, frozen=True):
@@ -108,149 +102,48 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 ToRankZero: TypeAlias = Hello | RankReady | RankRefused | StepDone | RankFailed
 
 
-class _Sample(msgspec.Struct, frozen=True, array_like=True):
-    """Without what only the draw needs: rank 0 alone draws."""
-
-    params: SamplingParams
-    position: _Step
-
-
-class _Score(msgspec.Struct, frozen=True, array_like=True):
-    targets: _Bytes
-    top: _Number
-
-
-class _File(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint file and the live slot it belongs to, or for a keep the plan's row."""
-
-    place: _Number
-    pages: _Bytes
-    position: _Step = 0
-
-
-class _Image(msgspec.Struct, frozen=True, array_like=True):
-    """Where an image stands. Its pixels stay with rank 0, which alone encodes them."""
-
-    start: _Step
-    length: _Number
-    grid: tuple[_Number, _Number, _Number]
-
-
-class _Row(msgspec.Struct, frozen=True, array_like=True):
-    """`tokens`: int64 bytes, or the step that samples the only one."""
-
-    slot: _Number
-    start: _Step
-    end: _Step
-    tokens: _Bytes | int
-    pages: tuple[_Bytes, ...]
-    kv_write_from: _Step
-    decode: bool
-    sample: _Sample | None
-    images: tuple[_Image, ...] = ()
-    score: _Score | None = None
-
-
-class PlanFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A StepPlan in bytes."""
-
-    step: _Step
-    copies: tuple[tuple[_Number, _Number], ...]
-    restores: tuple[_File, ...]
-    forks: tuple[tuple[_Number, _Number], ...]
-    saves: tuple[_File, ...]
-    rows: tuple[_Row, ...]
-    keeps: tuple[_File, ...]
-    sample_only: tuple[tuple[_Number, _Sample], ...]
-
-
 def frames_of_config() -> Frames[RankConfig]:
     return Frames(msgspec.msgpack.Decoder(RankConfig))
-
-
-def frames_of_plans() -> Frames[PlanFrame]:
-    return Frames(msgspec.msgpack.Decoder(PlanFrame))
 
 
 def frames_to_rank_zero() -> Frames[ToRankZero]:
     return Frames(msgspec.msgpack.Decoder(ToRankZero))
 
 
-def frame_of_plan(plan: StepPlan) -> PlanFrame:
-    return PlanFrame(
-        step=plan.step,
-        copies=tuple((copy.source, copy.target) for copy in plan.copies),
-        restores=tuple(_File(restore.slot, _bytes(restore.pages, "<i4")) for restore in plan.restores),
-        forks=tuple((fork.source, fork.target) for fork in plan.forks),
-        saves=tuple(_File(save.slot, _bytes(save.pages, "<i4")) for save in plan.saves),
-        rows=tuple(_row_frame(row) for row in plan.rows),
-        keeps=tuple(_File(keep.row, _bytes(keep.pages, "<i4"), keep.position) for keep in plan.keeps),
-        sample_only=tuple((only.slot, _sample_frame(only.sample)) for only in plan.sample_only),
+def frames_of_plans() -> Frames[StepPlan]:
+    """A StepPlan's own fields; arrays as raw little-endian bytes, of which they are read-only views once received."""
+    return Frames(msgspec.msgpack.Decoder(StepPlan, dec_hook=_array), _array_bytes)
+
+
+def follower_plan(plan: StepPlan) -> StepPlan:
+    """`plan` as the other ranks are told of it: rank 0 alone draws and encodes images, so what only that needs stays
+    here."""
+    admits = tuple(
+        replace(
+            admit,
+            sampling=SamplingParams(),
+            history=None,
+            stop_token_ids=(),
+            logprobs=None,
+            images=tuple(replace(image, digest=b"", rgb=b"") for image in admit.images),
+        )
+        for admit in plan.admits
     )
+    return replace(plan, admits=admits, samples=replace(plan.samples, masks={}))
 
 
-def plan_of_frame(frame: PlanFrame) -> StepPlan:
-    """The plan; its arrays are read-only views of the frame. Raises EngineDead where bytes are no whole numbers."""
-    return StepPlan(
-        step=frame.step,
-        copies=tuple(PageCopy(source, target) for source, target in frame.copies),
-        restores=tuple(Restore(file.place, _pages(file.pages)) for file in frame.restores),
-        forks=tuple(Fork(source, target) for source, target in frame.forks),
-        saves=tuple(Save(file.place, _pages(file.pages)) for file in frame.saves),
-        rows=tuple(_row(row) for row in frame.rows),
-        keeps=tuple(Keep(file.place, file.position, _pages(file.pages)) for file in frame.keeps),
-        sample_only=tuple(SampleOnly(slot, _sample(sample)) for slot, sample in frame.sample_only),
-    )
+def _array_bytes(value: object) -> bytes:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a plan has a {type(value).__name__}")
+    return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _row_frame(row: Row) -> _Row:
-    return _Row(
-        slot=row.slot,
-        start=row.start,
-        end=row.end,
-        tokens=row.tokens.step if isinstance(row.tokens, FromStep) else _bytes(row.tokens, "<i8"),
-        pages=tuple(_bytes(pages, "<i4") for pages in row.pages),
-        kv_write_from=row.kv_write_from,
-        decode=row.decode,
-        sample=None if row.sample is None else _sample_frame(row.sample),
-        images=tuple(_Image(image.start, image.length, image.grid) for image in row.images),
-        score=None if row.score is None else _Score(_bytes(row.score.targets, "<i8"), row.score.top),
-    )
-
-
-def _row(row: _Row) -> Row:
-    return Row(
-        slot=row.slot,
-        start=row.start,
-        end=row.end,
-        tokens=FromStep(row.tokens) if isinstance(row.tokens, int) else _numbers(row.tokens, "<i8").astype(np.int64),
-        pages=tuple(_pages(pages) for pages in row.pages),
-        kv_write_from=row.kv_write_from,
-        decode=row.decode,
-        sample=None if row.sample is None else _sample(row.sample),
-        images=tuple(Image(image.start, image.length, image.grid, b"", 0, 0, b"") for image in row.images),
-        score=None if row.score is None else Score(_numbers(row.score.targets, "<i8"), row.score.top),
-    )
-
-
-def _sample_frame(sample: Sample) -> _Sample:
-    return _Sample(replace(sample.params, allowed_tokens=(), bad_words=()), sample.position)
-
-
-def _sample(sample: _Sample) -> Sample:
-    return Sample(sample.params, sample.position)
-
-
-def _bytes(numbers: NDArray[np.integer[Any]], dtype: str) -> bytes:
-    return numbers.astype(dtype, copy=False).tobytes()
-
-
-def _pages(data: bytes) -> Pages:
-    return _numbers(data, "<i4").astype(np.int32, copy=False)
-
-
-def _numbers(data: bytes, dtype: str) -> NDArray[Any]:
-    try:
-        return np.frombuffer(data, dtype=dtype)
-    except ValueError as error:
-        raise EngineDead(f"a plan has {len(data)} bytes where numbers of {dtype} belong: {error}") from error
+def _array(kind: object, data: object) -> NDArray[Any]:
+    """The array of type `kind` in `data`. Raises ValueError where bytes are no such numbers."""
+    dtype = _DTYPES[kind]
+    if not isinstance(data, bytes):
+        raise ValueError(f"{type(data).__name__} where bytes of {dtype} belong")
+    numbers = np.frombuffer(data, dtype=dtype)
+    if dtype == np.int32 and len(numbers) and numbers.min() < 0:
+        raise ValueError(f"{numbers.min()} among slots, pages or positions")
+    return numbers

@@ -33,7 +33,6 @@ from cairn.engine.rank_wire import (
     frames_of_config,
     frames_of_plans,
     frames_to_rank_zero,
-    plan_of_frame,
 )
 from cairn.engine.wire import MAX_FRAME_BYTES
 from cairn.errors import ConfigError, EngineDead, ModelError
@@ -84,7 +83,7 @@ class _Link:
 
     def receive(self) -> StepPlan:
         """The next plan. Waits as long as rank 0 lives: an idle engine has none, and needs no clock for it."""
-        return plan_of_frame(self._plans.decode(self._socket.recv()))
+        return self._plans.decode(self._socket.recv())
 
     def send(self, message: ToRankZero) -> None:
         self._socket.send(self._outgoing.encode(message))

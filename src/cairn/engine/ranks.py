@@ -52,12 +52,10 @@ class RankedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Returns when every rank has carried the plan out.
 
-        Raises ValueError for a plan that cannot be carried out, and then nothing has been done; EngineDead when a rank
-        is lost, and then for every plan after it.
+        Raises EngineDead when a rank is lost, and then for every plan after it.
         """
         if self._dead is not None:
             raise EngineDead(self._dead)
-        self.own.validate(plan)
         try:
             self._followers.post(plan)
             result = self.own.run(plan)

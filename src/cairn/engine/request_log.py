@@ -18,9 +18,9 @@ import msgspec
 from cairn.cache.lease import Namespace
 from cairn.engine.contract import CacheReport
 from cairn.engine.core_report import cache_report
-from cairn.scheduler.draft import Draft, Part
+from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Request
-from cairn.step import GRID, Row
+from cairn.step import GRID
 from cairn.types import Boundary, Clock, Keys
 
 _NANOSECOND = 1e-9
@@ -106,17 +106,17 @@ class RequestLog:
     def submitted(self, request: Request) -> None:
         self._step_times[request.id] = StepTimes()
 
-    def planned(self, draft: Draft) -> None:
+    def planned(self, builder: PlanBuilder) -> None:
         now = self._clock.now() - self._start
         last_plan, self._last_plan = self._last_plan, now
-        admitted = [when for part in draft.parts if (when := self._scheduled(part.request)) > last_plan]
+        admitted = [when for part in builder.scheduled if (when := self._scheduled(part.request)) > last_plan]
         # running requests get their pages before others are admitted; checkpoints are reserved last
         before_admission = min([now, *(when - _NANOSECOND for when in admitted)])
-        for part in draft.parts:
-            row, lease = None if part.row is None else draft.rows[part.row], part.request.lease
+        for part in builder.scheduled:
+            lease = part.request.lease
             times = self._step_times[part.request.id]
-            if row is not None and (not row.decode or self._is_recorded(row, part)):
-                when = before_admission if row.decode and self._needs_page(row, part) else now
+            if part.has_row and (not part.is_decode or self._is_recorded(part)):
+                when = before_admission if part.is_decode and self._needs_page(part) else now
                 times.steps.append((when, part.end))
             if lease is not None:
                 scheduled = self._scheduled(part.request)
@@ -125,12 +125,12 @@ class RequestLog:
                     with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
                     times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
 
-    def _is_recorded(self, row: Row, part: Part) -> bool:
+    def _is_recorded(self, part: ScheduledSequence) -> bool:
         """Whether a decode step needs a page or may keep a state."""
-        return self._needs_page(row, part) or bool(part.kept) or row.end % GRID == 0
+        return self._needs_page(part) or bool(part.kept) or part.end % GRID == 0
 
-    def _needs_page(self, row: Row, part: Part) -> bool:
-        return row.start % self._block_size == 0 or row.start == part.request.num_prompt_tokens
+    def _needs_page(self, part: ScheduledSequence) -> bool:
+        return part.start % self._block_size == 0 or part.start == part.request.num_prompt_tokens
 
     def _scheduled(self, request: Request) -> float:
         when = request.times.scheduled

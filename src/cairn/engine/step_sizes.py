@@ -10,7 +10,9 @@ from cairn.step import StepPlan
 
 def tokens_of(plan: StepPlan) -> int:
     """Tokens that go through the model, and those that are drawn without."""
-    return sum(row.end - row.start for row in plan.rows) + len(plan.sample_only)
+    rows = [*plan.decodes.slots.tolist(), *(row.slot for row in plan.prefills)]
+    num_drawn_only = len(set(plan.samples.slots.tolist()).difference(rows))
+    return len(plan.decodes) + sum(len(row.tokens) for row in plan.prefills) + num_drawn_only
 
 
 class StepSizes:

@@ -7,6 +7,7 @@ The first frame to the core is its EngineConfig; it answers Ready or Refused. Ke
 `GenerateRequest.prompt` and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -175,11 +176,13 @@ Message = TypeVar("Message")
 
 
 class Frames(Generic[Message]):
-    """Messages of one direction as msgpack bytes."""
+    """Messages of one direction as msgpack bytes. `enc_hook`: bytes of what msgspec does not know."""
 
-    def __init__(self, decoder: "msgspec.msgpack.Decoder[Message]") -> None:
+    def __init__(
+        self, decoder: "msgspec.msgpack.Decoder[Message]", enc_hook: Callable[[object], bytes] | None = None
+    ) -> None:
         self._decoder = decoder
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
 
     def encode(self, message: Message) -> bytes:
         """Raises InvalidRequest when the message is larger than a frame may be, or has text that is no Unicode."""

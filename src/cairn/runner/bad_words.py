@@ -1,6 +1,6 @@
 """Words that may not come: which tokens would complete one."""
 
-from cairn.step import Sample
+from cairn.runner.slots import Sample
 
 
 def ends_of_bad_words(sample: Sample) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Rows of a plan -> one flattened batch (see `cairn.kernels.batch`). Numpy until the one copy to the device."""
+"""Rows of a plan -> one flattened batch (see `cairn.kernels.batch`). Numpy until the step's one copy to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch, Vectors
 from cairn.kernels.contract import Kernels
-from cairn.step import FromStep, Keep, Row
+from cairn.runner.staging import Staged, Staging
+from cairn.step import SAMPLED, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -25,114 +26,84 @@ class RowContent:
     vectors: Tensor
 
 
-class BatchPlaces:
-    """Where the rows of a plan lie in the flattened batch: decode rows first, then the prefill rows, in plan order.
+def host_batch(plan: StepPlan) -> HostBatch:
+    """The lengths of a plan's rows; its snapshots in the order of their rows and positions (see `snapshot_order`)."""
+    decodes, prefills = plan.decodes, plan.prefills
+    starts = np.array([row.start for row in prefills], np.int32)
+    lengths = np.array([len(row.tokens) for row in prefills], np.int32)
+    ends = np.concatenate([decodes.positions + 1, starts + lengths])
+    snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
+    seq_starts = np.concatenate([decodes.positions, starts])
+    rows = np.array([snapshot.row for snapshot in snapshots], np.int32)
+    return HostBatch(
+        num_decodes=len(decodes),
+        cu_seqlens=np.concatenate([[0], np.cumsum(ends - seq_starts)]).astype(np.int32),
+        slots=np.concatenate([decodes.slots, np.array([row.slot for row in prefills], np.int32)]),
+        seq_starts=seq_starts,
+        seq_lens=ends,
+        kv_write_from=np.concatenate(
+            [decodes.kv_write_from, np.array([row.kv_write_from for row in prefills], np.int32)]
+        ),
+        snapshot_rows=rows,
+        snapshot_offsets=np.array([snapshot.position for snapshot in snapshots], np.int32) - seq_starts[rows],
+    )
 
-    `order`: indices of plan rows, as the batch has them. `first[i]`: the flattened row of plan row i's first token.
-    `snapshots`: indices of the plan's snapshots, in the batch's order.
-    """
 
-    def __init__(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> None:
-        self.rows = rows
-        decodes = [index for index, row in enumerate(rows) if row.decode]
-        self.num_decodes = len(decodes)
-        self.order = decodes + [index for index, row in enumerate(rows) if not row.decode]
-        self.first = [0] * len(rows)
-        ends = [0]
-        for index in self.order:
-            self.first[index] = ends[-1]
-            ends.append(ends[-1] + rows[index].end - rows[index].start)
-        self.cu_seqlens = np.array(ends, np.int32)
-        self.snapshots = sorted(range(len(keeps)), key=lambda n: (self.first[keeps[n].row], keeps[n].position))
-        self._keeps = keeps
+def snapshot_order(plan: StepPlan) -> list[int]:
+    """Numbers of the plan's snapshots, by row and position."""
+    return sorted(
+        range(len(plan.snapshots)), key=lambda number: (plan.snapshots[number].row, plan.snapshots[number].position)
+    )
 
-    def host(self) -> HostBatch:
-        """The batch's lengths."""
-        rows = [self.rows[index] for index in self.order]
-        sequence = {index: place for place, index in enumerate(self.order)}
-        keeps = [self._keeps[number] for number in self.snapshots]
-        return HostBatch(
-            num_decodes=self.num_decodes,
-            cu_seqlens=self.cu_seqlens,
-            slots=np.array([row.slot for row in rows], np.int32),
-            seq_starts=np.array([row.start for row in rows], np.int32),
-            seq_lens=np.array([row.end for row in rows], np.int32),
-            kv_write_from=np.array([row.kv_write_from for row in rows], np.int32),
-            snapshot_rows=np.array([sequence[keep.row] for keep in keeps], np.int32),
-            snapshot_offsets=np.array([keep.position - self.rows[keep.row].start for keep in keeps], np.int32),
+
+class BatchBuilder:
+    """One plan's batch on its way to the device: made, then sent with the rest of the step, then `batch`."""
+
+    def __init__(self, plan: StepPlan, contents: Sequence[RowContent | None], staging: Staging) -> None:
+        """`contents`: what stands for the tokens below 0 of each prefill row or decode row, in this order of rows, and
+        where all of them stand; None for a row of text alone."""
+        self.host = host_batch(plan)
+        host, num_decodes = self.host, len(plan.decodes)
+        tokens = np.concatenate([plan.decodes.tokens, *(row.tokens for row in plan.prefills)])
+        sampled = np.flatnonzero(plan.decodes.tokens == SAMPLED)
+        first = host.cu_seqlens[:-1]
+        positions = np.empty((3, host.num_rows), np.int64)
+        positions[:] = np.arange(host.num_rows) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
+        vectors = []
+        for begin, content in zip(first.tolist(), contents, strict=True):
+            if content is not None:
+                positions[:, begin : begin + content.positions.shape[1]] = content.positions
+                vectors.append((content.offsets + begin, content.vectors))
+        self._vectors = [values for _, values in vectors]
+        self._vector_rows = staging.add(np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in vectors)]))
+        self._tokens, self._positions = staging.add(np.maximum(tokens, 0)), staging.add(positions)
+        self._sampled_rows = staging.add(sampled)
+        self._sampled_slots = staging.add(plan.decodes.slots[sampled].astype(np.int64))
+        self._lengths: list[Staged] = [
+            staging.add(array)
+            for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
+        ]
+        assert num_decodes == host.num_decodes
+
+    def batch(self, block_tables: Sequence[Tensor], last_tokens: Tensor, kernels: Kernels) -> Batch:
+        """After the staging was sent. `last_tokens` int64 [slots + 1]: what was drawn last in each slot."""
+        tokens = self._tokens.tensor
+        if len(self._sampled_rows.array):
+            tokens[self._sampled_rows.tensor] = last_tokens[self._sampled_slots.tensor]
+        vectors = None
+        if len(self._vector_rows.array):
+            vectors = Vectors(self._vector_rows.tensor, torch.cat(self._vectors))
+        cu_seqlens, slots, seq_starts, seq_lens, kv_write_from = (staged.tensor for staged in self._lengths)
+        return Batch(
+            tokens=tokens,
+            positions=self._positions.tensor,
+            cu_seqlens=cu_seqlens,
+            slots=slots,
+            seq_starts=seq_starts,
+            seq_lens=seq_lens,
+            kv_write_from=kv_write_from,
+            block_tables=block_tables,
+            host=self.host,
+            metadata=kernels.prepare(self.host),
+            vectors=vectors,
         )
-
-    def row_of(self, index: int, position: int) -> int:
-        """The flattened row of plan row `index`'s token at absolute position `position`."""
-        return self.first[index] + position - self.rows[index].start
-
-
-def build_batch(
-    places: BatchPlaces,
-    contents: Sequence[RowContent | None],
-    block_tables: Sequence[Tensor],
-    last_tokens: Tensor,
-    kernels: Kernels,
-) -> Batch:
-    """`contents`: what stands for the tokens below 0 of each plan row, and where all of them stand; None for a row of
-    text alone. `last_tokens` int64 [slots]: what was drawn last, on the device, as are `block_tables`."""
-    host, rows = places.host(), places.rows
-    num_rows = host.num_rows
-    tokens = np.zeros(num_rows, np.int64)
-    positions = np.empty((3, num_rows), np.int64)
-    positions[:] = np.arange(num_rows) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, np.diff(host.cu_seqlens))
-    drawn: list[tuple[int, int]] = []
-    for row, first, content in zip(rows, places.first, contents, strict=True):
-        if isinstance(row.tokens, FromStep):
-            drawn.append((first, row.slot))
-        else:
-            np.maximum(row.tokens, 0, out=tokens[first : first + len(row.tokens)])
-        if content is not None:
-            positions[:, first : first + row.end - row.start] = content.positions
-    drawn_rows, drawn_slots = np.array(drawn, np.int64).reshape(-1, 2).T
-    lengths = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
-    wide, narrow = _to_device(last_tokens.device, (tokens, positions, drawn_rows, drawn_slots), lengths)
-    if drawn:
-        wide[0][wide[2]] = last_tokens[wide[3]]
-    return Batch(
-        tokens=wide[0],
-        positions=wide[1],
-        cu_seqlens=narrow[0],
-        slots=narrow[1],
-        seq_starts=narrow[2],
-        seq_lens=narrow[3],
-        kv_write_from=narrow[4],
-        block_tables=block_tables,
-        host=host,
-        metadata=kernels.prepare(host),
-        vectors=_vectors(places, contents),
-    )
-
-
-def _to_device(
-    device: torch.device, wide: Sequence[Ints], narrow: Sequence[NDArray[np.int32]]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Arrays of int64 and of int32 as tensors on the device, in one copy."""
-    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [*wide, *narrow]
-    sizes = [array.nbytes for array in arrays]
-    staging, ends = np.empty(sum(sizes), np.uint8), np.cumsum(sizes).tolist()
-    for array, size, end in zip(arrays, sizes, ends, strict=True):
-        staging[end - size : end] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-    moved = torch.from_numpy(staging).to(device)
-    parts = [moved[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    return (
-        [part.view(torch.int64).view(array.shape) for part, array in zip(parts, wide, strict=False)],
-        [part.view(torch.int32).view(array.shape) for part, array in zip(parts[len(wide) :], narrow, strict=True)],
-    )
-
-
-def _vectors(places: BatchPlaces, contents: Sequence[RowContent | None]) -> Vectors | None:
-    found = [
-        (content.offsets + first, content.vectors)
-        for first, content in zip(places.first, contents, strict=True)
-        if content is not None and len(content.offsets)
-    ]
-    if not found:
-        return None
-    vectors = torch.cat([values for _, values in found])
-    return Vectors(torch.from_numpy(np.concatenate([rows for rows, _ in found])).to(vectors.device), vectors)

@@ -1,5 +1,6 @@
 """What a row has besides text: where its tokens stand among images, and the vectors that stand for the images' own."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from cairn.layers.communicator import Communicator
 from cairn.runner.batch_builder import RowContent
 from cairn.runner.positions import positions_of
-from cairn.step import Image, Row
+from cairn.step import Image
 
 
 class ImageCounts(Protocol):
@@ -35,20 +36,22 @@ class Vision(Protocol):
         ...
 
 
-def row_content(row: Row, vision: Vision | None, communicator: Communicator, like: Tensor) -> RowContent | None:
-    """None for a row without images. Rank 0 encodes, the other ranks take what it has from there. `like`: a tensor of
-    the hidden states' width and dtype."""
-    if not row.images:
+def row_content(
+    start: int, end: int, images: Sequence[Image], vision: Vision | None, communicator: Communicator, like: Tensor
+) -> RowContent | None:
+    """Of the tokens [start, end) of a sequence with these images; None for one without. Rank 0 encodes, the other ranks
+    take what it has from there. `like`: a tensor of the hidden states' width and dtype."""
+    if not images:
         return None
     if vision is None:
-        raise ValueError(f"slot {row.slot}: the model does not read images")
+        raise ValueError("a row with images, but the model does not read them")
     offsets, vectors = [np.zeros(0, np.int64)], [like.new_zeros(0, like.shape[-1])]
-    for image in row.images:
-        low, high = max(row.start, image.start), min(row.end, image.end)
+    for image in images:
+        low, high = max(start, image.start), min(end, image.end)
         if low < high:
-            offsets.append(np.arange(low - row.start, high - row.start))
+            offsets.append(np.arange(low - start, high - start))
             vectors.append(_vectors(image, vision, communicator, like)[low - image.start : high - image.start])
-    positions = positions_of(row.start, row.end, row.images, vision.merge)
+    positions = positions_of(start, end, images, vision.merge)
     return RowContent(positions, np.concatenate(offsets), torch.cat(vectors))
 
 

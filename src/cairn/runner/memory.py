@@ -60,15 +60,9 @@ class LiveStates:
     def __init__(self, spec: MemorySpec, num_slots: int) -> None:
         self.hidden = _aligned((num_slots + 1, spec.hidden_size), 1, spec.dtype)
         self.recurrent: tuple[RecurrentLayer, ...] = ()
-        self._arrays = [self.hidden]
         if spec.recurrent is not None:
             layers = spec.recurrent.num_layers
             conv_shape = (num_slots + 1, layers, spec.recurrent.columns, spec.recurrent.channels)
             conv = _aligned(conv_shape, 2, spec.dtype)
             state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32)
             self.recurrent = tuple(RecurrentLayer(conv[:, layer], state[:, layer]) for layer in range(layers))
-            self._arrays += [conv, state]
-
-    def copy(self, source: int, target: int) -> None:
-        for array in self._arrays:
-            array[target] = array[source]

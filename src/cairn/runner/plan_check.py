@@ -1,18 +1,22 @@
-"""Whether a plan can be carried out at all. What it names must exist; whether it is wise is the scheduler's affair."""
+"""Whether a plan can be carried out at all: what it names must exist. Whether it is wise is the scheduler's affair.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+For tests, and for servers that are started with it (`--check-plans`): it follows what plans say slot by slot.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
-from cairn.step import GRID, FromStep, Row, StepPlan
+from cairn.step import GRID, SAMPLED, Admit, Image, PrefillRow, StepPlan, StepResult, TableUpdate
 from cairn.types import Pages
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """What a plan may name. `aligned`: prefill rows must start on the 64-token grid (exact mode)."""
+    """What a plan may name. `aligned`: prefill rows must start on the grid (exact mode)."""
 
     layout: CacheLayout
     num_pages: int
@@ -20,93 +24,190 @@ class PlanLimits:
     vocab_size: int
     aligned: bool
 
-    def check(self, plan: StepPlan, sampled_steps: Sequence[int | None]) -> None:
-        """Raises ValueError that names the record. `sampled_steps`: the step that last sampled in each slot."""
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """`num_pages`: entries of its tables, a number a group. `sampled`: the position of the token drawn last."""
+
+    num_pages: tuple[int, ...]
+    images: tuple[Image, ...]
+    sampled: int | None = None
+
+
+class PlanCheck:
+    """Checks plans in the order in which they are run."""
+
+    def __init__(self, limits: PlanLimits) -> None:
+        self._limits = limits
+        self._slots: dict[int, _Slot] = {}
+        self._step: int | None = None
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises ValueError that names the record which cannot be carried out; then the plan counts for nothing."""
+        if self._step is not None and plan.step <= self._step:
+            raise ValueError(f"step {plan.step} does not follow step {self._step}")
+        slots = dict(self._slots)
+        for admit in plan.admits:
+            slots[admit.slot] = self._admit(admit)
         for copy in plan.copies:
             self._pages(copy, np.array([copy.source, copy.target]))
         for restore in plan.restores:
-            self._slots(restore, [restore.slot])
-            self._file(restore, restore.pages)
-        for fork in plan.forks:
-            self._slots(fork, [fork.source, fork.target])
+            self._slot_file(f"restore of slot {restore.slot}", restore.slot, restore.pages)
+            if restore.slot in slots:
+                slots[restore.slot] = replace(slots[restore.slot], sampled=None)
         for save in plan.saves:
-            self._slots(save, [save.slot])
-            self._file(save, save.pages)
-        steps = self._steps_of_rows(plan, sampled_steps)
-        for row in plan.rows:
-            self._row(row, steps)
-        for keep in plan.keeps:
-            if not 0 <= keep.row < len(plan.rows):
-                raise ValueError(f"{keep}: the plan has {len(plan.rows)} rows")
-            row = plan.rows[keep.row]
-            if not row.start < keep.position <= row.end:
-                raise ValueError(f"{keep}: position must be in {row.start + 1}..{row.end}, inside its row")
-            self._file(keep, keep.pages)
-        for only in plan.sample_only:
-            self._slots(only, [only.slot])
-        self._distinct(plan)
+            self._slot_file(f"save of slot {save.slot}", save.slot, save.pages)
+        for update in plan.table_updates:
+            slots[update.slot] = self._table_update(update, _known(slots, update.slot, "table update"))
+        ends = self._rows(plan, slots)
+        for snapshot in plan.snapshots:
+            name = f"snapshot of row {snapshot.row}"
+            if snapshot.row >= len(ends):
+                raise ValueError(f"{name}: the plan has {len(ends)} rows")
+            _, start, end = ends[snapshot.row]
+            if not start < snapshot.position <= end:
+                raise ValueError(f"{name}: position must be in {start + 1}..{end}, inside its row")
+            self._file(name, snapshot.pages)
+        self._samples(plan, slots, {slot: end for slot, _, end in ends})
+        self._slots, self._step = slots, plan.step
 
-    def _steps_of_rows(self, plan: StepPlan, sampled_steps: Sequence[int | None]) -> list[int | None]:
-        """`sampled_steps` as they are when the rows' turn comes."""
-        steps = list(sampled_steps)
-        for restore in plan.restores:
-            steps[restore.slot] = None
-        for fork in plan.forks:
-            steps[fork.target] = steps[fork.source]
-        return steps
-
-    def _row(self, row: Row, steps: Sequence[int | None]) -> None:
-        name = f"row of slot {row.slot}, tokens {row.start}..{row.end}"
-        self._slots(name, [row.slot])
-        count = row.end - row.start
-        if row.start < 0 or count < 1:
-            raise ValueError(f"{name}: a row has at least one token, from position 0 on")
-        if row.decode and count != 1:
-            raise ValueError(f"{name}: a decode row has exactly one token")
-        if self.aligned and not row.decode and row.start % GRID:
-            raise ValueError(f"{name}: in exact mode a prefill row starts at a multiple of {GRID}")
-        if row.kv_write_from < 0:
-            raise ValueError(f"{name}: kv_write_from {row.kv_write_from} is negative")
-        self._tokens(name, row, steps[row.slot])
-        if row.score is not None and not (1 <= len(row.score.targets) <= count and row.score.top >= 0):
-            raise ValueError(f"{name}: {len(row.score.targets)} tokens are to be scored, it has {count}")
-        if len(row.pages) != len(self.layout.groups):
-            raise ValueError(f"{name}: {len(row.pages)} page lists for {len(self.layout.groups)} attention groups")
-        for group, pages in zip(self.layout.groups, row.pages, strict=True):
+    def _admit(self, admit: Admit) -> _Slot:
+        name = f"admit of slot {admit.slot}"
+        self._slot_number(name, admit.slot)
+        groups = self._limits.layout.groups
+        if len(admit.tables) != len(groups):
+            raise ValueError(f"{name}: {len(admit.tables)} page lists for {len(groups)} attention groups")
+        for pages in admit.tables:
             self._pages(name, pages)
-            if len(pages) < group.pages_for(row.end):
-                raise ValueError(f"{name}: {len(pages)} pages, {group.pages_for(row.end)} are needed")
+        return _Slot(tuple(map(len, admit.tables)), admit.images)
 
-    def _tokens(self, name: str, row: Row, sampled_step: int | None) -> None:
-        if isinstance(row.tokens, FromStep):
-            if row.end - row.start != 1:
-                raise ValueError(f"{name}: FromStep gives one token")
-            if row.start == 0 or sampled_step != row.tokens.step:
-                raise ValueError(f"{name}: {row.tokens}, but the slot's last token is of step {sampled_step}")
-            return
-        if row.tokens.shape != (row.end - row.start,):
-            raise ValueError(f"{name}: tokens of shape {row.tokens.shape}, not ({row.end - row.start},)")
-        pictured = np.zeros(row.end - row.start, np.bool_)
-        for image in row.images:
+    def _table_update(self, update: TableUpdate, slot: _Slot) -> _Slot:
+        name = f"table update of slot {update.slot}"
+        if update.group >= len(slot.num_pages):
+            raise ValueError(f"{name}: group {update.group} of {len(slot.num_pages)}")
+        known, end = slot.num_pages[update.group], update.first + len(update.pages)
+        if not len(update.pages) or not known - 1 <= update.first <= known or end < known:
+            raise ValueError(f"{name}: entries {update.first}..{end} do not go on from the {known} that are there")
+        self._pages(name, update.pages)
+        num_pages = (*slot.num_pages[: update.group], end, *slot.num_pages[update.group + 1 :])
+        return replace(slot, num_pages=num_pages)
+
+    def _rows(self, plan: StepPlan, slots: dict[int, _Slot]) -> list[tuple[int, int, int]]:
+        """(slot, start, end) of all rows, decode rows first."""
+        decodes = plan.decodes
+        columns = (decodes.slots, decodes.positions, decodes.tokens, decodes.kv_write_from)
+        if any(column.shape != decodes.slots.shape for column in columns):
+            raise ValueError("decode rows: columns of different lengths")
+        found = []
+        for slot, start, token, write_from in zip(*(column.tolist() for column in columns), strict=True):
+            found.append((slot, start, start + 1))
+            name = _row_name(*found[-1])
+            own = self._row(name, slots, slot, start, start + 1, write_from)
+            if token == SAMPLED and own.sampled != start:
+                raise ValueError(f"{name}: the slot's last sampled token stands at {own.sampled}")
+            if token != SAMPLED and not 0 <= token < self._limits.vocab_size:
+                raise ValueError(f"{name}: token ids must be in 0..{self._limits.vocab_size - 1}")
+        for row in plan.prefills:
+            found.append((row.slot, row.start, row.end))
+            name = _row_name(*found[-1])
+            self._prefill(name, row, self._row(name, slots, *found[-1], row.kv_write_from))
+        numbers = [slot for slot, _, _ in found]
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"step {plan.step}: a slot is in more than one row: {sorted(numbers)}")
+        return found
+
+    def _row(self, name: str, slots: dict[int, _Slot], slot: int, start: int, end: int, write_from: int) -> _Slot:
+        self._slot_number(name, slot)
+        if start < 0 or end <= start:
+            raise ValueError(f"{name}: a row has at least one token, from position 0 on")
+        if write_from < 0:
+            raise ValueError(f"{name}: kv_write_from {write_from} is negative")
+        own = _known(slots, slot, name)
+        for group, num_pages in zip(self._limits.layout.groups, own.num_pages, strict=True):
+            if num_pages < group.pages_for(end):
+                raise ValueError(f"{name}: {num_pages} pages, {group.pages_for(end)} are needed")
+        return own
+
+    def _prefill(self, name: str, row: PrefillRow, slot: _Slot) -> None:
+        if self._limits.aligned and row.start % GRID:
+            raise ValueError(f"{name}: in exact mode a prefill row starts at a multiple of {GRID}")
+        if row.score is not None and not (1 <= len(row.score.targets) <= len(row.tokens) and row.score.top >= 0):
+            raise ValueError(f"{name}: {len(row.score.targets)} tokens are to be scored, it has {len(row.tokens)}")
+        pictured = np.zeros(len(row.tokens), np.bool_)
+        for image in slot.images:
             pictured[max(0, image.start - row.start) : max(0, image.end - row.start)] = True
-        if row.tokens.max() >= self.vocab_size or not np.array_equal(row.tokens < 0, pictured):
-            raise ValueError(f"{name}: token ids must be in 0..{self.vocab_size - 1}, and below 0 where images are")
+        if row.tokens.max() >= self._limits.vocab_size or not np.array_equal(row.tokens < 0, pictured):
+            last = self._limits.vocab_size - 1
+            raise ValueError(f"{name}: token ids must be in 0..{last}, and below 0 where images are")
 
-    def _slots(self, record: object, slots: Iterable[int]) -> None:
-        for slot in slots:
-            if not 0 <= slot < self.num_slots:
-                raise ValueError(f"{record}: slot {slot} is not in 0..{self.num_slots - 1}")
+    def _samples(self, plan: StepPlan, slots: dict[int, _Slot], ends: dict[int, int]) -> None:
+        samples = plan.samples
+        if not samples.slots.shape == samples.positions.shape == samples.bans_stop_tokens.shape:
+            raise ValueError("samples: columns of different lengths")
+        numbers = samples.slots.tolist()
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"step {plan.step}: a slot has more than one sample: {sorted(numbers)}")
+        for slot, position in zip(numbers, samples.positions.tolist(), strict=True):
+            name = f"sample of slot {slot}"
+            self._slot_number(name, slot)
+            if ends.get(slot, position) != position:
+                raise ValueError(f"{name}: position {position}, but its row ends at {ends[slot]}")
+            slots[slot] = replace(_known(slots, slot, name), sampled=position)
 
-    def _pages(self, record: object, pages: Pages | np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        if len(pages) and (pages.min() < 0 or pages.max() >= self.num_pages):
-            raise ValueError(f"{record}: pages must be in 0..{self.num_pages - 1}")
+    def _slot_file(self, name: str, slot: int, pages: Pages) -> None:
+        self._slot_number(name, slot)
+        self._file(name, pages)
 
-    def _file(self, record: object, pages: Pages) -> None:
-        self._pages(record, pages)
-        if len(pages) != self.layout.pages_per_checkpoint or len(np.unique(pages)) != len(pages):
-            raise ValueError(f"{record}: a file is {self.layout.pages_per_checkpoint} different pages")
+    def _slot_number(self, name: str, slot: int) -> None:
+        if not 0 <= slot < self._limits.num_slots:
+            raise ValueError(f"{name}: slot {slot} is not in 0..{self._limits.num_slots - 1}")
 
-    def _distinct(self, plan: StepPlan) -> None:
-        slots = [row.slot for row in plan.rows] + [only.slot for only in plan.sample_only]
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"step {plan.step}: a slot is in more than one row or sample_only: {sorted(slots)}")
+    def _pages(self, name: object, pages: NDArray[np.integer[Any]]) -> None:
+        if len(pages) and (pages.min() < 0 or pages.max() >= self._limits.num_pages):
+            raise ValueError(f"{name}: pages must be in 0..{self._limits.num_pages - 1}")
+
+    def _file(self, name: str, pages: Pages) -> None:
+        self._pages(name, pages)
+        size = self._limits.layout.pages_per_checkpoint
+        if len(pages) != size or len(np.unique(pages)) != len(pages):
+            raise ValueError(f"{name}: a file is {size} different pages")
+
+
+def _known(slots: dict[int, _Slot], slot: int, name: str) -> _Slot:
+    if slot not in slots:
+        raise ValueError(f"{name}: nobody was admitted to slot {slot}")
+    return slots[slot]
+
+
+def _row_name(slot: int, start: int, end: int) -> str:
+    return f"row of slot {slot}, tokens {start}..{end}"
+
+
+class _Runs(Protocol):
+    """A runner, in as far as plans are checked before they reach it."""
+
+    forward_passes: int
+    steps: int
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class CheckedRunner:
+    """Another runner, whose plans are checked before it is given them."""
+
+    def __init__(self, runner: _Runs, limits: PlanLimits) -> None:
+        self.forward_passes = self.steps = 0
+        self._runner = runner
+        self._check = PlanCheck(limits)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Raises ValueError for a plan that cannot be carried out, and then nothing has been done."""
+        self._check.check(plan)
+        result = self._runner.run(plan)
+        self.forward_passes, self.steps = self._runner.forward_passes, self._runner.steps
+        return result
+
+    def close(self) -> None:
+        self._runner.close()

@@ -3,7 +3,7 @@
 Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,15 +12,27 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import BatchPlaces, build_batch
+from cairn.runner.batch_builder import BatchBuilder, RowContent, snapshot_order
+from cairn.runner.block_tables import table_entries
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
 from cairn.runner.memory import LiveStates, new_pool, paged_layers
-from cairn.runner.plan_check import PlanLimits
 from cairn.runner.sampler import draw
 from cairn.runner.self_test import check_row_independence
+from cairn.runner.slots import Sample, Slots
+from cairn.runner.staging import Staged, Staging
 from cairn.runner.token_logprobs import logprobs_of, score
-from cairn.step import Keep, Logprobs, Restore, Row, Sample, SampledToken, Save, Scored, StepPlan, StepResult
+from cairn.step import (
+    Logprobs,
+    PrefillRow,
+    Restore,
+    SampledToken,
+    Save,
+    Scored,
+    Snapshot,
+    StepPlan,
+    StepResult,
+)
 
 __all__ = ["Observe", "Runner"]
 
@@ -51,8 +63,47 @@ class _StepMemory:
         self._files.write_layer(self._snapshot_files, layer, conv, state)
 
 
+class _Staged:
+    """What a step needs of the host, on the device: one copy takes all of it there."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        layout: CacheLayout,
+        max_pages: int,
+        contents: Sequence[RowContent | None],
+        to: torch.device,
+    ) -> None:
+        """`max_pages`: entries of a slot's block table. `contents`: see `BatchBuilder`."""
+        staging = Staging()
+
+        def ints(numbers: Iterable[int]) -> Staged:
+            return staging.add(np.array(list(numbers), np.int64))
+
+        def files(records: Sequence[Restore | Save | Snapshot]) -> Staged:
+            shape = (len(records), layout.pages_per_checkpoint)
+            return staging.add(np.array([record.pages for record in records], np.int64).reshape(shape))
+
+        origins: dict[int, int] = {}  # copies are one after the other in the plan, and all at once on the device
+        for copy in plan.copies:
+            origins[copy.target] = origins.get(copy.source, copy.source)
+        self.copies = ints(origins.values()), ints(origins)
+        self.restores = ints(restore.slot for restore in plan.restores), files(plan.restores)
+        self.saves = ints(save.slot for save in plan.saves), files(plan.saves)
+        entries = table_entries(plan, len(layout.groups), max_pages)
+        self.table_entries = [(staging.add(places), staging.add(pages)) for places, pages in entries]
+        self.batch = BatchBuilder(plan, contents, staging)
+        snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
+        host = self.batch.host
+        self.snapshots = ints(host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1), files(snapshots)
+        self.sampled = staging.add(plan.samples.slots.astype(np.int64))
+        staging.send(to)
+
+
 class Runner:
     """Holds the pages and the running states of one model and runs plans on them. One thread only.
+
+    Plans are taken as they come: `cairn.runner.plan_check` looks at them where that is asked for.
 
     `forward_passes` counts passes through the model's layers, `steps` the plans carried out; `pool` is the pages'
     memory, uint8 [num_pages + extra_pages, page_bytes]. Plans name the first `num_pages`; the extra ones behind them
@@ -87,6 +138,8 @@ class Runner:
         self.forward_passes = 0
         self.steps = 0
         self.pool = new_pool(num_pages + extra_pages, layout.page_bytes)
+        device = self._device = self.pool.device
+        self._max_pages = num_pages
         self._model = model
         self.vision = vision
         self.layout = layout
@@ -95,32 +148,24 @@ class Runner:
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
         self._files = CheckpointFiles(self.pool, model.spec, layout)
-        aligned = exact and model.spec.recurrent is not None
-        self._limits = PlanLimits(layout, num_pages, num_slots, model.vocab_size, aligned)
-        self._last_step: int | None = None
-        self._sampled_steps: list[int | None] = [None] * num_slots
-        self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64)
-        self._tables = [torch.zeros(num_slots + 1, num_pages, dtype=torch.int32) for _ in layout.groups]
+        # A table has no more pages than the pool: its pages are distinct.
+        self._tables = [torch.zeros(num_slots + 1, num_pages, dtype=torch.int32, device=device) for _ in layout.groups]
+        self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._slots = Slots()
 
     def self_test(self) -> None:
         """In exact mode: checks on this rank's weights that fixed tiles make rows independent. Raises ConfigError."""
         if self._exact:
             check_row_independence(self._model.linears)
 
-    def validate(self, plan: StepPlan) -> None:
-        """Raises ValueError that names the record which cannot be carried out; then nothing has been done."""
-        if self._last_step is not None and plan.step <= self._last_step:
-            raise ValueError(f"step {plan.step} does not follow step {self._last_step}")
-        self._limits.check(plan, self._sampled_steps)
-
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry a plan out, in the order that `cairn.step` gives. Raises ValueError as `validate` does."""
-        self.validate(plan)
+        """Carry a plan out, in the order that `cairn.step` gives."""
         with torch.inference_mode():
-            self._move(plan)
-            scored = self._forward(plan.rows, plan.keeps) if plan.rows else ()
-            sampled = self._sample(plan)
-        self._last_step = plan.step
+            self._slots.apply(plan)
+            staged = _Staged(plan, self.layout, self._max_pages, self._contents(plan), self._device)
+            self._move(plan, staged)
+            scored = self._forward(plan, staged) if plan.num_rows else ()
+            sampled = self._sample(plan, staged)
         self.steps += 1
         return StepResult(plan.step, sampled, scored)
 
@@ -132,56 +177,48 @@ class Runner:
     def close(self) -> None:
         """Nothing runs beside it."""
 
-    def _move(self, plan: StepPlan) -> None:
-        for copy in plan.copies:
-            self.pool[copy.target] = self.pool[copy.source]
+    def _move(self, plan: StepPlan, staged: _Staged) -> None:
+        if plan.copies:
+            sources, targets = staged.copies
+            self.pool[targets.tensor] = self.pool[sources.tensor]
         if plan.restores:
-            self._restore(plan.restores)
-        for fork in plan.forks:
-            self._live.copy(fork.source, fork.target)
-            self._sampled_steps[fork.target] = self._sampled_steps[fork.source]
-            self._last_tokens[fork.target] = self._last_tokens[fork.source]
+            slots, files = (each.tensor for each in staged.restores)
+            self._live.hidden[slots] = self._files.read_hidden(files)
+            for number, layer in enumerate(self._live.recurrent):
+                layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
         if plan.saves:
-            self._save(plan.saves)
+            slots, files = (each.tensor for each in staged.saves)
+            self._files.write_hidden(files, self._live.hidden[slots])
+            for number, layer in enumerate(self._live.recurrent):
+                self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
+        if plan.admits or plan.table_updates:
+            for table, (places, pages) in zip(self._tables, staged.table_entries, strict=True):
+                table.view(-1).index_copy_(0, places.tensor, pages.tensor)
 
-    def _restore(self, restores: Sequence[Restore]) -> None:
-        files, slots = self._page_lists(restores), torch.tensor([restore.slot for restore in restores])
-        self._live.hidden[slots] = self._files.read_hidden(files)
-        for number, layer in enumerate(self._live.recurrent):
-            layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
-        for restore in restores:
-            self._sampled_steps[restore.slot] = None
+    def _contents(self, plan: StepPlan) -> list[RowContent | None]:
+        """What the plan's rows have besides text, decode rows first."""
+        columns, prefills = plan.decodes, plan.prefills
+        rows = [*zip(columns.slots.tolist(), columns.positions.tolist(), (columns.positions + 1).tolist(), strict=True)]
+        rows += [(row.slot, row.start, row.end) for row in prefills]
+        communicator, like = self._model.communicator, self._live.hidden
+        return [
+            row_content(start, end, self._slots.admit(slot).images, self.vision, communicator, like)
+            for slot, start, end in rows
+        ]
 
-    def _page_lists(self, records: Sequence[Restore | Save | Keep]) -> Tensor:
-        """The files of all of them, int64 [n, pages]."""
-        shape = (len(records), self.layout.pages_per_checkpoint)
-        return torch.from_numpy(np.array([record.pages for record in records], np.int64).reshape(shape))
-
-    def _save(self, saves: Sequence[Save]) -> None:
-        files, slots = self._page_lists(saves), torch.tensor([save.slot for save in saves])
-        self._files.write_hidden(files, self._live.hidden[slots])
-        for number, layer in enumerate(self._live.recurrent):
-            self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
-
-    def _forward(self, rows: Sequence[Row], keeps: Sequence[Keep]) -> tuple[Scored, ...]:
-        for row in rows:
-            for table, pages in zip(self._tables, row.pages, strict=True):
-                table[row.slot, : len(pages)] = torch.from_numpy(pages)
-        places = BatchPlaces(rows, keeps)
-        communicator = self._model.communicator
-        contents = [row_content(row, self.vision, communicator, self._live.hidden) for row in rows]
-        batch = build_batch(places, contents, self._tables, self._last_tokens, self._model.kernels)
-        files = self._page_lists([keeps[number] for number in places.snapshots])
+    def _forward(self, plan: StepPlan, staged: _Staged) -> tuple[Scored, ...]:
+        batch = staged.batch.batch(self._tables, self._last_tokens, self._model.kernels)
+        tokens, files = (each.tensor for each in staged.snapshots)
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self.forward_passes += 1
         self._live.hidden[batch.slots] = hidden[batch.cu_seqlens[1:] - 1]
-        for row in rows:
-            self._sampled_steps[row.slot] = None
-        last = [places.row_of(keeps[number].row, keeps[number].position - 1) for number in places.snapshots]
-        self._files.write_hidden(files, hidden[last])
-        return tuple(part for index, row in enumerate(rows) for part in self._score(row, hidden[places.first[index] :]))
+        self._files.write_hidden(files, hidden[tokens])
+        first = batch.host.cu_seqlens[len(plan.decodes) :].tolist()
+        return tuple(
+            scored for row, at in zip(plan.prefills, first, strict=False) for scored in self._score(row, hidden[at:])
+        )
 
-    def _score(self, row: Row, hidden: Tensor) -> Iterator[Scored]:
+    def _score(self, row: PrefillRow, hidden: Tensor) -> Iterator[Scored]:
         """`hidden`: from the row's first token on. All ranks take part: each has a share of the logits."""
         if row.score is None:
             return
@@ -190,12 +227,11 @@ class Runner:
             yield Scored(row.slot, position, logprobs)
             position += len(logprobs.ranks)
 
-    def _sample(self, plan: StepPlan) -> tuple[SampledToken, ...]:
-        wanted = [(row.slot, row.sample) for row in plan.rows if row.sample is not None]
-        wanted += [(only.slot, only.sample) for only in plan.sample_only]
+    def _sample(self, plan: StepPlan, staged: _Staged) -> tuple[SampledToken, ...]:
+        wanted = list(self._slots.samples(plan))
         if not wanted:
             return ()
-        logits = self._model.logits(self._live.hidden[[slot for slot, _ in wanted]])
+        logits = self._model.logits(self._live.hidden[staged.sampled.tensor])
         if self._observe is not None:
             for (_, sample), row in zip(wanted, logits, strict=True):
                 self._observe(sample, row)
@@ -205,9 +241,10 @@ class Runner:
         if communicator.rank == 0:
             drawn = [draw(row, own) for (_, own), row in zip(wanted, logits, strict=True)]
             told = [_told(row, own, token) for (_, own), row, token in zip(wanted, logits, drawn, strict=True)]
-        sampled = []
-        for (slot, _), token, logprobs in zip(wanted, communicator.broadcast(drawn), told, strict=True):
-            self._sampled_steps[slot], self._last_tokens[slot] = plan.step, token
+        tokens, sampled = communicator.broadcast(drawn), []
+        self._last_tokens[staged.sampled.tensor] = torch.tensor(tokens, device=self._device)
+        for (slot, own), token, logprobs in zip(wanted, tokens, told, strict=True):
+            self._slots.add_token(slot, own.position, token)
             sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
 

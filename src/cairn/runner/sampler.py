@@ -10,8 +10,8 @@ from torch import Tensor
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.filters import MinP, TopK, TopP
 from cairn.runner.penalties import FrequencyPenalty, RepetitionPenalty
+from cairn.runner.slots import Sample
 from cairn.runner.token_rules import AllowedTokens, BannedTokens, ListedTokens, LogitBias
-from cairn.step import Sample
 from cairn.types import SamplingParams
 
 Transform = Callable[[Tensor], Tensor]

@@ -7,12 +7,16 @@ in a hundred lines what a step has to do.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cairn.cache.layout import CacheLayout
 from cairn.runner.bad_words import ends_of_bad_words
-from cairn.step import GRID, FromStep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
+from cairn.runner.block_tables import BlockTables
+from cairn.runner.plan_check import PlanCheck, PlanLimits
+from cairn.runner.slots import Sample, Slots
+from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult
 from cairn.types import Pages
 
 __all__ = ["SimulatedRunner"]
@@ -24,96 +28,126 @@ FRESH: State = (0, 0)
 PREFILL, DECODE = 1, 2
 
 
+_ANY_TOKEN = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A decode or a prefill row."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+    kv_write_from: int
+    decode: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
 class SimulatedRunner:
     """Same face as `cairn.runner.runner.Runner`; tokens are drawn from 0 .. `vocab_size` - 1.
 
-    Raises LookupError when a plan reads a page, file or slot that does not hold what the plan says.
+    `tables`: what it knows of the pages of its slots. Raises LookupError when a plan reads a page, file or slot that
+    does not hold what the plan says, and ValueError for one that cannot be carried out at all.
     """
 
-    def __init__(self, layout: CacheLayout, vocab_size: int, numerics: bool) -> None:
+    def __init__(self, layout: CacheLayout, num_pages: int, num_slots: int, vocab_size: int, numerics: bool) -> None:
         self.forward_passes = 0
         self.steps = 0
+        self.tables = BlockTables(layout.groups, num_slots, num_pages)
+        aligned = numerics and layout.state_bytes > 0
+        self._check = PlanCheck(PlanLimits(layout, num_pages, num_slots, _ANY_TOKEN, aligned))
+        self._known = Slots()
         self._layout = layout
         self._vocab_size = vocab_size
         self._numerics = numerics
         self._tokens: dict[tuple[int, int], int] = {}
         self._files: dict[int, State] = {}
         self._slots: dict[int, State] = {}
-        self._sampled: dict[int, tuple[int, int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out one plan, in the order that `cairn.step` lays down."""
+        self._check.check(plan)
         self.steps += 1
+        self._known.apply(plan)
         for copy in plan.copies:
             self._copy(copy.source, copy.target)
         for restore in plan.restores:
             self._slots[restore.slot] = self._read_file(restore.pages)
-        for fork in plan.forks:
-            self._slots[fork.target] = self._slots[fork.source]
         for save in plan.saves:
             self._write_file(save.pages, self._slots[save.slot])
-        sampled, scored = [], []
-        self.forward_passes += bool(plan.rows)
-        for index, row in enumerate(plan.rows):
-            keeps = {keep.position: keep.pages for keep in plan.keeps if keep.row == index}
-            hidden = self._row(row, keeps)
+        self.tables.apply(plan)
+        scored: list[Scored] = []
+        rows = self._rows(plan)
+        self.forward_passes += bool(rows)
+        hidden = [self._row(row, _files_of(index, plan.snapshots)) for index, row in enumerate(rows)]
+        for row, own in zip(plan.prefills, hidden[len(plan.decodes) :], strict=True):
             if row.score is not None:
                 targets = row.score.targets.tolist()
-                told = [self._logprobs(tag, token, row.score.top) for tag, token in zip(hidden, targets, strict=False)]
+                told = [self._logprobs(tag, token, row.score.top) for tag, token in zip(own, targets, strict=False)]
                 scored += [Scored(row.slot, position, one) for position, one in enumerate(told, row.start + 1)]
-            if row.sample is not None:
-                sampled.append(self._draw(row.slot, row.sample, plan.step))
-        for only in plan.sample_only:
-            sampled.append(self._draw(only.slot, only.sample, plan.step))
+        sampled = [self._draw(slot, sample) for slot, sample in self._known.samples(plan)]
         return StepResult(plan.step, tuple(sampled), tuple(scored))
 
     def close(self) -> None:
         """Nothing runs beside it."""
 
-    def _row(self, row: Row, keeps: dict[int, Pages]) -> list[int]:
+    def _rows(self, plan: StepPlan) -> list[_Row]:
+        rows, columns = [], plan.decodes
+        for slot, start, token, write_from in zip(
+            columns.slots.tolist(),
+            columns.positions.tolist(),
+            columns.tokens.tolist(),
+            columns.kv_write_from.tolist(),
+            strict=True,
+        ):
+            own = self._known.sampled_token(slot, start) if token == SAMPLED else token
+            rows.append(_Row(slot, start, [own], write_from, decode=True))
+        rows += [_Row(row.slot, row.start, row.tokens.tolist(), row.kv_write_from, False) for row in plan.prefills]
+        return rows
+
+    def _row(self, row: _Row, files: dict[int, Pages]) -> list[int]:
         """The hidden states after each of the row's tokens."""
         hidden = []
+        places = self._places(row)
         state, _ = FRESH if row.start == 0 else self._slots[row.slot]
-        context = sum(self._read(row, position) for position in range(row.start))
-        for position, token in enumerate(self._inputs(row), row.start):
+        context = sum(self._read(*place) for place in places[: row.start])
+        for position, token in enumerate(row.tokens, row.start):
             if self._numerics and not row.decode and (position % GRID == 0 or position == row.start):
                 # a tile begins: off the grid its sums are grouped otherwise
                 state = hash((state, position % GRID))
             kind = DECODE if self._numerics and row.decode else PREFILL
             state = hash((state, token, kind))
-            if position >= row.kv_write_from:
-                self._write(row, position, hash((state, token)))
-            context += self._read(row, position)
+            if places and position >= row.kv_write_from:
+                self._write(*places[position], hash((state, token)))
+            context += self._read(*places[position]) if places else 0
             live = (state, hash((state, context)))
             hidden.append(live[1])
-            if position + 1 in keeps:
-                self._write_file(keeps[position + 1], live)
+            if position + 1 in files:
+                self._write_file(files[position + 1], live)
         self._slots[row.slot] = live
         return hidden
 
-    def _inputs(self, row: Row) -> Sequence[int]:
-        if isinstance(row.tokens, FromStep):
-            step, token = self._sampled[row.slot]
-            if step != row.tokens.step:
-                raise LookupError(f"slot {row.slot} holds the token of step {step}, not of {row.tokens.step}")
-            return [token]
-        tokens: list[int] = row.tokens.tolist()
-        if len(tokens) != row.end - row.start:
-            raise LookupError(f"{len(tokens)} tokens for [{row.start}, {row.end})")
-        return tokens
+    def _places(self, row: _Row) -> list[tuple[int, int]]:
+        """Page and place in it of each token up to the row's end; none without attention."""
+        size = self._layout.block_size
+        pages = next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
+        return [] if pages is None else [(pages[position // size], position % size) for position in range(row.end)]
 
-    def _draw(self, slot: int, sample: Sample, step: int) -> SampledToken:
+    def _draw(self, slot: int, sample: Sample) -> SampledToken:
         _, hidden = self._slots[slot]
         seen: tuple[int, ...] = ()
         if sample.params.needs_history:
-            if sample.history is None or len(sample.history) != sample.position:
+            if sample.history is None:
                 raise LookupError(f"slot {slot}: a penalty at {sample.position} without the tokens before it")
             seen = (*sample.history.tolist(), sample.num_prompt_tokens)
         token = hash((hidden, sample.params.seed, sample.position, *seen)) % self._vocab_size
         others = ((token + step) % self._vocab_size for step in range(self._vocab_size))
         ends = ends_of_bad_words(sample)
         token = next((other for other in others if other not in ends and self._may_come(other, sample)), token)
-        self._sampled[slot] = (step, token)
+        self._known.add_token(slot, sample.position, token)
         told = None if sample.logprobs is None else self._logprobs(hidden, token, sample.logprobs)
         return SampledToken(slot, token, told)
 
@@ -133,23 +167,14 @@ class SimulatedRunner:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _slot_of(self, row: Row, position: int) -> tuple[int, int]:
-        size = self._layout.block_size
-        return int(row.pages[0][position // size]), position % size
+    def _read(self, page: int, offset: int) -> int:
+        if (page, offset) not in self._tokens:
+            raise LookupError(f"token {offset} of page {page} was never written")
+        return self._tokens[page, offset]
 
-    def _read(self, row: Row, position: int) -> int:
-        if not row.pages:
-            return 0
-        slot = self._slot_of(row, position)
-        if slot not in self._tokens:
-            raise LookupError(f"token {position} of slot {row.slot} was never written to page {slot[0]}")
-        return self._tokens[slot]
-
-    def _write(self, row: Row, position: int, tag: int) -> None:
-        if row.pages:
-            slot = self._slot_of(row, position)
-            self._files.pop(slot[0], None)
-            self._tokens[slot] = tag
+    def _write(self, page: int, offset: int, tag: int) -> None:
+        self._files.pop(page, None)
+        self._tokens[page, offset] = tag
 
     def _copy(self, source: int, target: int) -> None:
         self._files.pop(target, None)
@@ -173,3 +198,8 @@ class SimulatedRunner:
             for index in range(self._layout.block_size):
                 self._tokens.pop((page, index), None)
             self._files[page] = state
+
+
+def _files_of(row: int, snapshots: Sequence[Snapshot]) -> dict[int, Pages]:
+    """The files of a row's snapshots, by position."""
+    return {snapshot.position: snapshot.pages for snapshot in snapshots if snapshot.row == row}

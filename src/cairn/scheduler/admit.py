@@ -3,16 +3,16 @@
 from cairn.cache.lease import Lease
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
-from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.fetch import cancel_slow_fetch, give_way, note_failure, note_overtaking
 from cairn.scheduler.hand_over import has_room, hold_state, needs_file, set_aside
 from cairn.scheduler.lease_wait import await_lease_room
+from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Phase, Request
-from cairn.scheduler.sampling import sample_at
-from cairn.step import GRID, PageCopy, Restore, SampleOnly
+from cairn.scheduler.sampling import add_sample
+from cairn.step import GRID, PageCopy, Restore
 
 
-def admit_whole(books: Books, draft: Draft) -> bool:
+def admit_whole(books: Books, builder: PlanBuilder) -> bool:
     """Take in those that have had all of their prompt from another server, while others run: their first tokens are
     drawn by a step without a forward pass, not at the end of one that the others need. False if there are none."""
     if not books.running:
@@ -20,9 +20,9 @@ def admit_whole(books: Books, draft: Draft) -> bool:
     for request in sorted(books.transfers.ready, key=lambda request: request.turn):
         if request.lease is None or request.lease.hit < request.num_known or not _may_go_first(books, request):
             break
-        if not _admit_fetched(books, draft, request):
+        if not _admit_fetched(books, builder, request):
             break
-    return bool(draft.parts)
+    return bool(builder.scheduled)
 
 
 def _may_go_first(books: Books, request: Request) -> bool:
@@ -34,7 +34,7 @@ def _may_go_first(books: Books, request: Request) -> bool:
     return next(books.waiting.hand_overs.before(request), None) is None and has_room(books, request)
 
 
-def admit(books: Books, draft: Draft) -> None:
+def admit(books: Books, builder: PlanBuilder) -> None:
     """Take requests in, each in its turn, while there are slots, tokens and pages for all that is known of them: those
     whose pages have been fetched hold these already. Passed over are those that wait for what another one computes,
     which leave a slot free each, and hand-overs that the leases leave no room for. Those that are still going to fetch
@@ -46,18 +46,18 @@ def admit(books: Books, draft: Draft) -> None:
             await_lease_room(books, request)
             leases_full, last = True, request
             continue
-        if request.phase is Phase.WAITING and _held_back(books, draft, request):
+        if request.phase is Phase.WAITING and _held_back(books, builder, request):
             held, last = held + 1, request
             continue
-        if draft.budget <= 0:
+        if builder.budget <= 0:
             return
         if request.phase is Phase.READY:
-            if not _admit_fetched(books, draft, request):
+            if not _admit_fetched(books, builder, request):
                 return
             continue
-        if _try(books, draft, request):
+        if _try(books, builder, request):
             continue
-        if draft.budget >= GRID:
+        if builder.budget >= GRID:
             if give_way(books, before=request):
                 continue
             cancel_slow_fetch(books)
@@ -67,7 +67,7 @@ def admit(books: Books, draft: Draft) -> None:
         while books.branches.give_way():
             pass
         books.cache.clear()
-        if not _try(books, draft, request):
+        if not _try(books, builder, request):
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
 
 
@@ -79,34 +79,34 @@ def _next(books: Books, last: Request | None, leases_full: bool) -> Request | No
     return min((request for request in found if request is not None), key=lambda request: request.turn, default=None)
 
 
-def _admit_fetched(books: Books, draft: Draft, request: Request) -> bool:
+def _admit_fetched(books: Books, builder: PlanBuilder, request: Request) -> bool:
     """Plan the first share of one whose pages have been fetched; False if it cannot go now."""
     lease = request.lease
     assert lease is not None
     request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
     if len(books.free_slots) <= books.in_flight.num_before(request):
         return False
-    place = len(draft.copies)
-    if not _first_step(books, draft, request, lease):
+    place = len(builder.copies)
+    if not _first_step(books, builder, request, lease):
         if not books.running and not books.ending:
             give_way(books)
         return False
-    draft.copies[place:place] = books.transfers.ready.pop(request)
+    builder.copies[place:place] = books.transfers.ready.pop(request)
     return True
 
 
-def _held_back(books: Books, draft: Draft, request: Request) -> bool:
+def _held_back(books: Books, builder: PlanBuilder, request: Request) -> bool:
     if books.branches.holds_for(request):
         return False
-    return books.in_flight.holds_back(draft, request, lambda request: _lookup(books, request))
+    return books.in_flight.holds_back(builder, request, lambda request: _lookup(books, request))
 
 
-def _try(books: Books, draft: Draft, request: Request) -> bool:
+def _try(books: Books, builder: PlanBuilder, request: Request) -> bool:
     lease = books.branches.lease(request) or _lookup(books, request)
     request.lease, request.num_scheduled = lease, lease.hit
     by_prompt = books.config.exact or request.spec.hand_over
     request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
-    if _first_step(books, draft, request, lease):
+    if _first_step(books, builder, request, lease):
         return True
     request.lease = None
     books.cache.release(lease)
@@ -126,18 +126,18 @@ def _lookup(books: Books, request: Request) -> Lease:
     return lease
 
 
-def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> bool:
+def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lease) -> bool:
     """Plan the request's first share; False if it has to go on waiting."""
     if lease.hit == request.num_known:
-        _take(books, draft, request, lease)
-        draft.sample_only.append(SampleOnly(request.slot, sample_at(request, lease.hit)))
-        draft.parts.append(Part(request, lease.hit, samples=True))
+        _take(books, builder, request, lease)
+        add_sample(builder, request, lease.hit)
+        builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit, samples=True))
         request.in_flight += 1
-        request.sampling_step = draft.step
+        request.sampling_step = builder.step
         return True
     # resumed at a state of its own answer it has nothing to prefill: it goes on decoding with the next step
     decodes = lease.hit >= request.prefill_until
-    end = lease.hit if decodes else next_prefill_end(books, request, draft.budget)
+    end = lease.hit if decodes else next_prefill_end(books, request, builder.budget)
     if end == lease.hit and not decodes:
         return False
     num_files = needs_file(request, lease)
@@ -152,17 +152,17 @@ def _first_step(books: Books, draft: Draft, request: Request, lease: Lease) -> b
         return False
     if books.branches.wants_state(request):
         books.cache.want_always(lease, request.num_prompt_tokens)
-    _take(books, draft, request, lease)
+    _take(books, builder, request, lease)
     if decodes:
-        draft.copies += copies
-        draft.parts.append(Part(request, lease.hit, samples=False))
+        builder.copies += copies
+        builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit))
         request.in_flight += 1
     else:
-        add_prefill(draft, request, end, copies)
+        add_prefill(builder, request, end, copies)
     return True
 
 
-def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
+def _take(books: Books, builder: PlanBuilder, request: Request, lease: Lease) -> None:
     if request.phase is Phase.WAITING:
         note_overtaking(books, request)
         books.waiting.remove(request)
@@ -191,8 +191,9 @@ def _take(books: Books, draft: Draft, request: Request, lease: Lease) -> None:
     books.running.append(request)
     books.running.sort(key=lambda other: other.turn)
     books.in_flight.started(request)
+    builder.add_admit(request)
     if lease.restore is not None:
-        draft.restores.append(Restore(request.slot, lease.restore))
+        builder.restores.append(Restore(request.slot, lease.restore))
     if lease.hit == request.num_prompt_tokens:
         if request.spec.hand_over:
             hold_state(books, request)

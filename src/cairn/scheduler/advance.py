@@ -2,15 +2,14 @@
 
 from cairn.scheduler.books import Books
 from cairn.scheduler.budget import chunk_end
-from cairn.scheduler.draft import Draft
+from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.preempt import make_room
 from cairn.scheduler.request import Request
-from cairn.scheduler.sampling import sample_at, score_of, waits_for_its_token
-from cairn.step import FromStep, PageCopy, Row
-from cairn.types import Keys
+from cairn.scheduler.sampling import add_sample, score_of, waits_for_its_token
+from cairn.step import PageCopy
 
 
-def advance(books: Books, draft: Draft) -> bool:
+def advance(books: Books, builder: PlanBuilder) -> bool:
     """Add a row for each running request that can go on, first come first served.
 
     A prefill chunk leaves one token of the budget to every request behind it, so that no answer stalls. False if
@@ -22,18 +21,18 @@ def advance(books: Books, draft: Draft) -> bool:
             continue  # preempted by one that came before it
         behind = len(books.running) - books.running.index(request) - 1
         if request.num_scheduled < request.prefill_until:
-            end, decode = next_prefill_end(books, request, draft.budget - behind), False
+            end, decode = next_prefill_end(books, request, builder.budget - behind), False
         else:
-            end, decode = request.num_scheduled + (draft.budget > 0 and _decode_ready(request)), True
+            end, decode = request.num_scheduled + (builder.budget > 0 and _decode_ready(request)), True
         if end == request.num_scheduled:
             continue
         copies = make_room(books, request, end)
         if copies is None:
             enough = False
         elif decode:
-            _add_decode(draft, request, copies)
+            _add_decode(builder, request, copies)
         else:
-            add_prefill(draft, request, end, copies)
+            add_prefill(builder, request, end, copies)
     return enough and preemptions == books.counters.preemptions
 
 
@@ -45,11 +44,10 @@ def next_prefill_end(books: Books, request: Request, budget: int) -> int:
     return chunk_end(request.num_scheduled, request.prefill_until, budget)
 
 
-def add_prefill(draft: Draft, request: Request, end: int, copies: list[PageCopy]) -> None:
+def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[PageCopy]) -> None:
     """A prefill row [num_scheduled, end), which samples if it reaches the last known token."""
-    assert request.lease is not None
-    tokens = request.lease.keys[request.num_scheduled : end]
-    _add_row(draft, request, end, copies, tokens, decode=False)
+    scheduled = builder.add_prefill(request, end, score_of(request, request.num_scheduled, end))
+    _added_row(builder, scheduled, copies, samples=end >= request.num_known)
 
 
 def _decode_ready(request: Request) -> bool:
@@ -62,40 +60,16 @@ def _decode_ready(request: Request) -> bool:
     return request.sampling_step is not None and request.num_scheduled < last
 
 
-def _add_decode(draft: Draft, request: Request, copies: list[PageCopy]) -> None:
-    start = request.num_scheduled
-    tokens: Keys | FromStep
-    if start < request.num_known:
-        assert request.lease is not None
-        tokens = request.lease.keys[start : start + 1]
-    else:
-        assert request.sampling_step is not None
-        tokens = FromStep(request.sampling_step)
-    _add_row(draft, request, start + 1, copies, tokens, decode=True)
+def _add_decode(builder: PlanBuilder, request: Request, copies: list[PageCopy]) -> None:
+    _added_row(builder, builder.add_decode(request), copies, samples=request.num_scheduled + 1 >= request.num_known)
 
 
-def _add_row(
-    draft: Draft, request: Request, end: int, copies: list[PageCopy], tokens: Keys | FromStep, *, decode: bool
-) -> None:
-    lease = request.lease
-    assert lease is not None
-    fed_ahead = isinstance(tokens, FromStep)
-    sample = sample_at(request, end) if end >= request.num_known + fed_ahead else None
-    row = Row(
-        slot=request.slot,
-        start=request.num_scheduled,
-        end=end,
-        tokens=tokens,
-        pages=lease.pages_upto(end),
-        kv_write_from=lease.kv_write_from,
-        decode=decode,
-        sample=sample,
-        images=request.spec.images,
-        score=None if decode else score_of(request, request.num_scheduled, end),
-    )
-    draft.copies += copies
-    draft.add_row(request, row)
-    request.num_scheduled = end
+def _added_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[PageCopy], *, samples: bool) -> None:
+    request = scheduled.request
+    builder.copies += copies
+    request.num_scheduled = scheduled.end
     request.in_flight += 1
-    if sample is not None:
-        request.sampling_step = draft.step
+    if samples:
+        scheduled.samples = True
+        add_sample(builder, request, scheduled.end)
+        request.sampling_step = builder.step

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from cairn.cache.lease import Lease
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.keys import common_tokens
-from cairn.scheduler.draft import Draft
+from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Phase, Request
 from cairn.step import GRID
 
@@ -119,7 +119,7 @@ class InFlight:
             del self._leading[leader]
         self._compared = 0
 
-    def holds_back(self, draft: Draft, request: Request, lookup: Callable[[Request], Lease]) -> bool:
+    def holds_back(self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], Lease]) -> bool:
         """Whether `request`, whose turn it is, waits for one that runs. `lookup`: as for its admission."""
         if request in self._waits:
             return True
@@ -134,7 +134,7 @@ class InFlight:
         for leader, shared in reversed(found):
             if leader.num_computed < lease.hit:
                 continue
-            position = self._meet(draft, leader, request, lease.hit, shared)
+            position = self._meet(builder, leader, request, lease.hit, shared)
             if position is not None:
                 self._wait(request, past, leader, position, lease.hit)
                 break
@@ -199,7 +199,7 @@ class InFlight:
                 least = shared + 1
         return found
 
-    def _meet(self, draft: Draft, leader: Request, request: Request, hit: int, shared: int) -> int | None:
+    def _meet(self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int) -> int | None:
         """Where the leader is going to leave a state that `request` can start from; None if nowhere worth it."""
         assert leader.lease is not None
         files = leader.lease.files
@@ -207,7 +207,7 @@ class InFlight:
             points = [shared]
         else:
             points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._serves(request, p)]
-            points = [p for p in points if p in files or self._can_ask(draft, leader, p)]
+            points = [p for p in points if p in files or self._can_ask(builder, leader, p)]
             points += sorted((p for p in files if p <= shared and self._serves(request, p)), reverse=True)
         for point in points:
             if point - hit < MIN_SHARED or point <= leader.num_computed:
@@ -220,14 +220,13 @@ class InFlight:
         """Whether it may go on from a state there that was built by prefill (DESIGN section 6)."""
         return not self._exact or position % GRID == 0 or position == request.num_prompt_tokens
 
-    def _can_ask(self, draft: Draft, leader: Request, position: int) -> bool:
+    def _can_ask(self, builder: PlanBuilder, leader: Request, position: int) -> bool:
         """Whether no step that is out has passed `position`; the one at hand may."""
         if position % GRID and sum(p % GRID != 0 for p in self._leading[leader].asked) >= MAX_UNALIGNED:
             return False
         if position > leader.num_scheduled:
             return True
-        rows = [draft.rows[part.row] for part in draft.parts if part.request is leader and part.row is not None]
-        return any(row.start < position for row in rows)
+        return any(one.request is leader and one.start < position for one in builder.scheduled if one.has_row)
 
     def _ask(self, leader: Request, position: int) -> bool:
         """Set a file aside for the leader's state there; False if there is no room for it."""

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from cairn.scheduler.draft import Draft
+from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request
 
 
@@ -11,7 +11,7 @@ class RequestObserver(Protocol):
 
     def submitted(self, request: Request) -> None: ...
 
-    def planned(self, draft: Draft) -> None:
+    def planned(self, builder: PlanBuilder) -> None:
         """A step is complete: its rows, and the files for the checkpoints that they keep."""
         ...
 

@@ -1,25 +1,18 @@
 """What a plan says about the draw of one request's next token, and about how likely its prompt was held."""
 
+from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request
-from cairn.step import Sample, Score
+from cairn.step import Score
 
 
-def sample_at(request: Request, position: int) -> Sample:
-    """How the token at absolute position `position` is drawn."""
-    spec, start = request.spec, request.num_prompt_tokens
-    history = None
-    if spec.sampling.needs_history:
-        assert request.lease is not None and position == request.num_known, f"{request.id}: {position} is planned ahead"
-        history = request.lease.keys[:position]
-    return Sample(
-        spec.sampling,
-        position,
-        allowed=None if spec.constraint is None else spec.constraint.allowed(request.output),
-        banned=tuple(sorted(spec.stop_token_ids)) if position - start < spec.min_tokens else (),
-        history=history,
-        num_prompt_tokens=start if history is not None else 0,
-        logprobs=spec.logprobs,
+def add_sample(builder: PlanBuilder, request: Request, position: int) -> None:
+    """The token at absolute position `position` is drawn in this step."""
+    spec = request.spec
+    assert position == request.num_known or not waits_for_its_token(request), (
+        f"{request.id}: {position} is planned ahead"
     )
+    mask = None if spec.constraint is None else spec.constraint.allowed(request.output)
+    builder.add_sample(request, position, position - request.num_prompt_tokens < spec.min_tokens, mask)
 
 
 def score_of(request: Request, start: int, end: int) -> Score | None:

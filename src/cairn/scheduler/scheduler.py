@@ -11,15 +11,15 @@ from cairn.scheduler.admit import admit, admit_whole
 from cairn.scheduler.advance import advance
 from cairn.scheduler.books import Books, SchedulerConfig
 from cairn.scheduler.budget import capacity_tokens
-from cairn.scheduler.draft import Draft, Part
 from cairn.scheduler.ending import finish, settle
 from cairn.scheduler.hand_over import hold_state
-from cairn.scheduler.keeps import add_keeps, add_saves
 from cairn.scheduler.lease_quota import check_quota
 from cairn.scheduler.observer import RequestObserver
+from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.remote import take_events
 from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
+from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.transfers import Transfers
 from cairn.step import Logprobs, SampledToken, StepPlan, StepResult
 from cairn.types import Clock, RequestId
@@ -57,7 +57,7 @@ class Scheduler:
         queue = WaitingQueue(config.max_waiting)
         self.books = Books(config, cache, clock, queue, slots, transfers=transfers or Transfers(), observer=observer)
         self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
-        self._flying: deque[Draft] = deque()
+        self._flying: deque[PlanBuilder] = deque()
         self._step = 0
         self._arrivals = 0
         self._stalled = False
@@ -184,59 +184,59 @@ class Scheduler:
         """The next step. It may be empty when all there is to do waits for steps that are out."""
         assert len(self._flying) < self.books.config.max_in_flight, f"{len(self._flying)} steps are out already"
         self._step += 1
-        draft = Draft(self._step, self.books.config.max_num_batched_tokens)
+        builder = PlanBuilder(self._step, self.books.config.max_num_batched_tokens)
         # every second step at least is for those that run
-        self._drawn_only = not self._drawn_only and admit_whole(self.books, draft)
-        if not self._drawn_only and advance(self.books, draft):
-            admit(self.books, draft)
-        add_saves(self.books, draft)
-        add_keeps(self.books, draft)
+        self._drawn_only = not self._drawn_only and admit_whole(self.books, builder)
+        if not self._drawn_only and advance(self.books, builder):
+            admit(self.books, builder)
+        add_saves(self.books, builder)
+        add_snapshots(self.books, builder)
         if self.books.observer is not None:
-            self.books.observer.planned(draft)
-        for part in draft.parts:
-            if part.request.lease is not None:
-                self.books.cache.hold_until(draft.step, part.request.lease)
-        empty = not draft.parts and not any(flying.parts for flying in self._flying)
+            self.books.observer.planned(builder)
+        for scheduled in builder.scheduled:
+            if scheduled.request.lease is not None:
+                self.books.cache.hold_until(builder.step, scheduled.request.lease)
+        empty = not builder.scheduled and not any(flying.scheduled for flying in self._flying)
         self._stalled = empty and self.books.transfers.is_open
-        self._flying.append(draft)
-        return draft.plan()
+        self._flying.append(builder)
+        return builder.plan()
 
     def apply(self, result: StepResult) -> list[Progress]:
         """Take in the result of the oldest plan that is out; returns what came of it, in plan order."""
-        draft = self._flying.popleft()
-        assert result.step == draft.step, f"step {result.step} applied, {draft.step} is next"
+        builder = self._flying.popleft()
+        assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
         books = self.books
         books.counters.steps += 1
         tokens = {sampled.slot: sampled for sampled in result.sampled}
-        owners = {part.request.slot: part.request for part in draft.parts}
+        owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
         for scored in result.scored:
             owners[scored.slot].scores.append(scored.logprobs)
         progress = []
-        # every part has a slot of its own, so their order does not matter
-        for part in draft.parts:
-            news = self._apply_part(part, tokens)
+        # each of them has a slot of its own, so their order does not matter
+        for scheduled in builder.scheduled:
+            news = self._apply_sequence(scheduled, tokens)
             if news is not None:
                 progress.append(news)
-        books.cache.step_applied(draft.step)
+        books.cache.step_applied(builder.step)
         return progress
 
-    def _apply_part(self, part: Part, tokens: dict[int, SampledToken]) -> Progress | None:
-        request, books = part.request, self.books
+    def _apply_sequence(self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken]) -> Progress | None:
+        request, books = scheduled.request, self.books
         assert request.lease is not None
         request.in_flight -= 1
-        sampled = tokens[request.slot] if part.samples else None
-        if part.row is not None:
-            self._count(request, part)
-        request.num_computed = max(request.num_computed, part.end)
+        sampled = tokens[request.slot] if scheduled.samples else None
+        if scheduled.has_row:
+            self._count(request, scheduled)
+        request.num_computed = max(request.num_computed, scheduled.end)
         request.furthest = max(request.furthest, request.num_computed)
         # a step that was out when the request ended may have gone on with tokens that are not part of it
-        known = part.end <= request.num_known
-        if request.num_prompt_tokens in part.kept:
+        known = scheduled.end <= request.num_known
+        if request.num_prompt_tokens in scheduled.kept:
             if request.spec.hand_over:
                 hold_state(books, request)
             books.branches.keep_state(request)
-        if part.end <= request.prefill_until or (part.kept and known):
-            books.cache.commit(request.lease, part.end, part.kept)
+        if scheduled.end <= request.prefill_until or (scheduled.kept and known):
+            books.cache.commit(request.lease, scheduled.end, scheduled.kept)
         if books.branches.leads(request) and request.num_computed >= request.num_prompt_tokens:
             books.branches.let_start(request)
         news = None
@@ -246,8 +246,8 @@ class Scheduler:
             settle(books, request)
         return news
 
-    def _count(self, request: Request, part: Part) -> None:
-        computed = max(0, min(part.end, request.num_prompt_tokens) - request.num_computed)
+    def _count(self, request: Request, scheduled: ScheduledSequence) -> None:
+        computed = max(0, min(scheduled.end, request.num_prompt_tokens) - request.num_computed)
         request.num_prompt_computed += computed
         self.books.counters.computed_prompt_tokens += computed
 

@@ -59,7 +59,7 @@ class EngineConfig:
 
     `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
     of encoded images that are kept. `in_flight_sharing`: whether a request waits for one in prefill that computes its
-    beginning.
+    beginning. `check_plans`: look at every plan before it is carried out, to find bugs.
     """
 
     model: str
@@ -82,3 +82,4 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     language_model_only: bool = False
     mm_encoder_cache_bytes: int = 256 << 20
+    check_plans: bool = False

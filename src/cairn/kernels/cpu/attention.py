@@ -298,7 +298,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     metadata: Metadata = batch.metadata  # type: ignore[assignment]
     table = batch.block_tables[group]
     _, heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partials = torch.empty(metadata.num_partials * heads * (dim + 2))
     _attend[q.dtype, keys.dtype](
         metadata.tiles.count * keys.shape[1],

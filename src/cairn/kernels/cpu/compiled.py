@@ -44,21 +44,24 @@ ELEMENTS: Mapping[torch.dtype, types.Type] = {torch.float32: F32, torch.bfloat16
 FAST = frozenset(("reassoc", "contract", "arcp", "nsz"))
 """Sums in any order, a * b + c rounded once, 1 / x for a quotient, either sign of zero."""
 
+# Nobody calls a kernel's functions from Python.
+_OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
 GRAINS = 32
 """Parts of the work for each thread: one that is held up leaves its parts to the others."""
 
-_NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
+_NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
 
 
 def jit(function: Function) -> Function:
     """A function that kernels call; LLVM inlines it where that pays."""
-    compiled: Function = numba.njit(function, fastmath=set(FAST), error_model="numpy")
+    compiled: Function = numba.njit(function, fastmath=set(FAST), **_OPTIONS)
     return compiled
 
 
 def exact_jit(function: Function) -> Function:
     """`jit` whose sums stay in the order they are written in."""
-    compiled: Function = numba.njit(function, fastmath={"contract"}, error_model="numpy")
+    compiled: Function = numba.njit(function, fastmath={"contract"}, **_OPTIONS)
     return compiled
 
 
@@ -78,7 +81,7 @@ class Variant:
     def __init__(self, function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> None:
         self.name = function.__name__
         codes = "".join("f" if kind == FLOAT else "q" for kind in argument_types)
-        self._pack = struct.Struct("@" + codes).pack
+        self._pack = struct.Struct("@qqq" + codes).pack
         self._compiled = _compile(function, argument_types)
         self._native = _NATIVE(int(self._compiled.address))
         self._team, self._inline_limit = team(), inline_limit()
@@ -91,8 +94,9 @@ class Variant:
     def __call__(self, count: int, cost: int, *arguments: float) -> None:
         """All `count` items, with addresses and numbers as the kernel wants them. `cost`: what all of them take on one
         thread, in nanoseconds, roughly: little work stays on the calling thread."""
-        threads = 1 if cost < self._inline_limit or count < 2 or not self._team else torch.get_num_threads()
-        if self._native(self._team, threads, count, self._pack(*arguments)):
+        alone = cost < self._inline_limit or count < 2 or not self._team
+        threads = 1 if alone else torch.get_num_threads()
+        if self._native(self._pack(self._team, threads, count, *arguments)):
             raise RuntimeError(f"{self.name} failed on {count} items")
 
 
@@ -112,23 +116,23 @@ class Kernel(dict[Hashable, Variant]):
         return variant
 
     def compile(self, dtype: torch.dtype | None = None) -> Sequence[Variant]:
-        """The variants for a dtype, now, or all of them. A key is for the dtype that it is or begins with; a kernel with
-        a single variant is for every dtype."""
+        """The variants for a dtype, now, or all of them. A key is for the dtype that it is or begins with; a kernel
+        with a single variant is for every dtype."""
         firsts = {key: key[0] if isinstance(key, tuple) else key for key in self._argument_types}
         single = len(firsts) == 1
         return [self[key] for key, first in firsts.items() if dtype is None or single or first == dtype]
 
 
 def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:
-    """C function (team, threads, count, address of the packed arguments) that runs `function` on the team."""
-    split = _split_over_team(numba.njit(function, fastmath=set(FAST), error_model="numpy"), argument_types)
+    """C function of the address of team, threads, count and the arguments, that runs `function` on the team."""
+    split = _split_over_team(numba.njit(function, fastmath=set(FAST), **_OPTIONS), argument_types)
 
-    def entry(team: int, threads: int, count: int, packed: int) -> int:
-        failed: int = split(team, threads, count, packed)
+    def entry(packed: int) -> int:
+        failed: int = split(packed)
         return failed
 
     entry.__qualname__ = entry.__name__ = function.__name__
-    signature = (types.int64, types.int64, types.int64, types.voidptr), types.int64
+    signature = (types.voidptr,), types.int64
     compiled = CFunc(entry, signature, {}, {"nopython": True, "error_model": "numpy"})
     folder = cache_folder()
     if folder is not None:
@@ -138,14 +142,15 @@ def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ..
 
 
 def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
-    """`split(team, threads, count, packed)` for compiled code: every thread takes ranges until none is left."""
+    """`split(packed)` for compiled code: every thread takes ranges until none is left."""
     i64, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
     wanted = (types.int64, types.int64, *argument_types)
     # next item, count, items of a range, arguments, whether a range failed
     shared_type = ir.LiteralStructType([i64, i64, i64, pointer, i64])
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        team, threads, count, packed = args
+        (packed,) = args
+        team, threads, count, *_ = _unpack(context, builder, packed)
         zero = ir.Constant(i64, 0)
         grains = builder.mul(threads, ir.Constant(i64, GRAINS))
         alone = builder.icmp_signed("<=", threads, ir.Constant(i64, 1))
@@ -173,7 +178,7 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
         shared = builder.bitcast(body.args[0], shared_type.as_pointer())
         at = [cgutils.gep_inbounds(builder, shared, 0, index) for index in range(5)]
         count, grain = builder.load(at[1]), builder.load(at[2])
-        arguments = _unpack(context, builder, builder.load(at[3]))
+        _, _, _, *arguments = _unpack(context, builder, builder.load(at[3]))
         again, run, done = (body.append_basic_block(name) for name in ("again", "run", "done"))
         builder.branch(again)
         builder.position_at_end(again)
@@ -190,12 +195,13 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
         return body
 
     def _unpack(context: Any, builder: Any, packed: Any) -> list[Any]:
-        fields = [ir.FloatType() if kind == FLOAT else i64 for kind in argument_types]
+        kinds = (types.int64,) * 3 + argument_types
+        fields = [ir.FloatType() if kind == FLOAT else i64 for kind in kinds]
         record = builder.bitcast(packed, ir.LiteralStructType(fields).as_pointer())
         values = [builder.load(cgutils.gep_inbounds(builder, record, 0, index)) for index in range(len(fields))]
         return [
             builder.inttoptr(value, context.get_value_type(kind)) if isinstance(kind, types.CPointer) else value
-            for value, kind in zip(values, argument_types, strict=True)
+            for value, kind in zip(values, kinds, strict=True)
         ]
 
     def _call(context: Any, builder: Any, values: list[Any]) -> Any:
@@ -207,7 +213,7 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
         return status.is_error
 
     @intrinsic
-    def split(typingctx: Any, team: Any, threads: Any, count: Any, packed: Any) -> Any:
-        return types.int64(types.int64, types.int64, types.int64, types.voidptr), code
+    def split(typingctx: Any, packed: Any) -> Any:
+        return types.int64(types.voidptr), code
 
     return split

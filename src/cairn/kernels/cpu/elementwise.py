@@ -26,7 +26,7 @@ def _silu_mul(begin: int, end: int, gate: Any, gate_row: int, x: Any, x_row: int
 
 def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
     """See `Kernels.silu_mul`."""
-    out = torch.empty(gate.shape, dtype=gate.dtype)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _silu_mul[gate.dtype, x.dtype](
         x.shape[0],
         x.numel() // 2,
@@ -57,7 +57,7 @@ def _sigmoid_mul(
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """See `Kernels.sigmoid_mul`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _sigmoid_mul[x.dtype, gate.dtype](
         x.shape[0],
         x.numel() // 2,
@@ -84,7 +84,7 @@ def _squared_relu(begin: int, end: int, x: Any, row: int, out: Any, width: int) 
 
 def squared_relu(x: Tensor) -> Tensor:
     """See `Kernels.squared_relu`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _squared_relu[x.dtype](x.shape[0], x.numel() // 8, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[1])
     return out
 
@@ -118,7 +118,7 @@ def _rope(
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `Kernels.rope`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, heads, dim = x.shape
     _rope[x.dtype](
         rows,

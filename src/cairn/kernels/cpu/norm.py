@@ -39,7 +39,7 @@ def _rms_norm(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.rms_norm`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     *counts, width = x.shape
     heads, head = (1, 0) if x.dim() == 2 else (counts[1], x.stride(1))
     _rms_norm[x.dtype, weight.dtype](
@@ -72,7 +72,7 @@ def _add_rms_norm(
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.add_rms_norm`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _add_rms_norm[residual.dtype, weight.dtype](
         x.shape[0],
         x.numel() // 4,
@@ -118,7 +118,7 @@ def _gated_rms_norm(
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """See `Kernels.gated_rms_norm`."""
-    out = torch.empty(gate.shape, dtype=gate.dtype)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _gated_rms_norm[gate.dtype, weight.dtype](
         x.shape[0] * groups,
         x.numel() // 2,
@@ -160,7 +160,7 @@ def _head_norm_gate(
 
 def head_norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.head_norm_gate`."""
-    out = torch.empty(gate.shape, dtype=gate.dtype)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _head_norm_gate[gate.dtype](
         x.shape[0] * x.shape[1],
         x.numel() // 2,

@@ -1,0 +1,169 @@
+"""A plan in the making, and what the scheduler must remember of it until it has been applied."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.scheduler.request import Request
+from cairn.step import (
+    SAMPLED,
+    Admit,
+    DecodeRows,
+    PageCopy,
+    PrefillRow,
+    Restore,
+    Samples,
+    Save,
+    Score,
+    Snapshot,
+    StepPlan,
+    TableUpdate,
+    TokenMask,
+)
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """One request's share of a step: tokens [start, end) by a prefill or a decode row, no row where they are equal.
+
+    `row`: its place among the rows of its kind. `samples`: whether a token comes back. `kept`: positions of its
+    snapshots, or of its save.
+    """
+
+    request: Request
+    start: int
+    end: int
+    samples: bool = False
+    is_decode: bool = False
+    row: int = 0
+    kept: list[int] = field(default_factory=list)
+
+    @property
+    def has_row(self) -> bool:
+        return self.end > self.start
+
+
+@dataclass(slots=True, eq=False)
+class _DecodeColumns:
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    kv_write_from: list[int] = field(default_factory=list)
+
+    def rows(self) -> DecodeRows:
+        return DecodeRows(
+            slots=np.array(self.slots, np.int32),
+            positions=np.array(self.positions, np.int32),
+            tokens=np.array(self.tokens, np.int64),
+            kv_write_from=np.array(self.kv_write_from, np.int32),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _SampleColumns:
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    bans_stop_tokens: list[bool] = field(default_factory=list)
+    masks: dict[int, TokenMask] = field(default_factory=dict)
+
+    def samples(self) -> Samples:
+        return Samples(
+            slots=np.array(self.slots, np.int32),
+            positions=np.array(self.positions, np.int32),
+            bans_stop_tokens=np.array(self.bans_stop_tokens, np.bool_),
+            masks=self.masks,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PlanBuilder:
+    """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
+    with a slot of its own."""
+
+    step: int
+    budget: int
+    copies: list[PageCopy] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    _admits: list[Admit] = field(default_factory=list)
+    _table_updates: list[TableUpdate] = field(default_factory=list)
+    _decodes: _DecodeColumns = field(default_factory=_DecodeColumns)
+    _prefills: list[PrefillRow] = field(default_factory=list)
+    _samples: _SampleColumns = field(default_factory=_SampleColumns)
+
+    def add_admit(self, request: Request) -> None:
+        """The request begins in its slot, with the pages that it has by now."""
+        spec, lease = request.spec, request.lease
+        assert lease is not None
+        self._admits.append(
+            Admit(
+                slot=request.slot,
+                tables=tuple(table.take_changes()[1] for table in lease.tables),
+                sampling=spec.sampling,
+                num_prompt_tokens=request.num_prompt_tokens,
+                history=lease.keys if spec.sampling.needs_history else None,
+                stop_token_ids=tuple(sorted(spec.stop_token_ids)),
+                logprobs=spec.logprobs,
+                images=spec.images,
+            )
+        )
+
+    def add_prefill(self, request: Request, end: int, score: Score | None) -> ScheduledSequence:
+        """A prefill row [num_scheduled, end)."""
+        lease, start = request.lease, request.num_scheduled
+        assert lease is not None
+        added = ScheduledSequence(request, start, end, row=len(self._prefills))
+        self._prefills.append(PrefillRow(request.slot, start, lease.keys[start:end], lease.kv_write_from, score))
+        self._added_row(added)
+        return added
+
+    def add_decode(self, request: Request) -> ScheduledSequence:
+        """A decode row of the token at num_scheduled, or of the one that a step still out samples."""
+        lease, columns, start = request.lease, self._decodes, request.num_scheduled
+        assert lease is not None
+        added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(columns.slots))
+        columns.slots.append(request.slot)
+        columns.positions.append(start)
+        columns.tokens.append(int(lease.keys[start]) if start < lease.num_tokens else SAMPLED)
+        columns.kv_write_from.append(lease.kv_write_from)
+        self._added_row(added)
+        return added
+
+    def add_sample(self, request: Request, position: int, bans_stop_tokens: bool, mask: TokenMask | None) -> None:
+        """The token at absolute position `position` is drawn."""
+        columns = self._samples
+        columns.slots.append(request.slot)
+        columns.positions.append(position)
+        columns.bans_stop_tokens.append(bans_stop_tokens)
+        if mask is not None:
+            columns.masks[request.slot] = mask
+
+    def row_of(self, scheduled: ScheduledSequence) -> int:
+        """The number of its row among all of the plan's, once all of them are there."""
+        return scheduled.row if scheduled.is_decode else scheduled.row + len(self._decodes.slots)
+
+    def plan(self) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            admits=tuple(self._admits),
+            copies=tuple(self.copies),
+            restores=tuple(self.restores),
+            saves=tuple(self.saves),
+            table_updates=tuple(self._table_updates),
+            decodes=self._decodes.rows(),
+            prefills=tuple(self._prefills),
+            snapshots=tuple(self.snapshots),
+            samples=self._samples.samples(),
+        )
+
+    def _added_row(self, added: ScheduledSequence) -> None:
+        self.scheduled.append(added)
+        self.budget -= added.end - added.start
+        request = added.request
+        assert request.lease is not None
+        for group, table in enumerate(request.lease.tables):
+            if table.num_sent < table.length:
+                first, pages = table.take_changes()
+                self._table_updates.append(TableUpdate(request.slot, group, first, pages))

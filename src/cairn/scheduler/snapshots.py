@@ -1,0 +1,67 @@
+"""Which states a step writes to checkpoint files: of requests that are ending, and within its rows."""
+
+from collections.abc import Iterable
+
+from cairn.cache.placement import Placement, Wanted
+from cairn.scheduler.books import Books
+from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
+from cairn.step import Save, Snapshot
+from cairn.types import Pages
+
+
+def add_saves(books: Books, builder: PlanBuilder) -> None:
+    """The last states of requests that are ending, once no step names them any more."""
+    for request in books.ending:
+        position = request.save_at
+        if position is None or request.in_flight:
+            continue
+        assert request.lease is not None
+        builder.saves.append(Save(request.slot, request.lease.files[position].pages))
+        builder.scheduled.append(ScheduledSequence(request, position, position, kept=[position]))
+        request.save_at = None
+        request.in_flight += 1
+
+
+def add_snapshots(books: Books, builder: PlanBuilder) -> None:
+    """Files for checkpoints, once all rows have their pages."""
+    placement = books.cache.policy.placement
+    for scheduled in builder.scheduled:
+        if not scheduled.has_row:
+            continue
+        if not scheduled.is_decode:
+            _add_for_others(books, builder, scheduled)
+        if placement is None:
+            continue
+        lease = scheduled.request.lease
+        assert lease is not None
+        for wanted in _wanted(books, placement, scheduled):
+            if (pages := books.cache.want(lease, wanted)) is not None:
+                _add(builder, scheduled, wanted.position, pages)
+
+
+def _add_for_others(books: Books, builder: PlanBuilder, scheduled: ScheduledSequence) -> None:
+    """States that other servers, other answers or other requests are going to start from."""
+    request = scheduled.request
+    assert request.lease is not None
+    files, end = request.lease.files, request.num_prompt_tokens
+    handed_over = request.spec.hand_over and request.handed is None
+    asked = handed_over or (books.branches.wants_state(request) and end in files)
+    if asked and scheduled.start < end <= scheduled.end:
+        _add(builder, scheduled, end, files[end].pages)
+    for position in books.in_flight.asked(request, scheduled.start, scheduled.end):
+        if position not in scheduled.kept:
+            _add(builder, scheduled, position, files[position].pages)
+
+
+def _wanted(books: Books, placement: Placement, scheduled: ScheduledSequence) -> Iterable[Wanted]:
+    facts = scheduled.request.facts
+    assert facts is not None
+    if not scheduled.is_decode:
+        return placement.in_prefill(facts, scheduled.start, scheduled.end)
+    wanted = None if books.config.exact else placement.in_decode(facts, scheduled.end)
+    return () if wanted is None else (wanted,)
+
+
+def _add(builder: PlanBuilder, scheduled: ScheduledSequence, position: int, pages: Pages) -> None:
+    builder.snapshots.append(Snapshot(builder.row_of(scheduled), position, pages))
+    scheduled.kept.append(position)

@@ -1,0 +1,304 @@
+"""Compiled loops of the CPU backend: rounding, the hand-over to a team of threads, where what was compiled is kept."""
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cairn.kernels import cpu
+from cairn.kernels.cpu import compile_cache, compiled, threads
+from cairn.kernels.cpu.compiled import BF16, F32, I64, INT, Kernel, Variant, kernel
+from cairn.kernels.cpu.scalars import exp, load, narrow, store, widen
+from cairn.kernels.cpu.warm_up import MODULES, warm_up
+from kernels.comparison import FEW, same_bits
+from kernels.kernel_calls import OPERATIONS, calls
+
+LITTLE, MUCH = 0, 10**9
+"""Nanoseconds of work."""
+
+
+@kernel({torch.bfloat16: (F32, BF16)})
+def _round(begin: int, end: int, x: Any, out: Any) -> None:
+    for i in range(begin, end):
+        if i % 2:
+            out[i] = narrow(x[i])
+        else:
+            store(out, i, x[i])
+
+
+@kernel({torch.bfloat16: (BF16, F32)})
+def _widen(begin: int, end: int, x: Any, out: Any) -> None:
+    for i in range(begin, end):
+        out[i] = widen(x[i]) if i % 2 else load(x, i)
+
+
+@kernel({torch.float32: (F32, F32)})
+def _exp(begin: int, end: int, x: Any, out: Any) -> None:
+    for i in range(begin, end):
+        out[i] = exp(x[i])
+
+
+@kernel({torch.int64: (I64, INT)})
+def _count(begin: int, end: int, counts: Any, step: int) -> None:
+    for i in range(begin, end):
+        counts[i] += step
+
+
+@kernel({torch.int64: (I64, INT)})
+def _fail(begin: int, end: int, x: Any, size: int) -> None:
+    x[0] = len(np.empty(size))
+
+
+class Team:
+    """Instead of OpenMP's: as many threads as are asked for, all of them new ones."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(
+            self._run
+        )
+
+    @property
+    def address(self) -> int:
+        return ctypes.cast(self._parallel, ctypes.c_void_p).value or 0
+
+    def _run(self, body: int, data: int, count: int, flags: int) -> None:
+        self.asked.append(count)
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body)
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda _: function(data), range(count)))
+
+
+@pytest.fixture
+def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    """Three threads, for any work."""
+    own = Team()
+    variants = [
+        variant
+        for module in (*MODULES, sys.modules[__name__])
+        for each in vars(module).values()
+        if isinstance(each, Kernel)
+        for variant in each.compile()
+    ]
+    for variant in variants:
+        monkeypatch.setattr(variant, "_team", own.address)
+    torch.set_num_threads(3)
+    yield own
+    torch.set_num_threads(1)
+
+
+def rounded(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    _round[torch.bfloat16](x.numel(), LITTLE, x.data_ptr(), out.data_ptr())
+    return out
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_is_to_the_nearest_and_of_two_to_the_even() -> None:
+    # Every bfloat16, and for each what lies just below, at and just above the half between it and its neighbour.
+    high = torch.arange(2**16, dtype=torch.int64) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    x = (high[:, None] + low).flatten().to(torch.uint32).view(torch.float32)
+    found, wanted = rounded(x), x.to(torch.bfloat16)
+    assert torch.equal(found.isnan(), x.isnan())
+    assert same_bits(found[~x.isnan()], wanted[~x.isnan()])
+
+
+def test_a_bfloat16_is_widened_to_the_same_number() -> None:
+    x = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    out = torch.empty(x.shape)
+    _widen[torch.bfloat16](x.numel(), LITTLE, x.data_ptr(), out.data_ptr())
+    assert same_bits(out, x.float())
+
+
+def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:
+    x = torch.cat([torch.linspace(-87, 88.7, 200_001), torch.linspace(-1, 1, 10_001)])
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -200.0, 200.0])
+    for given_, wanted in ((x, x.double().exp()), (edges, edges.double().exp())):
+        out = torch.empty(given_.shape)
+        _exp[torch.float32](given_.numel(), LITTLE, given_.data_ptr(), out.data_ptr())
+        torch.testing.assert_close(out, wanted.float(), rtol=2 * torch.finfo(torch.float32).eps, atol=0, equal_nan=True)
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 95, 96, 97, 10_007])
+def test_every_item_is_done_once_by_however_many_threads(team: Team, count: int) -> None:
+    counts = torch.zeros(count + 1, dtype=torch.int64)
+    for cost in (LITTLE, MUCH):
+        _count[torch.int64](count, cost, counts.data_ptr(), 1)
+    assert counts.tolist() == [2] * count + [0]
+    assert team.asked == ([3] if count > 1 else [])
+
+
+def test_torchs_own_team_is_found_and_does_the_work() -> None:
+    assert threads.team()
+    torch.set_num_threads(2)
+    counts = torch.zeros(10_007, dtype=torch.int64)
+    _count[torch.int64](10_007, MUCH, counts.data_ptr(), 1)
+    torch.set_num_threads(1)
+    assert counts.eq(1).all()
+
+
+def test_without_a_team_the_calling_thread_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = _count[torch.int64]
+    monkeypatch.setattr(variant, "_team", 0)
+    torch.set_num_threads(2)
+    counts = torch.zeros(100, dtype=torch.int64)
+    variant(100, MUCH, counts.data_ptr(), 1)
+    torch.set_num_threads(1)
+    assert counts.eq(1).all()
+
+
+@pytest.mark.parametrize("policy", [{"OMP_WAIT_POLICY": "PASSIVE"}, {"GOMP_SPINCOUNT": "0"}])
+def test_more_work_stays_on_one_thread_where_the_others_sleep(
+    monkeypatch: pytest.MonkeyPatch, policy: dict[str, str]
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    spinning = threads.inline_limit.__wrapped__()
+    for name, value in policy.items():
+        monkeypatch.setenv(name, value)
+    assert threads.inline_limit.__wrapped__() > spinning
+
+
+def test_little_work_is_not_handed_over(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, counts = _count[torch.int64], torch.zeros(100, dtype=torch.int64)
+    monkeypatch.setattr(variant, "_inline_limit", 1000)
+    variant(100, 999, counts.data_ptr(), 1)
+    assert team.asked == []
+    variant(100, 1000, counts.data_ptr(), 1)
+    assert team.asked == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_do_not_depend_on_the_number_of_threads(team: Team, name: str, dtype: torch.dtype) -> None:
+    @FEW
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        call = data.draw(calls(name, dtype))
+        many, one = call.copied(), call.copied()
+        found = run_with(many, limit=0)
+        wanted = run_with(one, limit=2**62)
+        for mine, other in zip(found, wanted, strict=True):
+            assert same_bits(mine, other)
+        for operand in call.operation.changed:
+            assert same_bits(many.operands[operand], one.operands[operand])
+
+    check()
+    assert team.asked or name in ("embed", "linear", "lm_head")
+
+
+def run_with(call: Any, limit: int) -> tuple[Tensor, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            for each in vars(module).values():
+                if isinstance(each, Kernel):
+                    for variant in each.values():
+                        patch.setattr(variant, "_inline_limit", limit)
+        return call.run(cpu)
+
+
+def test_a_kernel_that_fails_says_so(team: Team) -> None:
+    x = torch.zeros(1, dtype=torch.int64)
+    for cost in (LITTLE, MUCH):
+        with pytest.raises(RuntimeError, match="_fail failed on 5 items"):
+            _fail[torch.int64](5, cost, x.data_ptr(), -1)
+
+
+def test_a_dtype_that_no_variant_is_for_is_named() -> None:
+    with pytest.raises(TypeError, match=r"_silu_mul takes .*float64"):
+        cpu.silu_mul(torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def found_folder() -> Path | None:
+    return compile_cache.cache_folder.__wrapped__()
+
+
+def test_the_cache_folder_is_its_owners_alone(cache_home: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = found_folder()
+    finally:
+        os.umask(before)
+    assert folder is not None and folder.is_relative_to(cache_home)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert found_folder() == folder
+
+
+def test_a_cache_folder_that_others_could_write_is_not_used(cache_home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = found_folder()
+    assert folder is not None
+    folder.chmod(0o770)
+    assert found_folder() is None
+    assert str(folder) in caplog.text and "770" in caplog.text
+    folder.rename(cache_home / "elsewhere")
+    (cache_home / "elsewhere").chmod(0o700)
+    folder.symlink_to(cache_home / "elsewhere")
+    assert found_folder() is None
+
+
+def test_where_no_folder_can_be_made_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert found_folder() is None
+
+
+def test_what_is_compiled_once_is_loaded_afterwards(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> None:
+    folder = found_folder()
+    monkeypatch.setattr(compiled, "cache_folder", lambda: folder)
+    for from_cache in (False, True):
+        variant = Variant(_count._function, (I64, INT))
+        assert variant.from_cache is from_cache
+        counts = torch.zeros(3, dtype=torch.int64)
+        variant(3, LITTLE, counts.data_ptr(), 4)
+        assert counts.tolist() == [4, 4, 4]
+
+
+def test_without_a_folder_it_is_compiled_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiled, "cache_folder", lambda: None)
+    variant = Variant(_count._function, (I64, INT))
+    counts = torch.zeros(3, dtype=torch.int64)
+    variant(3, LITTLE, counts.data_ptr(), 4)
+    assert not variant.from_cache and counts.tolist() == [4, 4, 4]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_warming_up_compiles_what_a_dtype_wants_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    both = warm_up()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert 0 < warm_up(dtype) < both
+    assert f"{both} ready" in caplog.text
+
+
+def test_the_other_backends_do_without_numba() -> None:
+    """A process of its own: here numba is imported already."""
+    code = "import sys; sys.modules['numba'] = None; import cairn.kernels.exact, cairn.kernels.reference"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

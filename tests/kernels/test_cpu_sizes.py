@@ -1,0 +1,127 @@
+"""The CPU backend at sizes that random batches do not have: contexts cut in parts, prompts of several tiles, models'
+heads; and with weights in torch's own layout."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cairn.kernels import cpu
+from cairn.kernels.cpu import products
+from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, prepare
+from kernels.comparison import check_against_reference
+from kernels.kernel_calls import Call
+from kernels.random_batches import RandomBatch, SequenceRows
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def attention_call(batch: RandomBatch, heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> Call:
+    """`heads`: query heads, key heads, head dim."""
+    num_heads, kv_heads, dim = heads
+    pages = batch.pages(page_size)
+    keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
+    q = batch.numbers(batch.num_rows, num_heads, dim).mul(2).to(dtype)
+    return Call("attention", batch, {"q": q, "keys": keys, "values": values, "group": 0}, (pages.table,))
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 2, 128), (3, 3, 80), (16, 1, 256), (5, 1, 24)], ids=str)
+def test_attention_over_contexts_in_parts_and_prompts_in_tiles(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    decodes = (SPLIT_TOKENS - 1, SPLIT_TOKENS, 2 * SPLIT_TOKENS, 2 * SPLIT_TOKENS + 77)
+    prefills = ((0, 3 * TILE_ROWS + 5), (700, TILE_ROWS), (1000, 1), (63, 2))
+    batch = RandomBatch(
+        tuple(SequenceRows(slot, start, 1) for slot, start in enumerate(decodes)),
+        tuple(SequenceRows(4 + index, *rows) for index, rows in enumerate(prefills)),
+    )
+    check_against_reference(cpu, attention_call(batch, heads, 16, dtype), dtype)
+
+
+def test_scores_that_grow_from_block_to_block_bring_down_what_was_summed_up_before() -> None:
+    batch = RandomBatch((SequenceRows(0, 999, 1),), (SequenceRows(1, 0, 200),))
+    call = attention_call(batch, (4, 2, 32), 16, torch.float32)
+    keys = call.operands["keys"]
+    table, dim = call.block_tables[0], keys.shape[-1]
+    # Keys of every page are the same up to a factor that rises: the last ones have nearly all of the weight.
+    for slot, length in ((0, 1000), (1, 200)):
+        for page in range(-(-length // 16)):
+            keys[table[slot, page]] *= 1 + page / 10
+    assert call.operands["q"].shape[-1] == dim
+    check_against_reference(cpu, call, torch.float32)
+
+
+def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
+    batch = RandomBatch(
+        (SequenceRows(0, 3 * SPLIT_TOKENS, 1), SequenceRows(1, 5, 1)),
+        (SequenceRows(2, 100, 2 * TILE_ROWS + 1), SequenceRows(3, 4 * SPLIT_TOKENS, 1)),
+    )
+    metadata = prepare(batch.host())
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for first, rows, slot, position, key, end, partial in metadata.tiles.array.tolist():
+        sequence = batch.sequences[slot]
+        assert first - batch.rows_of(slot).start == position - sequence.start
+        assert end == position + rows or partial >= 0
+        for row in range(first, first + rows):
+            seen.setdefault(row, []).append((key, end))
+    num_parts = {row: count for row, _, count in metadata.merges.array.tolist()}
+    assert sorted(seen) == list(range(batch.num_rows))
+    for row, parts in seen.items():
+        parts.sort()
+        assert parts[0][0] == 0 and all(before[1] == after[0] for before, after in pairwise(parts))
+        assert len(parts) == num_parts.get(row, 1)
+    assert metadata.num_partials == 4 + 5
+
+
+def test_rows_that_are_read_only_are_not_written() -> None:
+    batch = RandomBatch((SequenceRows(0, 40, 1, kv_write_from=41),), (SequenceRows(1, 10, 30, kv_write_from=25),))
+    assert prepare(batch.host()).writes.array.tolist() == [[row, 1, 10 + row - 1] for row in range(16, 31)]
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("reordered", [True, False])
+def test_products_in_both_layouts(dtype: torch.dtype, reordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reordered and not products.can_reorder(dtype):
+        pytest.skip("not on this CPU")
+    monkeypatch.setattr(products, "can_reorder", lambda _: reordered)
+    for rows in (1, 5, 64, 130):
+        batch = RandomBatch((), (SequenceRows(0, 0, rows),))
+        x = batch.numbers(rows, 96).to(dtype)
+        weight = batch.numbers(160, 96, salt=1).mul(0.1).to(dtype)
+        bias = batch.numbers(160, salt=2).to(dtype)
+        for given in (bias, None):
+            call = Call("linear", batch, {"x": x, "weight": weight, "bias": given})
+            check_against_reference(cpu, call, dtype)
+        assert cpu.pack(weight).reordered is reordered
+
+
+def test_weights_stay_as_they_are_where_onednn_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(matrix: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(products, "_reorder", fails)
+    assert products.can_reorder.__wrapped__(torch.bfloat16) is False
+    assert "no such operation" in caplog.text
+
+
+def test_weights_stay_as_they_are_where_onednn_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_reordered_product", lambda x, matrix, bias: torch.zeros(3, 48, dtype=x.dtype))
+    assert products.can_reorder.__wrapped__(torch.float32) is False
+
+
+# -- routers ---------------------------------------------------------------------------------------------------------
+
+
+def test_experts_of_a_token_are_different_ones_whatever_their_scores() -> None:
+    logits = torch.zeros(4, 8)
+    logits[1], logits[2], logits[3, ::2] = torch.nan, -torch.inf, torch.inf
+    for choice in (
+        cpu.softmax_router(logits, 4, True)[0],
+        cpu.sigmoid_router(logits, torch.zeros(8), 4, 4, 2, True, 1.0)[0],
+    ):
+        assert all(len(set(row)) == 4 and set(row) <= set(range(8)) for row in choice.tolist())
+    assert cpu.softmax_router(logits, 4, True)[0][0].tolist() == [0, 1, 2, 3]
