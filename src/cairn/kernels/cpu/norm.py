@@ -1,5 +1,6 @@
 """Norms of rows and of heads: two passes over numbers that are in the cache, computed in float32, rounded once."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, jit, kernel
 from cairn.kernels.cpu.scalars import ONE, advance, load, silu, store
 
-_DTYPES = {
+_DTYPES: Mapping[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {
     (torch.float32, torch.float32): (F32, F32),
     (torch.bfloat16, torch.bfloat16): (BF16, BF16),
     (torch.bfloat16, torch.float32): (BF16, F32),

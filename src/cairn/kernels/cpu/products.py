@@ -5,6 +5,7 @@ its own compiler and promises nobody that they stay: where they fail, the weight
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,7 @@ from cairn.kernels.batch import Batch
 
 logger = logging.getLogger(__name__)
 
-_ROWS = {torch.bfloat16: 1, torch.float32: 16}
+_ROWS: Mapping[torch.dtype, int] = {torch.bfloat16: 1, torch.float32: 16}
 """How many rows the layout is chosen for; it serves any number."""
 
 
