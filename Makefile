@@ -77,6 +77,8 @@ benchmarks: $(NIXL)
 		--plot build/benchmarks/incremental_images.svg
 	@$(RUN) -m benchmarks.bench_serve_matrix --json build/benchmarks/bench_serve.json \
 		--plot build/benchmarks/bench_serve.svg
+	@$(RUN) -m benchmarks.step_overhead --json build/benchmarks/step_overhead.json \
+		--plot build/benchmarks/step_overhead.svg
 	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
 
 # cairn beside vLLM's CPU build, which gets an environment of its own (4 GB): build/benchmarks/peers.json, an hour or more.

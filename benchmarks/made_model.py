@@ -16,7 +16,14 @@ from safetensors.torch import save_file
 from cairn.models.families import family_of
 from cairn.models.make_model import RECIPES, SIZES, SavedDType, drawn, make_model
 
-__all__ = ["MODEL_SIZES", "PEER_SHAPES", "PUBLISHED_VOCABULARY", "make_peer_model", "make_sized_model"]
+__all__ = [
+    "MODEL_SIZES",
+    "PEER_SHAPES",
+    "PUBLISHED_VOCABULARY",
+    "make_peer_model",
+    "make_sized_model",
+    "make_thin_model",
+]
 
 MODEL_SIZES = ("tiny", "medium", "small")
 
@@ -72,6 +79,28 @@ PEER_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Fields of config.json of the Qwen3.5 models that are compared with other servers: 8 M and 333 M parameters."""
 
+_THIN: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10_000_000,
+            "rope_type": "default",
+        },
+    }
+)
+"""A token's keys and values take 64 bytes, a checkpoint 8 KB: millions of tokens fit into any machine."""
+
 
 def make_sized_model(out: Path, *, size: str, seed: int) -> None:
     """Write a Nemotron-H checkpoint of one of MODEL_SIZES to `out`, a new or empty folder."""
@@ -92,6 +121,12 @@ def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) 
         _widen_vocabulary(out / "tokenizer.json", vocab_size)
         fields["vocab_size"] = vocab_size
     _redraw(PEER_FAMILY, out, fields, seed, "bfloat16")
+
+
+def make_thin_model(out: Path, *, seed: int) -> None:
+    """Write a Qwen3.5 checkpoint in bfloat16 that remembers very little to `out`, a new or empty folder."""
+    make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
+    _redraw(PEER_FAMILY, out, _THIN, seed, "bfloat16")
 
 
 def _redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dtype: SavedDType) -> None:
