@@ -114,7 +114,7 @@ _SAME_LIMITS = (
 # Its threads are the CPUs it is bound to; with OMP_NUM_THREADS set its other processes would spin as well. Intel's
 # OpenMP, which comes with the build, is preloaded as its manual asks.
 _VLLM = (
-    "PATH={vllm_bin}:{path} OMP_NUM_THREADS= LD_PRELOAD={vllm_openmp} VLLM_CPU_OMP_THREADS_BIND=BIND "
+    "PATH={vllm_bin}:{path} OMP_NUM_THREADS= LD_PRELOAD={vllm_openmp} VLLM_CPU_OMP_THREADS_BIND= "
     "VLLM_CPU_KVCACHE_SPACE={cache_gib} VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_HOST_IP=127.0.0.1 "
     "GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 {vllm_bin}/vllm serve {model} --host 127.0.0.1 --port {port} "
     "--served-model-name {name} --dtype bfloat16 --no-enable-log-requests --enable-prefix-caching "
@@ -131,9 +131,9 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             "--served-model-name {name} --dtype bfloat16 --cpu-threads {threads} "
             "--kv-cache-memory-bytes {cache_gib}GiB " + _SAME_LIMITS,
         ),
-        "vllm": Peer("vllm", _VLLM.replace("BIND", "{cpus}"), _BLOCK_SIZE),
+        "vllm": Peer("vllm", _VLLM.replace("THREADS_BIND=", "THREADS_BIND={cpus}"), _BLOCK_SIZE),
         # Left alone it reserves a core for its scheduler.
-        "vllm-auto": Peer("vllm-auto", _VLLM.replace("BIND", "auto"), _BLOCK_SIZE),
+        "vllm-auto": Peer("vllm-auto", _VLLM.replace("THREADS_BIND=", "THREADS_BIND=auto"), _BLOCK_SIZE),
         "llama-server": Peer(
             "llama-server",
             "llama-server --model {gguf} --host 127.0.0.1 --port {port} --alias {name} --threads {threads} "

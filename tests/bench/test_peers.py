@@ -73,6 +73,7 @@ def test_every_server_has_the_same_limits_and_threads(tmp_path):
     assert cairn[cairn.index("--cpu-threads") + 1] == "1" and "," not in variables["VLLM_CPU_OMP_THREADS_BIND"]
     assert cairn[cairn.index("--kv-cache-memory-bytes") + 1] == "3GiB" and variables["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert variables["OMP_NUM_THREADS"] == variables["LD_PRELOAD"] == ""
+    assert command_of(PEERS["vllm-auto"], PLACE)[0] == variables | {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
     openmp = tmp_path / "vllm" / "lib" / "libiomp5.so"
     openmp.parent.mkdir(parents=True)
     openmp.touch()
