@@ -29,6 +29,8 @@ __all__ = [
     "Place",
     "RunningServer",
     "command_of",
+    "environment_of",
+    "free_port",
     "started",
 ]
 
@@ -42,6 +44,7 @@ KILL_SECONDS = 10.0
 POLL_SECONDS = 0.05
 TRY_SECONDS = 5.0
 LOG_TAIL = 6_000
+_OWN_VARIABLES = ("CAIRN_", "VLLM_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 
 
@@ -111,10 +114,9 @@ _SAME_LIMITS = (
     "--max-model-len {max_model_len} --max-num-seqs {max_num_seqs} --max-num-batched-tokens {max_num_batched_tokens}"
 )
 
-# Its threads are the CPUs it is bound to; with OMP_NUM_THREADS set its other processes would spin as well. Intel's
-# OpenMP, which comes with the build, is preloaded as its manual asks.
+# Its threads are the CPUs it is bound to. Intel's OpenMP, which comes with the build, is preloaded as its manual asks.
 _VLLM = (
-    "PATH={vllm_bin}:{path} OMP_NUM_THREADS= LD_PRELOAD={vllm_openmp} VLLM_CPU_OMP_THREADS_BIND= "
+    "PATH={vllm_bin}:{path} LD_PRELOAD={vllm_openmp} VLLM_CPU_OMP_THREADS_BIND= "
     "VLLM_CPU_KVCACHE_SPACE={cache_gib} VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_HOST_IP=127.0.0.1 "
     "GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 {vllm_bin}/vllm serve {model} --host 127.0.0.1 --port {port} "
     "--served-model-name {name} --dtype bfloat16 --no-enable-log-requests --enable-prefix-caching "
@@ -167,6 +169,12 @@ def command_of(peer: Peer, place: Place, flags: Sequence[str] = ()) -> tuple[dic
     if not words:
         raise PeerError(f"{peer.name}: the command line names no program")
     return variables, [*words, *flags]
+
+
+def environment_of(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with these variables, without what a person may have set for servers and threads of their own."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OWN_VARIABLES)}
+    return {name: value for name, value in (kept | dict(variables)).items() if value or name not in variables}
 
 
 def free_port() -> int:
@@ -222,9 +230,6 @@ def started(peer: Peer, place: Place, log: Path, seconds: float, flags: Sequence
     Raises PeerError with the end of the log when it ends by itself or is not healthy within `seconds`.
     """
     variables, command = command_of(peer, place, flags)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "VLLM_"))}
-    environ.update(variables)
-    environ = {name: value for name, value in environ.items() if value or name not in variables}
     start = time.monotonic()
     with log.open("wb") as output:
         try:
@@ -233,7 +238,7 @@ def started(peer: Peer, place: Place, log: Path, seconds: float, flags: Sequence
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environ,
+                env=environment_of(variables, os.environ),
                 start_new_session=True,
             )
         except OSError as error:

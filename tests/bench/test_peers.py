@@ -24,7 +24,17 @@ from benchmarks.peer_loads import (
     decode_rate,
 )
 from benchmarks.peer_report import Turn, medians_of, plot, ratios_of, shown, table_of, times_better
-from benchmarks.peer_servers import PEERS, LearnedFlag, Peer, PeerError, Place, command_of, free_port, started
+from benchmarks.peer_servers import (
+    PEERS,
+    LearnedFlag,
+    Peer,
+    PeerError,
+    Place,
+    command_of,
+    environment_of,
+    free_port,
+    started,
+)
 from benchmarks.peers import order_of, parse, peers_of
 from rich.console import Console
 
@@ -72,12 +82,24 @@ def test_every_server_has_the_same_limits_and_threads(tmp_path):
         assert cairn[cairn.index(flag) + 1] == vllm[vllm.index(flag) + 1]
     assert cairn[cairn.index("--cpu-threads") + 1] == "1" and "," not in variables["VLLM_CPU_OMP_THREADS_BIND"]
     assert cairn[cairn.index("--kv-cache-memory-bytes") + 1] == "3GiB" and variables["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert variables["OMP_NUM_THREADS"] == variables["LD_PRELOAD"] == ""
+    assert variables["LD_PRELOAD"] == ""
     assert command_of(PEERS["vllm-auto"], PLACE)[0] == variables | {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
     openmp = tmp_path / "vllm" / "lib" / "libiomp5.so"
     openmp.parent.mkdir(parents=True)
     openmp.touch()
     assert command_of(PEERS["vllm"], replace(PLACE, peers=tmp_path))[0]["LD_PRELOAD"] == str(openmp)
+
+
+def test_no_server_has_threads_and_settings_that_a_person_has_set():
+    mine = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CAIRN_SEED": "3",
+        "VLLM_X": "1",
+        "LD_PRELOAD": "a",
+        "B": "2",
+    }
+    assert environment_of({"LD_PRELOAD": "", "VLLM_Y": "4"}, mine) == {"VLLM_Y": "4", "B": "2"}
 
 
 @pytest.mark.parametrize(
