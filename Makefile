@@ -29,7 +29,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-more test-ui test-long soak soak-server lint demo demo-pd serve benchmarks clean
+.PHONY: test test-more test-ui test-long soak soak-server lint demo demo-pd serve benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -77,7 +77,16 @@ benchmarks: $(NIXL)
 		--plot build/benchmarks/incremental_images.svg
 	@$(RUN) -m benchmarks.bench_serve_matrix --json build/benchmarks/bench_serve.json \
 		--plot build/benchmarks/bench_serve.svg
+	@$(RUN) -m benchmarks.step_overhead --json build/benchmarks/step_overhead.json \
+		--plot build/benchmarks/step_overhead.svg
 	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
+
+# cairn beside vLLM's CPU build, which gets an environment of its own (4 GB): build/benchmarks/peers.json, an hour or more.
+# SIZES="tiny small", ROUNDS, THREADS and PEERS_ARGS (e.g. --quick) are optional.
+bench-vllm: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.peer_vllm build/peers/vllm
+	@$(OFFLINE) $(BIN)/python -m benchmarks.peers --servers cairn vllm --sizes $(or $(SIZES),tiny small) \
+		--rounds $(or $(ROUNDS),3) --threads $(or $(THREADS),2) $(PEERS_ARGS)
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

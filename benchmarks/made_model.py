@@ -1,20 +1,29 @@
-"""Random-weight checkpoints for the benchmarks, also of a size that `cairn make-model` does not make.
+"""Random-weight checkpoints for the benchmarks, also of sizes that `cairn make-model` does not make.
 
 tiny (5 M parameters) computes a prompt in little more than what a request costs anyway, and small (300 M) needs minutes
 for what is to be measured in seconds on a CPU. `medium` is tiny, twice as wide: 16 M parameters.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from cairn.models.families import family_of
-from cairn.models.make_model import RECIPES, SIZES, drawn, make_model
+from cairn.models.make_model import RECIPES, SIZES, SavedDType, drawn, make_model
 
-__all__ = ["MODEL_SIZES", "make_sized_model"]
+__all__ = [
+    "MODEL_SIZES",
+    "PEER_SHAPES",
+    "PUBLISHED_VOCABULARY",
+    "make_peer_model",
+    "make_sized_model",
+    "make_thin_model",
+]
 
 MODEL_SIZES = ("tiny", "medium", "small")
 
@@ -26,23 +35,121 @@ WIDTHS = (
 )
 """What `medium` has twice as much of as tiny."""
 
+PEER_FAMILY = "qwen3_5"
+PUBLISHED_VOCABULARY = 151_936
+"""Entries of the published Qwen3 models' vocabulary."""
+
+_FOUR_LAYERS = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
+PEER_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny": {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 8,
+            "layer_types": [*_FOUR_LAYERS * 2],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+        "small": {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 24,
+            "layer_types": [*_FOUR_LAYERS * 6],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [6, 5, 5],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10_000_000,
+                "rope_type": "default",
+            },
+        },
+    }
+)
+"""Fields of config.json of the Qwen3.5 models that are compared with other servers: 8 M and 333 M parameters."""
+
+_THIN: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10_000_000,
+            "rope_type": "default",
+        },
+    }
+)
+"""A token's keys and values take 64 bytes, a checkpoint 8 KB: millions of tokens fit into any machine."""
+
 
 def make_sized_model(out: Path, *, size: str, seed: int) -> None:
     """Write a Nemotron-H checkpoint of one of MODEL_SIZES to `out`, a new or empty folder."""
     make_model(FAMILY, out, size=next((known for known in SIZES if known == size), "tiny"), seed=seed)
     if size == "medium":
-        _widen(out, seed)
+        raw = json.loads((out / "config.json").read_text())
+        _redraw(FAMILY, out, {name: 2 * raw[name] for name in WIDTHS}, seed, "float32")
 
 
-def _widen(folder: Path, seed: int) -> None:
-    """Make the tiny checkpoint in `folder` the medium one: same layers, same vocabulary."""
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    raw |= {name: 2 * raw[name] for name in WIDTHS}
+def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) -> None:
+    """Write a Qwen3.5 checkpoint in bfloat16 of one of PEER_SHAPES to `out`, a new or empty folder.
+
+    `vocab_size`: entries of its vocabulary, at least those of the tokenizer that comes with it; None for just those.
+    """
+    make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
+    fields = dict(PEER_SHAPES[size])
+    if vocab_size is not None:
+        _widen_vocabulary(out / "tokenizer.json", vocab_size)
+        fields["vocab_size"] = vocab_size
+    _redraw(PEER_FAMILY, out, fields, seed, "bfloat16")
+
+
+def make_thin_model(out: Path, *, seed: int) -> None:
+    """Write a Qwen3.5 checkpoint in bfloat16 that remembers very little to `out`, a new or empty folder."""
+    make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
+    _redraw(PEER_FAMILY, out, _THIN, seed, "bfloat16")
+
+
+def _redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dtype: SavedDType) -> None:
+    """Change fields of config.json of the checkpoint in `folder`, and draw tensors of the shapes that follow."""
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text()) | dict(fields)
     for shard in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
         (folder / shard).unlink()
     (folder / INDEX).unlink()
-    family, generator = family_of(raw), torch.Generator().manual_seed(seed)
-    shapes = family.tensors(family.parse(raw))
-    tensors = {name: drawn(RECIPES[FAMILY], name, shape, generator) for name, shape in shapes.items()}
+    recipe, parsed, generator = RECIPES[family], family_of(raw), torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in parsed.tensors(parsed.parse(raw)).items():
+        saved = torch.float32 if name.endswith(recipe.float32) else getattr(torch, dtype)
+        tensors[name] = drawn(recipe, name, shape, generator).to(saved)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _widen_vocabulary(file: Path, size: int) -> None:
+    """Fill up the vocabulary of a tokenizer.json with words that no text is split into: every id has a text."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    words: dict[str, int] = content["model"]["vocab"]
+    first = 1 + max(*words.values(), *(token["id"] for token in content["added_tokens"]))
+    if size < first:
+        raise ValueError(f"the tokenizer has {first} entries: a vocabulary of {size} is too small for it")
+    words.update({f"Ġx{token}": token for token in range(first, size)})
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
