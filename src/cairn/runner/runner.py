@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
@@ -84,7 +85,8 @@ class Runner:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
         self.forward_passes = 0
         self.steps = 0
-        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes)
+        console = Console(stderr=True) if model.communicator.rank == 0 else None
+        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes, console)
         self._model = model
         self.vision = vision
         self.layout = layout
