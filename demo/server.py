@@ -22,6 +22,7 @@ STOP_SECONDS = 20.0
 POLL_SECONDS = 0.05
 ADDRESS = re.compile(r"(?:serving .*|proxy) on (http://\S+:\d+)")
 LOG_TAIL = 2_000
+POOL = "1GiB"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -39,8 +40,9 @@ class Child:
 
 
 def serve_command(model: Path, *flags: str) -> list[str]:
-    """The command line of a server on a free port of the loopback."""
-    return [sys.executable, "-m", "cairn", "serve", str(model), "--host", "127.0.0.1", "--port", "0", *flags]
+    """The command line of a server on a free port of the loopback, with the same pool on every machine."""
+    command = [sys.executable, "-m", "cairn", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
+    return [*command, "--kv-cache-memory-bytes", POOL, *flags]
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,15 @@ import pytest
 
 from source_scan import ROOT, Import, Source, imports, source, sources, within
 
-FLOOR_0 = ("cairn.errors", "cairn.types", "cairn.step", "cairn.keys", "cairn.trace_rows", "cairn.__version__")
+FLOOR_0 = (
+    "cairn.errors",
+    "cairn.types",
+    "cairn.step",
+    "cairn.keys",
+    "cairn.machine",
+    "cairn.trace_rows",
+    "cairn.__version__",
+)
 
 # What the cache's door takes and gives; tree, pages, residents, eviction and audit stay behind it.
 CACHE_DOOR = (
@@ -37,6 +45,7 @@ ARROWS = MappingProxyType(
         "types": (),
         "step": (),
         "keys": (),
+        "machine": (),
         "trace_rows": (),
         "cache": (),
         "transfer": ("cairn.cache.layout",),

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cairn.cli import main
+from cairn.machine import Machine
 from cairn.models.make_model import MADE_FAMILIES
 
 ECHO_CAIRN = (
@@ -21,13 +22,17 @@ ECHO_CAIRN = (
     "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer))"
 )
 
+NUM_CORES = Machine().num_cores()
+NO_VARIABLES: dict[str, str] = {}
+
 
 class Serving:
     """`cairn serve` around a EchoCore, in a process of its own."""
 
-    def __init__(self, model, *flags, wait=True):
+    def __init__(self, model, *flags, wait=True, variables=NO_VARIABLES):
         command = [sys.executable, "-c", ECHO_CAIRN, "serve", model, "--port", "0", *flags]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "VLLM_"))}
+        own = ("CAIRN_", "VLLM_", "OMP_", "GOMP_")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(own)} | variables
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
         self._lines = []
         self._reader = threading.Thread(target=lambda: self._lines.extend(iter(self.process.stderr.readline, "")))
@@ -82,6 +87,48 @@ def run(*arguments):
     return subprocess.run(
         [sys.executable, "-c", ECHO_CAIRN, *arguments], capture_output=True, text=True, timeout=20, check=False
     )
+
+
+def test_what_fits_the_machine_is_chosen_logged_and_shown(serving):
+    server = serving("echo", variables={"OMP_NUM_THREADS": "1"})
+    assert "--cpu-threads 1" in server.log
+    told = httpx.get(server.url + "/server_info", timeout=10).json()
+    assert (told["engine"]["max_num_seqs"], told["engine"]["max_waiting"]) == (64, 1024)
+    assert told["limits"]["max_open"] == 64 + 1024
+    variables = server.core().environ()
+    assert [variables[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")] == [
+        "1",
+        "1",
+        "passive",
+    ]
+
+
+def test_the_environment_says_how_threads_wait(serving):
+    server = serving("echo", "--cpu-threads", "1", variables={"GOMP_SPINCOUNT": "77"})
+    variables = server.core().environ()
+    assert variables["GOMP_SPINCOUNT"] == "77" and "OMP_WAIT_POLICY" not in variables
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"), [((), NUM_CORES), (("--tensor-parallel-size", "64"), max(1, NUM_CORES // 64))]
+)
+def test_more_threads_than_cores(flags, most, capsys):
+    assert main(["serve", "echo", "--port", "0", "--cpu-threads", "1024", *flags]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"there are {NUM_CORES} cores" in said and said.endswith(f"set at most {most}")
+
+
+def test_a_pool_that_the_machine_has_no_memory_for(tiny_model):
+    done = subprocess.run(
+        [sys.executable, "-m", "cairn", "serve", str(tiny_model), "--port", "0", "--kv-cache-memory-bytes", "900TiB"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert re.fullmatch(r"cairn: --kv-cache-memory-bytes \d+: .*lower it to at most \d+ \(.* available, .*\)", said)
 
 
 def test_serving_and_draining(serving):

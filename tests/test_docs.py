@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_settings():
 def in_words(default) -> tuple[str, ...]:
     match default:
         case None:
-            return ("none", "MODEL", "the model's")
+            return ("none", "MODEL", "the model's", "fits the machine")
         case bool():
             return ("on",) if default else ("off",)
         case ByteSize():

@@ -26,11 +26,12 @@ def load(*arguments):
 
 def test_defaults():
     config, options = engine_config(load("m")), server_options(load("m"))
-    assert (config.model, config.block_size, config.kv_cache_memory_bytes) == ("m", 16, 1 << 30)
-    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting) == (8, 2048, 1024)
+    assert (config.model, config.block_size) == ("m", 16)
+    assert (load("m").cpu_threads, config.kv_cache_memory_bytes, config.max_num_seqs) == (None, None, None)
+    assert (config.max_num_batched_tokens, config.max_waiting) == (2048, 1024)
     assert config.enable_prefix_caching and not config.exact and config.mamba_cache_mode == "auto"
     assert (options.host, options.port, options.model_name, options.api_keys) == ("127.0.0.1", 8000, "m", ())
-    assert (options.shutdown_seconds, options.max_open) == (30.0, 1032)
+    assert (options.shutdown_seconds, options.max_open) == (30.0, None)
 
 
 VLLM_COMMAND_LINE = """
@@ -38,7 +39,7 @@ VLLM_COMMAND_LINE = """
     --max-num-batched-tokens 99 --max-num-seqs 3 --gpu-memory-utilization 0.8 --enforce-eager
     --trust-remote-code --dtype bfloat16 --served-model-name name --api-key key
     --no-enable-prefix-caching --mamba-cache-mode align --no-disable-hybrid-kv-cache-manager
-    --eviction lru --exact --max-waiting 4 --shutdown-timeout 1.5 --kv-cache-memory-bytes 2GiB
+    --eviction lru --exact --max-waiting 4 --shutdown-timeout 1.5 --kv-cache-memory-bytes 2GiB --cpu-threads 2
 """
 
 
@@ -50,7 +51,7 @@ def test_every_flag_of_a_vllm_command_line():
     assert (config.enable_prefix_caching, config.mamba_cache_mode) == (False, "align")
     assert (config.eviction, config.exact, config.kv_cache_memory_bytes) == ("lru", True, 2 << 30)
     assert (options.host, options.port, options.model_name, options.api_keys) == ("0.0.0.0", 9, "name", ("key",))
-    assert (options.shutdown_seconds, options.max_open) == (1.5, 7)
+    assert (options.shutdown_seconds, settings.cpu_threads) == (1.5, 2)
 
 
 def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
@@ -61,6 +62,23 @@ def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
     settings = load("--config", str(file), "--max-num-seqs", "4")
     assert (settings.max_num_seqs, settings.max_waiting, settings.block_size, settings.port) == (4, 3, 2, 8000)
     assert settings.model == "from-file" and not settings.enable_prefix_caching
+
+
+def test_what_fits_the_machine_gives_way_to_flag_variable_and_file(tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\ncpu-threads: 3\nkv-cache-memory-bytes: 3MiB\nmax-num-seqs: 3\n")
+
+    def sizes(*flags):
+        settings = load("--config", str(file), *flags)
+        config = engine_config(settings)
+        return settings.cpu_threads, config.kv_cache_memory_bytes, config.max_num_seqs
+
+    assert sizes() == (3, 3 << 20, 3)
+    for name, value in (("CPU_THREADS", "2"), ("KV_CACHE_MEMORY_BYTES", "2MiB"), ("MAX_NUM_SEQS", "2")):
+        monkeypatch.setenv(f"CAIRN_{name}", value)
+    assert sizes() == (2, 2 << 20, 2)
+    flags = ("--cpu-threads", "1", "--kv-cache-memory-bytes", "1MiB", "--max-num-seqs", "1")
+    assert sizes(*flags) == (1, 1 << 20, 1)
 
 
 def test_the_file_may_be_named_by_a_variable(tmp_path, monkeypatch):

@@ -108,10 +108,14 @@ class ServeSettings(BaseSettings):
         None, description="longest prompt and answer together; the model's own limit unless given", ge=1, le=_MAX_COUNT
     )
     max_num_batched_tokens: int = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
-    max_num_seqs: int = Field(8, description="most requests computed at once", ge=1, le=65536)
+    max_num_seqs: int | None = Field(
+        None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
+    )
     max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
-    kv_cache_memory_bytes: Bytes = Field(
-        ByteSize(1 << 30), description="size of the cache's pool: 1GiB, 512MiB, 1e9", validate_default=False
+    kv_cache_memory_bytes: Bytes | None = Field(
+        None,
+        description="size of the cache's pool, on each rank: 1GiB, 512MiB, 1e9; unless given 40 percent of the memory "
+        "that is available besides the weights, at most 8GiB, divided among the ranks",
     )
     enable_prefix_caching: bool = Field(True, description="reuse what earlier requests have computed")
     in_flight_sharing: bool = Field(True, description="a request waits for one in prefill that computes its beginning")
@@ -125,7 +129,13 @@ class ServeSettings(BaseSettings):
     check_plans: bool = Field(
         False, description="for finding bugs: look at every step's plan before it is carried out; slower"
     )
-    cpu_threads: int = Field(1, description="threads of the engine's number crunching on the CPU", ge=1, le=1024)
+    cpu_threads: int | None = Field(
+        None,
+        description="threads of each rank's computation; unless given all cores that this process may use, less one "
+        "for HTTP where there are more than two, divided among the ranks; OMP_NUM_THREADS can make them fewer",
+        ge=1,
+        le=1024,
+    )
     shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
     request_timeout: float = Field(3600.0, description="seconds an answer may take", gt=0, le=86400)
     start_timeout: float = Field(1800.0, description="seconds loading the model may take", gt=0, le=86400)

@@ -88,4 +88,5 @@ def test_the_persons_own_settings_do_not_reach_the_server():
 def test_the_command_listens_on_the_loopback_alone(tmp_path):
     command = serve_command(tmp_path, "--exact")
     assert command[1:4] == ["-m", "cairn", "serve"]
-    assert command[-5:] == ["--host", "127.0.0.1", "--port", "0", "--exact"]
+    assert command[5:9] == ["--host", "127.0.0.1", "--port", "0"]
+    assert command[9:] == ["--kv-cache-memory-bytes", "1GiB", "--exact"]

@@ -59,7 +59,9 @@ class EchoCore(Core):
         self._sleep = sleep
         self._turns = 0
         layout = _layout(config.block_size)
-        num_pages = config.kv_cache_memory_bytes // layout.page_bytes
+        # No memory stands behind the pages, so there is nothing that they could be fitted to.
+        num_pages = (config.kv_cache_memory_bytes or 1 << 30) // layout.page_bytes
+        max_num_seqs = config.max_num_seqs or 64
         cached = config.enable_prefix_caching and config.mamba_cache_mode != "none"
         placement = placement_for(config.mamba_cache_mode, config.block_size, config.exact) if cached else None
         transfer = _transfer(config, layout, num_pages, clock, self._faults)
@@ -76,7 +78,8 @@ class EchoCore(Core):
             bytes_per_token=layout.bytes_per_token,
             checkpoint_bytes=layout.checkpoint_bytes,
             pages_per_checkpoint=layout.pages_per_checkpoint,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
+            max_waiting=config.max_waiting,
             min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
             mamba_cache_mode=config.mamba_cache_mode,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -85,7 +88,7 @@ class EchoCore(Core):
             side_channel=None if transfer is None else f"{transfer.host}:{transfer.side_port}",
         )
         scheduling = SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
             max_model_len=max_model_len,

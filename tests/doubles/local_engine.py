@@ -83,8 +83,7 @@ class LocalEngine:
         self._build_core = build_core
         self._tokenizer = tokenizer
         self._deadlines = deadlines or EngineDeadlines()
-        max_open = config.max_waiting + config.max_num_seqs
-        self._switchboard = Switchboard(self._send, max_open=max_open, deadlines=self._deadlines, clock=clock)
+        self._switchboard = Switchboard(self._send, max_open=0, deadlines=self._deadlines, clock=clock)
         self._info: EngineInfo | None = None
         self._link: _ThreadLink | None = None
         self._thread: threading.Thread | None = None
@@ -112,6 +111,7 @@ class LocalEngine:
         try:
             async with asyncio.timeout(self._deadlines.start):
                 self._info = await built
+                self._switchboard.max_open = self._info.max_num_seqs + self._info.max_waiting
         except TimeoutError:
             self._switchboard.fail(f"the engine core was not built within {self._deadlines.start} s", asked_for=True)
             self._link.inbox.put(Shutdown())

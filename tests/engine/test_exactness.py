@@ -20,6 +20,7 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.errors import ConfigError
 from cairn.layers.model import Model
+from cairn.machine import Machine
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.runner import Runner
 from cairn.runner.slots import Sample
@@ -323,6 +324,29 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
 def test_build_core_runs_exact_on_its_own_self_test(tiny_model):
     core = build_core(EngineConfig(model=str(tiny_model), exact=True, kv_cache_memory_bytes=8 << 20))
     assert core.info.exact and core.info.num_pages == 256
+
+
+def test_sizes_that_nobody_asked_for_fit_the_memory(tiny_model, tmp_path):
+    """Memory for a pool of 20 MiB: 50 MiB are left of what is available once the weights are counted."""
+    weights = sum(file.stat().st_size for file in tiny_model.glob("*.safetensors"))
+    machine = available(tmp_path, weights + (50 << 20))
+    core = build_core(
+        EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=None, max_num_seqs=None), machine=machine
+    )
+    assert 0.39 * (50 << 20) < core.info.num_pages * core.info.page_bytes <= 0.4 * (50 << 20)
+    # 640 pages of 16 tokens: each request finds 1,024 tokens, and a checkpoint of 6 pages
+    assert core.info.max_num_seqs == core.info.num_pages // (64 + 6) == 9
+    assert core.info.cpu_threads == 1
+    with pytest.raises(ConfigError, match=r"smallest pool, .* does not fit into memory"):
+        build_core(
+            EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=None), machine=available(tmp_path, weights)
+        )
+
+
+def available(folder, count):
+    (folder / "proc").mkdir(exist_ok=True)
+    (folder / "proc/meminfo").write_text(f"MemAvailable: {count >> 10} kB\n")
+    return Machine(folder)
 
 
 # more than there are addresses, so that no machine promises it

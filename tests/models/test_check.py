@@ -91,7 +91,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
         "58.82 GiB in bfloat16",
         "6,144 bytes per token",
         "49,087,744 bytes = 500 pages, as much as 8,000 tokens",
-        "374.51 MiB for 8 sequences",
+        "2.93 GiB for 64 sequences",
         "262,144 tokens and a checkpoint: 16,884 pages, 1.55 GiB",
         "1.00 GiB = 10,922 pages: too small for that; raise --kv-cache-memory-bytes or lower --max-model-len",
         "a repeated prompt of 1 token, or 64 tokens shared with another prompt",

@@ -29,7 +29,8 @@ class Served:
             self.port = free.getsockname()[1]
         self.log = log
         command = [sys.executable, "-m", "cairn", "serve", str(model), "--port", str(self.port)]
-        command += ["--served-model-name", "tiny", *flags]
+        pool = () if "--kv-cache-memory-bytes" in flags else ("--kv-cache-memory-bytes", "1GiB")
+        command += ["--served-model-name", "tiny", *pool, *flags]
         with log.open("wb") as out:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)

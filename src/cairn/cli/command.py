@@ -107,9 +107,11 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
     check.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s")
     check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
-    check.add_argument("--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool; default: %(default)s")
+    check.add_argument(
+        "--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool to count with; default: %(default)s"
+    )
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
-    check.add_argument("--max-num-seqs", type=_count, default=8, help="requests at once; default: %(default)s")
+    check.add_argument("--max-num-seqs", type=_count, default=64, help="requests at once; default: %(default)s")
     replay = commands.add_parser("replay", help="run a request trace through the cache", allow_abbrev=False)
     bench = commands.add_parser("bench", help="measure a server, or compare two measurements", allow_abbrev=False)
     return parser, serve, proxy, replay, bench

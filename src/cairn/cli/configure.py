@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 def engine_config(settings: "ServeSettings") -> "EngineConfig":
     from cairn.engine.contract import EngineConfig
 
+    pool = settings.kv_cache_memory_bytes
     return EngineConfig(
         model=settings.model,
         dtype=settings.dtype,
         block_size=settings.block_size,
-        kv_cache_memory_bytes=int(settings.kv_cache_memory_bytes),
+        kv_cache_memory_bytes=None if pool is None else int(pool),
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -120,7 +121,6 @@ def server_options(settings: "ServeSettings") -> "ServerOptions":
         port=settings.port,
         api_keys=tuple(settings.api_key or ()),
         forwarded_allow_ips=trusted_proxies(settings.forwarded_allow_ips),
-        max_open=settings.max_num_seqs + settings.max_waiting,
         max_body_bytes=int(settings.max_body_bytes),
         request_seconds=settings.request_timeout,
         shutdown_seconds=settings.shutdown_timeout,

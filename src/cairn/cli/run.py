@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -24,19 +25,21 @@ logger = logging.getLogger("cairn.cli")
 def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
     from cairn.engine.client import EngineDeadlines
     from cairn.engine.process import ProcessEngine
+    from cairn.engine.sizing import choose_cpu_threads
     from cairn.http.listening import raise_descriptor_limit
     from cairn.server.run import HttpServer
 
     _start_log(settings.log_level)
     raise_descriptor_limit()
     warn(settings)
+    num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
 
     async def run() -> int:
         engine = ProcessEngine(
             engine_config(settings),
             load_tokenizer,
             core=core,
-            threads=settings.cpu_threads,
+            threads=num_threads,
             deadlines=EngineDeadlines(start=settings.start_timeout),
         )
         return await _until_drained(HttpServer(engine, server_options(settings)))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
 from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
@@ -21,10 +22,15 @@ from cairn.engine.rank_transfer import RankSockets, rank_service
 from cairn.engine.rank_wire import RankConfig, RankService
 from cairn.engine.ranks import build_ranked
 from cairn.engine.request_log_header import open_log
+from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.engine.vocabulary import grammar_tokenizer
 from cairn.errors import ConfigError
+from cairn.machine import Machine
+from cairn.models.qwen3_5_vision import read_vision
+from cairn.models.qwen3_5_vision import tensors as vision_tensors
 from cairn.models.registry import OpenModel, open_model
+from cairn.models.tensor_headers import read_headers
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import open_vision, tower_identity
@@ -40,28 +46,28 @@ __all__ = ["build_core"]
 _STEP_SECONDS = 300.0
 """How long a rank may keep the others waiting within a step."""
 
-LEAST_TOKENS = 64
-"""A pool that cannot hold a checkpoint and this many tokens serves nobody."""
-
 
 def build_core(
     config: EngineConfig,
     clock: Clock | None = None,
     observe: Observe | None = None,
     make_link: MakeLink = nixl_link,
+    machine: Machine | None = None,
 ) -> Core:
     """Load the model and allocate its memory. Raises ConfigError or ModelError naming the flag or the file.
 
-    `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers.
+    `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers. `machine`: whose
+    memory is divided where the configuration leaves sizes open.
     """
     clock = clock or SystemClock()
     opened = open_model(Path(config.model), config.dtype)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
-    info = _plain_info(config, opened, layout, placement)
+    sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
+    info = _plain_info(config, opened, layout, placement, sizes)
     num_pages, vocab_size, eos_token_ids = info.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model))
-    ranks = _build_ranks(config, opened, layout, num_pages, observe)
+    ranks = _build_ranks(config, opened, layout, info, observe)
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
@@ -74,7 +80,7 @@ def build_core(
     cache = PrefixCache(layout, num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, info.max_model_len), cache, clock, transfers, request_log)
+    scheduler = Scheduler(_scheduling(config, info), cache, clock, transfers, request_log)
     return Core(
         info,
         scheduler,
@@ -92,7 +98,7 @@ def build_core(
 
 
 def _plain_info(
-    config: EngineConfig, opened: OpenModel, layout: CacheLayout, placement: Placement | None
+    config: EngineConfig, opened: OpenModel, layout: CacheLayout, placement: Placement | None, sizes: MemorySizes
 ) -> EngineInfo:
     """What can be told before anything is loaded. Raises ConfigError for a pool or a length that does not fit."""
     return EngineInfo(
@@ -100,14 +106,16 @@ def _plain_info(
         architecture=opened.family.model_type,
         dtype=str(opened.dtype).removeprefix("torch."),
         vocab_size=opened.config.vocab_size,
-        num_pages=_num_pages(config, layout),
+        num_pages=_num_pages(sizes.kv_cache_memory_bytes, layout),
         max_model_len=_max_model_len(config, opened),
         block_size=config.block_size,
         page_bytes=layout.page_bytes,
         bytes_per_token=layout.bytes_per_token,
         checkpoint_bytes=layout.checkpoint_bytes,
         pages_per_checkpoint=layout.pages_per_checkpoint,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=sizes.max_num_seqs,
+        max_waiting=config.max_waiting,
+        cpu_threads=torch.get_num_threads(),
         min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
         mamba_cache_mode=config.mamba_cache_mode,
         enable_prefix_caching=placement is not None,
@@ -134,18 +142,17 @@ class _Ranks:
 def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: int) -> CheckedRunner:
     layout = ranks.own.layout
     aligned = config.exact and layout.state_bytes > 0
-    return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, config.max_num_seqs, vocab_size, aligned))
+    return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, ranks.own.num_slots, vocab_size, aligned))
 
 
 def _build_ranks(
-    config: EngineConfig, opened: OpenModel, layout: CacheLayout, num_pages: int, observe: Observe | None
+    config: EngineConfig, opened: OpenModel, layout: CacheLayout, info: EngineInfo, observe: Observe | None
 ) -> _Ranks:
     tp_size, units, encoder_bytes = config.tensor_parallel_size, _model_units(opened), config.mm_encoder_cache_bytes
-    extra = 0 if config.kv_transfer is None else staging_pages_for(units, geometry_of(layout, tp_size))
+    num_pages, slots, extra = info.num_pages, info.max_num_seqs, _extra_pages(config, opened, layout)
     if tp_size == 1:
         vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
         model = opened.build(exact=config.exact)
-        slots = config.max_num_seqs
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.self_test()
         return _Ranks(runner, runner)
@@ -159,7 +166,7 @@ def _build_ranks(
             dtype=config.dtype,
             block_size=config.block_size,
             num_pages=num_pages,
-            num_slots=config.max_num_seqs,
+            num_slots=slots,
             exact=config.exact,
             extra_pages=extra,
             step_seconds=_STEP_SECONDS,
@@ -189,12 +196,12 @@ def _build_transfer(
     return transfer
 
 
-def _scheduling(config: EngineConfig, max_model_len: int) -> SchedulerConfig:
+def _scheduling(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
     return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting=config.max_waiting,
-        max_model_len=max_model_len,
+        max_model_len=info.max_model_len,
         exact=config.exact,
         in_flight_sharing=config.in_flight_sharing,
         on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
@@ -223,12 +230,27 @@ def _placement(config: EngineConfig) -> Placement | None:
     return placement_for(config.mamba_cache_mode, config.block_size, config.exact)
 
 
-def _num_pages(config: EngineConfig, layout: CacheLayout) -> int:
-    num_pages = config.kv_cache_memory_bytes // layout.page_bytes
-    least = layout.pages_per_checkpoint + layout.pages_for(LEAST_TOKENS) + len(layout.groups)
+def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
+    """Pages of each rank behind the pool, for what comes from other servers."""
+    if config.kv_transfer is None:
+        return 0
+    return staging_pages_for(_model_units(opened), geometry_of(layout, config.tensor_parallel_size))
+
+
+def _fixed_bytes(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
+    """What is loaded or set aside besides pool and running states, on all ranks together. Raises ModelError."""
+    tensors, images = opened.tensors(read_headers(opened.folder)), 0
+    if not config.language_model_only and (vision := read_vision(opened.folder)) is not None:
+        tensors, images = tensors | vision_tensors(vision), config.mm_encoder_cache_bytes
+    extra = _extra_pages(config, opened, layout) * layout.page_bytes * config.tensor_parallel_size
+    return opened.served_bytes(tensors) + images + extra
+
+
+def _num_pages(pool_bytes: int, layout: CacheLayout) -> int:
+    num_pages, least = pool_bytes // layout.page_bytes, least_pages(layout)
     if num_pages < least:
         raise ConfigError(
-            f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes} gives {max(0, num_pages)} pages of "
+            f"--kv-cache-memory-bytes {pool_bytes} gives {max(0, num_pages)} pages of "
             f"{layout.page_bytes} bytes; one checkpoint and {LEAST_TOKENS} tokens need {least}: "
             f"set at least {least * layout.page_bytes}"
         )

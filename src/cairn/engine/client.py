@@ -100,14 +100,14 @@ class Switchboard:
     """Joins the requests of many readers with one core. Lives in one event loop.
 
     `send` hands a message to the core and never blocks; when the line is full it raises Overloaded, but never for an
-    Abort. `max_open` bounds the open requests.
+    Abort. `max_open` bounds the open requests; it can be set until the first one comes.
     """
 
     def __init__(
         self, send: Callable[[ToCore], None], *, max_open: int, deadlines: EngineDeadlines, clock: Clock | None = None
     ) -> None:
         self._send = send
-        self._max_open = max_open
+        self.max_open = max_open
         self._silence_seconds = deadlines.silence
         self._stats_seconds = deadlines.stats
         self._view_seconds = deadlines.view
@@ -239,9 +239,9 @@ class Switchboard:
             raise EngineDead(self._dead)
         if self._closing:
             raise Overloaded("the engine is shutting down: no new requests")
-        if len(requests) > self._max_open:
+        if len(requests) > self.max_open:
             raise InvalidRequest(f"{len(requests)} prompts are more than may be open: send fewer at a time", "prompt")
-        if len(self._open) + len(requests) > self._max_open:
+        if len(self._open) + len(requests) > self.max_open:
             raise QueueFull(f"{len(self._open)} requests are open already: try again later")
         ids = [request.request_id for request in requests]
         for place, request_id in enumerate(ids):

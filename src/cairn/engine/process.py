@@ -24,6 +24,7 @@ from cairn.engine.contract import (
     GenerateRequest,
     TextTokenizer,
 )
+from cairn.engine.sizing import thread_variables
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
     Abort,
@@ -124,8 +125,7 @@ class ProcessEngine:
         self._core = core
         self._threads = threads
         self._deadlines = deadlines or EngineDeadlines()
-        max_open = config.max_waiting + config.max_num_seqs
-        self._switchboard = Switchboard(self._send, max_open=max_open, deadlines=self._deadlines, clock=clock)
+        self._switchboard = Switchboard(self._send, max_open=0, deadlines=self._deadlines, clock=clock)
         self._info: EngineInfo | None = None
         self._tokenizer: TextTokenizer | None = None
         self._line: _Line | None = None
@@ -195,11 +195,12 @@ class ProcessEngine:
         loading = asyncio.create_task(asyncio.to_thread(self._load_tokenizer, self._config.model))
         greeting = asyncio.create_task(_greeting(line, process))
         try:
-            self._info, self._tokenizer = await asyncio.gather(greeting, loading)
+            info, self._tokenizer = await asyncio.gather(greeting, loading)
         finally:
             greeting.cancel()
             loading.cancel()
             await asyncio.gather(greeting, loading, return_exceptions=True)
+        self._info, self._switchboard.max_open = info, info.max_num_seqs + info.max_waiting
         self._tasks += [
             asyncio.create_task(self._read(line)),
             asyncio.create_task(self._watch_exit(process)),
@@ -207,13 +208,12 @@ class ProcessEngine:
         ]
 
     async def _spawn(self, address: str) -> asyncio.subprocess.Process:
-        threads = str(self._threads)
         level = logging.getLevelName(logger.getEffectiveLevel())
         # -P: a module of that name lying in the current directory must not get in the way.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "cairn.engine.worker", address, self._core, level),
             stdin=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env={**os.environ, **thread_variables(self._threads, os.environ)},
         )
 
     def _send(self, message: ToCore) -> None:

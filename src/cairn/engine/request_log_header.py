@@ -60,5 +60,5 @@ def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: F
             "exact": info.exact,
         },
         "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": info.max_num_seqs,
     }

@@ -1,10 +1,10 @@
 """`cairn check`: account for a checkpoint and say what serving it takes, from config.json and tensor headers alone."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +12,7 @@ from rich.text import Text
 from cairn.cache.layout import CacheLayout
 from cairn.models.loader import Accounting, DType, account
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
-from cairn.models.registry import OpenModel, open_model
+from cairn.models.registry import open_model
 from cairn.models.tensor_headers import read_headers
 
 MAX_PROBLEMS_SHOWN = 20
@@ -27,7 +27,7 @@ class CheckSettings:
     block_size: int = 16
     kv_cache_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
-    max_num_seqs: int = 8
+    max_num_seqs: int = 64
     min_cacheable_tokens: int = 1
     min_shared_tokens: int = 64
 
@@ -85,7 +85,6 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
     expected = {**model.tensors(headers), **vision}
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
     ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
-    weights = [_on_meta(model, name, shape) for name, shape in expected.items()]
     return CheckReport(
         folder=folder,
         model_type=model.family.model_type,
@@ -95,8 +94,8 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
         num_tensors=len(headers),
         num_files=len({header.file for header in headers.values()}),
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
-        parameters=sum(weight.numel() for weight in weights),
-        weight_bytes=sum(weight.nbytes for weight in weights),
+        parameters=sum(map(math.prod, expected.values())),
+        weight_bytes=model.served_bytes(expected),
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
         layout=model.layout(settings.block_size),
@@ -121,12 +120,6 @@ def render(report: CheckReport) -> RenderableType:
     if len(problems) > MAX_PROBLEMS_SHOWN:
         lines.append(Text(f"... and {len(problems) - MAX_PROBLEMS_SHOWN:,} more", style="red"))
     return Group(table, *lines)
-
-
-def _on_meta(model: OpenModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor as it would be served, without memory."""
-    whole = name.rpartition(".")[2] in model.family.float32_tensors
-    return torch.empty(shape, dtype=torch.float32 if whole else model.dtype, device="meta")
 
 
 def _rows(report: CheckReport) -> list[tuple[str, str]]:

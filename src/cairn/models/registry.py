@@ -1,6 +1,7 @@
 """The way from a folder to a model."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,10 @@ class OpenModel:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
 
+    def served_bytes(self, tensors: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes that tensors of these names and shapes take in the dtypes that they are served in."""
+        return sum(math.prod(shape) * self._served_dtype(name).itemsize for name, shape in tensors.items())
+
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, every field
         of config.json that decides what keys, values and states are, and `weights`, the identity of the stored
@@ -66,6 +71,9 @@ class OpenModel:
                     reader.verify_copy(copy, name, expected[name])
             execution = Execution(exact, self.dtype, communicator, backend, stored=reader.headers)
             return self.family.build(self.config, reader.load, execution)
+
+    def _served_dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if name.rpartition(".")[2] in self.family.float32_tensors else self.dtype
 
 
 def open_model(folder: Path, dtype: DType = "auto") -> OpenModel:

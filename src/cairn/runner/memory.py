@@ -4,26 +4,60 @@ pool   uint8 [num_pages, page_bytes]; a page of keys and values is [kv head][lay
 live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer, heads, ...]; the last slot is scratch
 """
 
+import logging
+
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
+from cairn.machine import Machine
+from cairn.types import Clock, SystemClock
 
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives, and as wide as any vector register."""
 
+_TOUCHED_BYTES = 64 << 20
+"""Written to at a time, by all threads together."""
 
-def new_pool(num_pages: int, page_bytes: int) -> Tensor:
-    """Empty pages, uint8 [num_pages, page_bytes]. Raises ConfigError where the machine does not give so much memory."""
+_SHOWN_BYTES = 1 << 30
+"""A smaller pool is there before anybody wonders."""
+
+logger = logging.getLogger(__name__)
+
+
+def new_pool(
+    num_pages: int,
+    page_bytes: int,
+    console: Console | None = None,
+    machine: Machine | None = None,
+    clock: Clock | None = None,
+) -> Tensor:
+    """Empty pages, uint8 [num_pages, page_bytes], that have been written to: memory that is not there is missed now,
+    and the first requests wait for no page faults. `console` shows how far that is, if it is a terminal.
+
+    Raises ConfigError where the machine does not give so much memory.
+    """
+    clock = clock or SystemClock()
+    num_bytes, started = num_pages * page_bytes, clock.now()
+    asked = f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_bytes} in all"
+    # What the weights have really taken is known only now, and a process that writes too much is killed.
+    available = (machine or Machine()).available_memory()
+    if available is not None and num_bytes > available:
+        raise ConfigError(f"{asked}, does not fit into memory: lower it to at most {available}")
     try:
-        return torch.zeros(num_pages, page_bytes, dtype=torch.uint8)
+        pool = torch.empty(num_pages, page_bytes, dtype=torch.uint8)
     except RuntimeError as error:  # torch's allocator has no kind of its own
-        raise ConfigError(
-            f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_pages * page_bytes} in "
-            "all, does not fit into memory: lower it"
-        ) from error
+        raise ConfigError(f"{asked}, does not fit into memory: lower it") from error
+    parts = torch.split(pool.view(-1), _TOUCHED_BYTES)
+    shown = console is not None and console.is_terminal and num_bytes >= _SHOWN_BYTES
+    for part in track(parts, "setting memory aside", console=console, transient=True, disable=not shown):
+        part.zero_()
+    logger.info("a pool of %d bytes was set aside in %.1f s", num_bytes, clock.now() - started)
+    return pool
 
 
 def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[PagedLayer, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
@@ -137,9 +138,10 @@ class Runner:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
         self.forward_passes = 0
         self.steps = 0
-        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes)
+        console = Console(stderr=True) if model.communicator.rank == 0 else None
+        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes, console)
         device = self._device = self.pool.device
-        self._max_pages = num_pages
+        self._max_pages, self.num_slots = num_pages, num_slots
         self._model = model
         self.vision = vision
         self.layout = layout

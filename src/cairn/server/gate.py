@@ -12,7 +12,7 @@ class Gate:
     """Counts the requests that are being answered. Closed for good once the server drains."""
 
     def __init__(self, max_open: int) -> None:
-        self._max_open = max_open
+        self.max_open = max_open
         self._num_open = 0
         self._closed = False
         self._emptied = asyncio.Event()
@@ -30,7 +30,7 @@ class Gate:
         """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
         if self._closed:
             raise Overloaded("the server is shutting down: send the request to another one")
-        if self._num_open >= self._max_open:
+        if self._num_open >= self.max_open:
             raise QueueFull(f"{self._num_open} requests are open already: try again later")
         self._num_open += 1
         self._emptied.clear()

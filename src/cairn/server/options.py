@@ -41,12 +41,12 @@ class ServerOptions:
     how calls and reasoning are written; None: as the chat template writes them.
 
     `api_keys`: one of them must come with a request; none: anybody may ask. `forwarded_allow_ips`: addresses and
-    networks of proxies whose X-Forwarded-For is believed, or `*`. `max_open`: requests being answered at
-    once, those that wait in the engine included. `head_seconds`, `body_seconds`: how long a client may take to send
-    headers and body of its request. `stall_seconds`: how long it may leave unread what it was sent. `request_seconds`:
-    how long an answer may take. `stats_seconds`, `view_seconds`: how long who asks for the engine's counters, or looks
-    at or empties its cache, waits in all, behind others included. `shutdown_seconds`: how long open requests may go on
-    after SIGTERM. `log_seconds`: between two throughput lines.
+    networks of proxies whose X-Forwarded-For is believed, or `*`. `max_open`: requests being answered at once,
+    those that wait in the engine included; None: as many as the engine takes. `head_seconds`, `body_seconds`: how long
+    a client may take to send headers and body of its request. `stall_seconds`: how long it may leave unread what it was
+    sent. `request_seconds`: how long an answer may take. `stats_seconds`, `view_seconds`: how long who asks for the
+    engine's counters, or looks at or empties its cache, waits in all, behind others included. `shutdown_seconds`: how
+    long open requests may go on after SIGTERM. `log_seconds`: between two throughput lines.
     """
 
     model_name: str
@@ -55,7 +55,7 @@ class ServerOptions:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     forwarded_allow_ips: tuple[str, ...] = ("127.0.0.1", "::1")
-    max_open: int = 1032
+    max_open: int | None = None
     max_body_bytes: int = 16 << 20
     head_seconds: float = 30.0
     body_seconds: float = 60.0

@@ -53,7 +53,8 @@ class Service:
         self.new_id = new_id
         self.started = int(wall())
         self.images = images or ImageParts(options.images)
-        self.gate = Gate(options.max_open)
+        info = engine.info
+        self.gate = Gate(options.max_open if options.max_open is not None else info.max_num_seqs + info.max_waiting)
         self.image_room = ImageRoom(options.images.max_open_bytes)
         self.metrics = Metrics(engine.info, options.model_name)
         self.parsers = choose_parsers(

@@ -75,7 +75,7 @@ async def server_info(service: ServiceOfApp) -> dict[str, Any]:
         "model_name": options.model_name,
         "engine": msgspec.to_builtins(service.engine.info),
         "limits": {
-            "max_open": options.max_open,
+            "max_open": service.gate.max_open,
             "max_body_bytes": options.max_body_bytes,
             "head_seconds": options.head_seconds,
             "body_seconds": options.body_seconds,

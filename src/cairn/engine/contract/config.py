@@ -57,6 +57,8 @@ class RequestLogConfig:
 class EngineConfig:
     """All that building an engine takes. Sizes in bytes and tokens; `seed`: where unseeded requests draw theirs from.
 
+    `kv_cache_memory_bytes`, of each rank, and `max_num_seqs`: None for what fits the machine.
+
     `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
     of encoded images that are kept. `in_flight_sharing`: whether a request waits for one in prefill that computes its
     beginning. `check_plans`: look at every plan before it is carried out, to find bugs.
@@ -65,9 +67,9 @@ class EngineConfig:
     model: str
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     block_size: int = 16
-    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_memory_bytes: int | None = 1 << 30
     max_model_len: int | None = None
-    max_num_seqs: int = 8
+    max_num_seqs: int | None = 8
     max_num_batched_tokens: int = 2048
     max_waiting: int = 1024
     enable_prefix_caching: bool = True

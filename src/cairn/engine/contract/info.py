@@ -9,10 +9,11 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What was built: constant for the engine's life. `num_pages` of `page_bytes` each are the whole pool.
 
-    `min_cacheable_tokens`: a prompt shorter than this cannot be hit. `side_channel`: where other servers ask for
-    pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank. `reads_images`: a
-    vision model is loaded. `logs_requests`: there is a request log. `shares_in_flight`: requests may wait for others'
-    prefill.
+    `min_cacheable_tokens`: a prompt shorter than this cannot be hit. `max_waiting`: requests that may wait besides the
+    `max_num_seqs` that are computed at once. `cpu_threads`: of each rank's computation. `side_channel`: where other
+    servers ask for pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank.
+    `reads_images`: a vision model is loaded. `logs_requests`: there is a request log. `shares_in_flight`: requests may
+    wait for others' prefill.
     """
 
     model: str
@@ -31,6 +32,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     mamba_cache_mode: str
     enable_prefix_caching: bool
     exact: bool
+    max_waiting: int = 1024
+    cpu_threads: int = 1
     tensor_parallel_size: int = 1
     side_channel: str | None = None
     reads_images: bool = False

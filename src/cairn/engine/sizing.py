@@ -1,0 +1,166 @@
+"""Sizes that nobody has asked for, chosen to fit the machine: threads, the pool of pages, requests computed at once.
+
+A size that was asked for is taken, or refused where it cannot work; it is never changed.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cairn.cache.layout import CacheLayout
+from cairn.engine.contract import EngineConfig
+from cairn.errors import ConfigError
+from cairn.machine import Machine
+
+LEAST_TOKENS = 64
+"""A pool that cannot hold a checkpoint and this many tokens serves nobody."""
+
+_POOL_SHARE = 0.4
+"""Of the available memory. Two servers that are started at the same moment still fit."""
+
+_MOST_POOL_BYTES = 8 << 30
+_NUM_SEQS = 64
+_STATES_SHARE = 0.1
+_TOKENS_PER_SEQ = 1024
+"""What a running request should find room for in the pool, besides a checkpoint."""
+
+_SPINS = "1000"
+"""How often GNU OpenMP's threads look before they sleep, some 10 microseconds: enough for the next loop of the same
+operation, which a sleeping thread would begin 50 to 100 microseconds later, and short beside any time slice."""
+
+_LEAST_CHUNK = 64
+"""Tokens of prompts for which a step must have room besides one token a request."""
+
+logger = logging.getLogger(__name__)
+
+
+def choose_cpu_threads(
+    asked: int | None, num_ranks: int, environ: Mapping[str, str], machine: Machine | None = None
+) -> int:
+    """Threads of each rank's computation. OMP_NUM_THREADS in `environ` can make them fewer.
+
+    Raises ConfigError where more are asked for than there are cores.
+    """
+    num_cores = (machine or Machine()).num_cores()
+    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    if asked is not None:
+        # One thread a rank is the least there is, also where ranks outnumber the cores.
+        if asked > max(1, num_cores // num_ranks):
+            raise ConfigError(
+                f"--cpu-threads {asked}{each}: there are {num_cores} cores for this process, and more threads than "
+                f"cores wait for each other: set at most {max(1, num_cores // num_ranks)}"
+            )
+        logger.info("--cpu-threads %d%s: as asked, of %d cores", asked, each, num_cores)
+        return asked
+    spare = 1 if num_cores > 2 else 0
+    num_threads = max(1, (num_cores - spare) // num_ranks)
+    reason = f"{num_cores} cores" + (", one of them for HTTP" if spare else "")
+    wanted = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and 0 < int(wanted) < num_threads:
+        num_threads, reason = int(wanted), f"as OMP_NUM_THREADS says, of {reason}"
+    logger.info("--cpu-threads %d%s: %s", num_threads, each, reason)
+    return num_threads
+
+
+def thread_variables(num_threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a process that computes with so many threads, which wait for each other asleep.
+
+    Threads that spin take the cores that another server, or the HTTP process, is waiting for, and the thread that
+    they wait for may be the one without a core. What `environ` says of waiting is left as it is.
+    """
+    variables = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    if "OMP_WAIT_POLICY" not in environ and "GOMP_SPINCOUNT" not in environ:
+        variables |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": _SPINS}
+    return variables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySizes:
+    """`kv_cache_memory_bytes`: the pool of each rank. `max_num_seqs`: requests computed at once."""
+
+    kv_cache_memory_bytes: int
+    max_num_seqs: int
+
+
+def least_pages(layout: CacheLayout) -> int:
+    """Pages of the smallest pool that can serve."""
+    return layout.pages_per_checkpoint + layout.pages_for(LEAST_TOKENS) + len(layout.groups)
+
+
+def choose_memory_sizes(
+    config: EngineConfig, layout: CacheLayout, fixed_bytes: int, machine: Machine | None = None
+) -> MemorySizes:
+    """What `config` says, or what fits the memory that is available before anything is loaded. Logged.
+
+    `layout`: of one rank. `fixed_bytes`: the weights, and all else that all ranks together will have besides pool and
+    running states. Raises ConfigError where what was asked for, or the least that can serve, does not fit.
+    """
+    available = (machine or Machine()).available_memory()
+    slot_bytes = layout.checkpoint_bytes * config.tensor_parallel_size
+    states = slot_bytes * (config.max_num_seqs or 1)
+    if available is None:
+        room, told = None, "nothing here tells how much memory is available"
+    else:
+        room = available - fixed_bytes - states
+        told = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
+    pool = _pool_bytes(config, layout, room, told)
+    num_seqs = config.max_num_seqs
+    if num_seqs is None:
+        num_seqs = _num_seqs(
+            config, layout, pool, None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes)
+        )
+    else:
+        logger.info("--max-num-seqs %d: as asked", num_seqs)
+    return MemorySizes(kv_cache_memory_bytes=pool, max_num_seqs=num_seqs)
+
+
+def _pool_bytes(config: EngineConfig, layout: CacheLayout, room: int | None, told: str) -> int:
+    """Of one rank. `room`: bytes for the pools of all ranks."""
+    asked, num_ranks = config.kv_cache_memory_bytes, config.tensor_parallel_size
+    least = least_pages(layout) * layout.page_bytes
+    if room is None:
+        if asked is None:
+            raise ConfigError(f"--kv-cache-memory-bytes: {told}: set it")
+        return asked
+    if room < least * num_ranks:
+        raise ConfigError(
+            f"the smallest pool, {_size(least * num_ranks)} for one checkpoint and {LEAST_TOKENS} tokens, does not fit "
+            f"into memory ({told}): free some, or lower --max-num-seqs"
+        )
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    if asked is None:
+        pool = max(least, min(int(_POOL_SHARE * room), _MOST_POOL_BYTES) // num_ranks)
+        why = f"{_POOL_SHARE:.0%} of what is left, at most {_size(_MOST_POOL_BYTES)}"
+    elif asked * num_ranks <= room:
+        pool, why = asked, "as asked"
+    else:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes {asked}: a pool of {_size(asked)}{each} does not fit into memory: lower it to at "
+            f"most {room // num_ranks} ({told})"
+        )
+    logger.info("--kv-cache-memory-bytes %d (%s%s): %s (%s)", pool, _size(pool), each, why, told)
+    return pool
+
+
+def _num_seqs(config: EngineConfig, layout: CacheLayout, pool: int, most_states: int | None) -> int:
+    """`most_states`: how many running states there is memory for."""
+    pages = layout.pages_per_checkpoint + layout.pages_for(_TOKENS_PER_SEQ)
+    bounds = [
+        (_NUM_SEQS, "there is room for more"),
+        (config.max_num_batched_tokens - _LEAST_CHUNK, "what --max-num-batched-tokens allows"),
+        (pool // layout.page_bytes // pages, f"each finds {_TOKENS_PER_SEQ} tokens and a checkpoint in the pool"),
+    ]
+    if most_states is not None:
+        bounds.append((most_states, f"running states take up to {_STATES_SHARE:.0%} of the memory"))
+    num_seqs, why = min(bounds)
+    logger.info("--max-num-seqs %d: %s", max(1, num_seqs), why)
+    return max(1, num_seqs)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
