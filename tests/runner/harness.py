@@ -220,9 +220,9 @@ class RunnersSideBySide(RankThreads):
         """A copy: all ranks' bytes of a page one behind the other."""
         return torch.cat([runner.pool for runner in self.runners], dim=1)
 
-    def self_test(self) -> None:
+    def get_ready(self) -> None:
         for runner in self.runners:
-            runner.self_test()
+            runner.get_ready()
 
 
 @dataclass

@@ -61,7 +61,7 @@ def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 def test_the_self_test_passes(driver: Driver) -> None:
-    driver.runner.self_test()
+    driver.runner.get_ready()
 
 
 @pytest.mark.parametrize("length", [65, 128, 129, 200, 323])

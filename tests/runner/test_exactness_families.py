@@ -86,4 +86,4 @@ def test_resumed_equals_uncached(every_driver: Driver, hit: int) -> None:
 
 
 def test_the_machine_keeps_rows_apart(every_driver: Driver) -> None:
-    every_driver.runner.self_test()
+    every_driver.runner.get_ready()

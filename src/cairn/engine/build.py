@@ -154,7 +154,7 @@ def _build_ranks(
         vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
         model = opened.build(exact=config.exact)
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
-        runner.self_test()
+        runner.get_ready()
         return _Ranks(runner, runner)
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:

@@ -124,7 +124,7 @@ def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner"
         extra_pages=config.extra_pages,
         vision=vision,
     )
-    runner.self_test()
+    runner.get_ready()
     return runner
 
 

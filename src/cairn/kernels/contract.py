@@ -15,6 +15,7 @@ or float32 (the tests use float64, too); a norm, a gate or a state is computed i
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
@@ -31,6 +32,11 @@ class Kernels(Protocol):
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], in the form that this backend multiplies with. It
         may keep the tensor itself, whose memory is then not to be changed any more."""
+        ...
+
+    def warm_up(self, dtype: torch.dtype | None = None) -> int:
+        """Makes ready whatever batches of a model of this dtype, or of any, may want: how many kernels that were.
+        Without it the first batches are slower, and nothing else."""
         ...
 
     def prepare(self, host: HostBatch) -> object:

@@ -155,8 +155,10 @@ class Runner:
         self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._slots = Slots()
 
-    def self_test(self) -> None:
-        """In exact mode: checks on this rank's weights that fixed tiles make rows independent. Raises ConfigError."""
+    def get_ready(self) -> None:
+        """Before the first plan: kernels are compiled, and in exact mode this rank's weights show that fixed tiles make
+        rows independent. Raises ConfigError if they do not."""
+        self._model.kernels.warm_up(self._model.spec.dtype)
         if self._exact:
             check_row_independence(self._model.linears)
 

@@ -10,6 +10,7 @@ from cairn.kernels.cpu.norm import add_rms_norm, gated_rms_norm, head_norm_gate,
 from cairn.kernels.cpu.products import embed, linear, lm_head, pack
 from cairn.kernels.cpu.router import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
+from cairn.kernels.cpu.warm_up import warm_up
 
 __all__ = [
     "add_rms_norm",
@@ -33,5 +34,6 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "warm_up",
     "write_kv",
 ]

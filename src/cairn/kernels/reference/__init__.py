@@ -9,7 +9,7 @@ from cairn.kernels.reference.elementwise import rope, sigmoid_mul, silu_mul, squ
 from cairn.kernels.reference.experts import experts, gated_experts
 from cairn.kernels.reference.gdn import gdn
 from cairn.kernels.reference.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
-from cairn.kernels.reference.products import embed, linear, lm_head, pack, prepare
+from cairn.kernels.reference.products import embed, linear, lm_head, pack, prepare, warm_up
 from cairn.kernels.reference.routers import sigmoid_router, softmax_router
 from cairn.kernels.reference.ssd import ssd
 
@@ -35,5 +35,6 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "warm_up",
     "write_kv",
 ]

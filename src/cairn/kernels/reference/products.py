@@ -8,6 +8,11 @@ from cairn.kernels.contract import Weight
 from cairn.kernels.reference.elementwise import widen
 
 
+def warm_up(dtype: torch.dtype | None = None) -> int:
+    """See `Kernels.warm_up`. Nothing is compiled."""
+    return 0
+
+
 def pack(weight: Tensor) -> Weight:
     """See `Kernels.pack`."""
     return weight
