@@ -13,7 +13,7 @@ Backend = Literal["cpu", "exact", "reference"]
 
 
 def kernels_of(backend: Backend) -> Kernels:
-    """The kernel functions of a backend. `exact`: fixed shapes and orders, and what runs in place of `cpu` where numba is
+    """The kernel functions of a backend. `exact`: fixed shapes and orders, and what stands in for `cpu` where numba is
     missing; `reference`: the slow truth, for tests."""
     if backend == "cpu" and find_spec("numba") is None:
         logger.warning("numba cannot be imported: the CPU's kernels are replaced by plain ones, which are much slower")
