@@ -77,6 +77,7 @@ benchmarks: $(NIXL)
 		--plot build/benchmarks/incremental_images.svg
 	@$(RUN) -m benchmarks.bench_serve_matrix --json build/benchmarks/bench_serve.json \
 		--plot build/benchmarks/bench_serve.svg
+	@$(RUN) benchmarks/sampler.py --json build/benchmarks/sampler.json
 	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
 
 clean:

@@ -16,10 +16,11 @@ from cairn.runner.batch_builder import BatchPlaces, Ints, build_batch
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
 from cairn.runner.memory import LiveStates, new_pool, paged_layers
+from cairn.runner.penalties import TokenCounts
 from cairn.runner.plan_check import PlanLimits
-from cairn.runner.sampler import draw
+from cairn.runner.sampler import SamplingBatch, draw
 from cairn.runner.self_test import check_row_independence
-from cairn.runner.token_logprobs import logprobs_of, score
+from cairn.runner.token_logprobs import logprobs_of_drawn, score
 from cairn.step import FromStep, Keep, Logprobs, Row, Sample, SampledToken, Scored, StepPlan, StepResult
 from cairn.types import Pages
 
@@ -95,6 +96,7 @@ class Runner:
         self._files = CheckpointFiles(self.pool, model.spec, layout)
         aligned = exact and model.spec.recurrent is not None
         self._limits = PlanLimits(layout, num_pages, num_slots, model.vocab_size, aligned)
+        self._counts = TokenCounts(num_slots, model.vocab_size)
         self._last_step: int | None = None
         self._sampled_steps: list[int | None] = [None] * num_slots
         self._sampled_tokens = [0] * num_slots
@@ -198,14 +200,14 @@ class Runner:
         drawn = [0] * len(wanted)
         told: list[Logprobs | None] = [None] * len(wanted)
         if communicator.rank == 0:
-            drawn = [draw(row, own) for (_, own), row in zip(wanted, logits, strict=True)]
-            told = [_told(row, own, token) for (_, own), row, token in zip(wanted, logits, drawn, strict=True)]
+            slots, samples = zip(*wanted, strict=True)
+            for slot, sample in wanted:
+                if sample.params.has_penalties:
+                    self._counts.follow(slot, sample)
+            drawn = draw(logits, SamplingBatch.of(slots, samples, logits.shape[1]), self._counts)
+            told = logprobs_of_drawn(logits, drawn, [sample.logprobs for sample in samples])
         sampled = []
         for (slot, _), token, logprobs in zip(wanted, communicator.broadcast(drawn), told, strict=True):
             self._sampled_steps[slot], self._sampled_tokens[slot] = plan.step, token
             sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
-
-
-def _told(logits: Tensor, sample: Sample, token: int) -> Logprobs | None:
-    return None if sample.logprobs is None else logprobs_of(logits[None], torch.tensor([token]), sample.logprobs)
