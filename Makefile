@@ -79,6 +79,7 @@ benchmarks: $(NIXL)
 		--plot build/benchmarks/bench_serve.svg
 	@$(RUN) -m benchmarks.step_overhead --json build/benchmarks/step_overhead.json \
 		--plot build/benchmarks/step_overhead.svg
+	@$(RUN) benchmarks/sampler.py --json build/benchmarks/sampler.json
 	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
 
 # cairn beside vLLM's CPU build, which gets an environment of its own (4 GB): build/benchmarks/peers.json, an hour or more.

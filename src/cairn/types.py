@@ -72,10 +72,13 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def has_penalties(self) -> bool:
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+    @property
     def needs_history(self) -> bool:
         """Whether the draw looks at earlier tokens: then it cannot be planned before they are known."""
-        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
-        return bool(penalties) or any(len(word) > 1 for word in self.bad_words)
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
 class Clock(Protocol):

@@ -9,15 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.runner import sampler
-from cairn.runner.sampler import filters_of, transforms_of
+from cairn.runner.penalties import TokenCounts
+from cairn.runner.sampler import SamplingBatch, apply_rules, has_rules
 from cairn.runner.slots import Sample
-from cairn.runner.token_logprobs import logprobs_of, score
+from cairn.runner.token_logprobs import logprobs_of, logprobs_of_drawn, score
 from cairn.step import Score
 from cairn.types import SamplingParams
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, position: int = 0, **fields) -> int:
-    return sampler.draw(logits, Sample(params, position, **fields))
+    (token,) = draw_all(logits[None], [Sample(params, position, **fields)])
+    return token
+
+
+def draw_all(logits: torch.Tensor, samples: list[Sample]) -> list[int]:
+    """A token for each row, in slots of their own."""
+    batch = SamplingBatch.of(range(len(samples)), samples, logits.shape[1])
+    return sampler.draw(logits, batch, counts_of(samples, logits.shape[1]))
+
+
+def counts_of(samples: list[Sample], vocab_size: int) -> TokenCounts:
+    counts = TokenCounts(len(samples), vocab_size)
+    for slot, sample in enumerate(samples):
+        if sample.history is not None:
+            counts.admit(slot, *np.split(sample.history, [sample.num_prompt_tokens]))
+    return counts
 
 
 def test_temperature_0_takes_the_lowest_of_the_largest() -> None:
@@ -83,6 +99,118 @@ def test_filters_where_their_bound_is_met_exactly(params: SamplingParams, allowe
     assert {draw(logits, params, position) for position in range(200)} == allowed
 
 
+FILTERS = {
+    "none": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(temperature=1.2, top_k=20),
+    "top_k and top_p": SamplingParams(temperature=0.8, top_k=100, top_p=0.9),
+    "more than are looked at": SamplingParams(temperature=2.0, top_k=200, top_p=0.95),
+    "min_p": SamplingParams(min_p=0.05),
+    "small min_p": SamplingParams(min_p=1e-6, top_p=0.99),
+    "top_p": SamplingParams(top_p=0.6),
+    "large top_p": SamplingParams(temperature=2.0, top_p=0.98),
+}
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_over_many_positions_tokens_come_as_often_as_they_should(filters: str) -> None:
+    """Chi-square against the softmax of what a sort leaves; tokens of fewer than 8 expected draws are one bin."""
+    params, count = FILTERS[filters], 20_000
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(4)) * 1.5
+    drawn = draw_all(logits.expand(count, -1), [Sample(params, position) for position in range(count)])
+    ranked, order = (logits.double() / params.temperature).sort(descending=True)
+    keep = (ranked - ranked[0]).exp() >= params.min_p
+    keep[params.top_k or 400 :] = False
+    chances = ranked.masked_fill(~keep, -torch.inf).softmax(-1)
+    keep &= chances.cumsum(-1) - chances < params.top_p
+    chances = torch.zeros(400, dtype=torch.float64).index_copy_(0, order, chances * keep / (chances * keep).sum())
+    found = torch.tensor(drawn).bincount(minlength=400)
+    assert found[chances == 0].sum() == 0
+    rare = count * chances < 8
+    pairs = [*zip(found[~rare].tolist(), chances[~rare].tolist(), strict=True)]
+    pairs += [(found[rare].sum().item(), chances[rare].sum().item())] if count * chances[rare].sum() >= 8 else []
+    deviation = sum((times - count * chance) ** 2 / (count * chance) for times, chance in pairs)
+    assert deviation < len(pairs) - 1 + 5 * (2 * len(pairs)) ** 0.5
+
+
+def any_sample(rng: np.random.Generator, row: int, vocab_size: int) -> Sample:
+    """Anything that may be asked for, several of them together."""
+    tokens = rng.integers(0, vocab_size, 60)
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    params = SamplingParams(
+        temperature=pick(0.0, 0.3, 1.0, 1.0, 1.7),
+        top_k=pick(0, 0, 1, 20, 63, 64, 127, 128, 300, 10**30),
+        top_p=pick(1.0, 1.0, 0.3, 0.9, 0.99),
+        seed=int(rng.integers(-(1 << 63), (1 << 63) - 1)),
+        min_p=pick(0.0, 0.0, 0.1, 1e-4),
+        frequency_penalty=pick(0.0, 0.0, 0.5),
+        presence_penalty=pick(0.0, 0.0, -1.0),
+        repetition_penalty=pick(1.0, 1.0, 1.2),
+        logit_bias=pick((), (), ((int(tokens[0]), 3.0),)),
+        allowed_tokens=pick((), (), (), tuple(sorted(set(tokens[1:40].tolist())))),
+        bad_words=pick((), (), ((int(tokens[2]),), tuple(tokens[58:60].tolist()))),
+    )
+    allowed = pick(None, None, rng.integers(-(1 << 31), 1 << 31, -(-vocab_size // 32)).astype(np.int32))
+    return Sample(params, 60 + row, allowed, pick((), tuple(tokens[3:5].tolist())), tokens, 30)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("vocab_size", "rounded"), [(40, False), (1000, True), (1000, False), (5003, False)])
+def test_a_row_s_token_is_the_same_alone_and_in_any_batch(vocab_size: int, rounded: bool, threads: int) -> None:
+    rng, before = np.random.default_rng(vocab_size), torch.get_num_threads()
+    logits = torch.from_numpy(rng.standard_normal((250, vocab_size)).astype(np.float32) * 3)
+    logits = logits.bfloat16().float() if rounded else logits
+    samples = [any_sample(rng, row, vocab_size) for row in range(250)]
+    try:
+        alone = [draw(own, one.params, one.position, **rest(one)) for own, one in zip(logits, samples, strict=True)]
+        torch.set_num_threads(threads)
+        for size in (2, 7, 100, 250):
+            rows = rng.permutation(250)[:size]
+            assert draw_all(logits[rows], [samples[row] for row in rows]) == [alone[row] for row in rows]
+    finally:
+        torch.set_num_threads(before)
+
+
+def rest(sample: Sample) -> dict:
+    names = ("allowed", "banned", "history", "num_prompt_tokens")
+    return {name: getattr(sample, name) for name in names}
+
+
+def test_many_rows_of_a_large_vocabulary_are_drawn_some_at_a_time() -> None:
+    """More logits than are worked on together, in all ways at once."""
+    logits = torch.randn(40, 151_936, generator=torch.Generator().manual_seed(1)) * 4
+    kinds = [*FILTERS.values(), SamplingParams(temperature=0), SamplingParams(frequency_penalty=1.0)]
+    told = {"history": np.arange(50), "num_prompt_tokens": 20}
+    samples = [Sample(kinds[row % len(kinds)], 100 + row, **told) for row in range(40)]
+    drawn = draw_all(logits, samples)
+    assert drawn[:12] == [draw(logits[row], samples[row].params, 100 + row, **told) for row in range(12)]
+    greedy = [row for row, sample in enumerate(samples) if sample.params.temperature == 0]
+    assert [drawn[row] for row in greedy] == logits[greedy].argmax(-1).tolist()
+
+
+def test_rows_without_temperature_or_rules_cost_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args) -> None:
+        raise AssertionError("nobody asked for it")
+
+    for name in ("uniform", "apply_rules", "draw_from_all"):
+        monkeypatch.setattr(sampler, name, refuse)
+    logits = torch.randn(5, 256)
+    assert draw_all(logits, [Sample(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_logits_that_are_no_numbers_give_some_token(filters: str) -> None:
+    for bad in (torch.nan, torch.inf):
+        logits = torch.randn(70)
+        logits[3] = bad
+        assert 0 <= draw(logits, FILTERS[filters]) < 70
+        assert 0 <= draw(torch.full((70,), bad), FILTERS[filters]) < 70
+    assert 0 <= draw(torch.full((3,), -torch.inf), FILTERS[filters]) < 3
+
+
 def test_logits_are_left_alone() -> None:
     logits = torch.randn(20)
     before = logits.clone()
@@ -94,9 +222,10 @@ def test_logits_are_left_alone() -> None:
 
 
 def changed(logits: torch.Tensor, params: SamplingParams = SamplingParams(), **fields) -> torch.Tensor:  # noqa: B008
-    for transform in transforms_of(Sample(params, len(fields.get("history", ())), **fields)):
-        logits = transform(logits)
-    return logits
+    sample, logits = Sample(params, len(fields.get("history", ())), **fields), logits[None].clone()
+    if has_rules(sample):
+        apply_rules(logits, SamplingBatch.of([0], [sample], logits.shape[1]), counts_of([sample], logits.shape[1]))
+    return logits[0]
 
 
 def mask_of(tokens, vocab_size: int) -> np.ndarray:
@@ -108,8 +237,8 @@ def mask_of(tokens, vocab_size: int) -> np.ndarray:
 
 
 def test_without_parameters_nothing_is_done() -> None:
-    assert transforms_of(Sample(SamplingParams(), 5, history=np.arange(5))) == []
-    assert filters_of(SamplingParams()) == []
+    assert not has_rules(Sample(SamplingParams(), 5, history=np.arange(5)))
+    assert not has_rules(Sample(SamplingParams(0.5, 3, 0.5, 7, 0.1), 5, history=np.arange(5)))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 32, 33, 64, 97])
@@ -282,6 +411,20 @@ def test_logprobs_are_those_of_a_softmax_with_ranks() -> None:
     assert told.ranks[1] == 1 and told.ranks[2] == 50
     assert logprobs_of(logits, tokens, 0).token_ids.tolist() == tokens[:, None].tolist()
     assert logprobs_of(logits, tokens, 99).token_ids.shape == (3, 51)
+
+
+def test_logprobs_of_drawn_tokens_are_each_row_s_own() -> None:
+    logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(2))
+    tokens, tops = [row % 40 for row in range(150)], [(None, 0, 3, 3, 60)[row % 5] for row in range(150)]
+    told = logprobs_of_drawn(logits, tokens, tops)
+    for row, top in enumerate(tops):
+        if top is None:
+            assert told[row] is None
+            continue
+        one = logprobs_of(logits[row : row + 1], torch.tensor(tokens[row : row + 1]), top)
+        for name in ("token_ids", "values", "ranks"):
+            assert getattr(told[row], name).tolist() == getattr(one, name).tolist()
+    assert logprobs_of_drawn(logits[:2], [1, 2], [None, None]) == [None, None]
 
 
 def test_prompts_are_scored_a_share_at_a_time() -> None:

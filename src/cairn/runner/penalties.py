@@ -1,41 +1,100 @@
 """Tokens that have been used already are made less likely, or more."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.types import Keys
+from cairn.runner.slots import Sample
+from cairn.types import Keys, SamplingParams
 
 _LEAST = 1e-30
 """The least penalty that is reckoned with: in float32 a smaller one makes infinity, or no number, of a logit."""
+_CAPACITY = 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RepetitionPenalty:
-    """Tokens of `used`, each however often: a positive logit is divided by `penalty`, a negative one multiplied
-    (Keskar et al. 2019, CTRL). `used`: prompt and answer; ids below 0 have no logit and are passed over."""
+class TokenCounts:
+    """Which tokens each slot's sequence has used, and how often its answer has: on the device, from token to token.
 
-    used: Keys
-    penalty: float
+    A slot is known from `admit` to the next `admit`. Memory of slots without penalties is never touched.
+    """
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        tokens = torch.from_numpy(np.unique(self.used[self.used >= 0]))
-        old, penalty = logits[tokens], max(self.penalty, _LEAST)
-        return logits.index_copy(0, tokens, torch.where(old > 0, old / penalty, old * penalty))
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | None = None) -> None:
+        self._times = torch.empty(num_slots, vocab_size, dtype=torch.int32, device=device)
+        # A slot's used tokens: the prompt's, each once, then the answer's as they came.
+        self._tokens = torch.empty(num_slots, _CAPACITY, dtype=torch.int64, device=device)
+        self._answer_starts = np.zeros(num_slots, np.int64)
+        self._lengths = np.full(num_slots, -1, np.int64)
+        self._histories: dict[int, tuple[int, Keys]] = {}
+
+    def admit(self, slot: int, prompt: Keys, answer: Keys) -> None:
+        """A sequence begins, or begins again, in `slot`. Ids below 0 have no logit and are passed over."""
+        used = torch.from_numpy(np.unique(prompt[prompt >= 0]).astype("<i8"))
+        drawn = torch.from_numpy(answer.astype("<i8"))
+        self._reserve(len(used) + len(drawn))
+        self._answer_starts[slot] = len(used)
+        self._lengths[slot] = len(used) + len(drawn)
+        self._tokens[slot, : self._lengths[slot]] = torch.cat([used, drawn]).to(self._tokens.device)
+        self._times[slot] = drawn.bincount(minlength=self._times.shape[1])
+
+    def append(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """What was drawn next in `slots`, all different: `tokens`, int64 [n], on the device."""
+        own = np.array(slots)
+        self._reserve(int(self._lengths[own].max()) + 1)
+        rows, places = torch.from_numpy(own).to(tokens.device), torch.from_numpy(self._lengths[own]).to(tokens.device)
+        self._tokens[rows, places] = tokens
+        self._times[rows, tokens] += 1
+        self._lengths[own] += 1
+
+    def follow(self, slot: int, sample: Sample) -> None:
+        """`append` or `admit`, whichever makes the sample's history of what is known of the slot."""
+        assert sample.history is not None, f"position {sample.position}: a penalty without what it looks at"
+        history, start = sample.history, sample.num_prompt_tokens
+        known_start, known = self._histories.get(slot, (-1, history))
+        same = known_start == start and np.array_equal(known, history[: len(known)])
+        if same and len(history) == len(known) + 1:
+            self.append([slot], torch.from_numpy(history[-1:].astype("<i8")).to(self._tokens.device))
+        elif not same or len(history) != len(known):
+            self.admit(slot, history[:start], history[start:])
+        self._histories[slot] = (start, history.copy())
+
+    def used(self, slots: Sequence[int], with_prompt: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """Used tokens of `slots`, one after the other, of prompt and answer or of the answer alone, some more than
+        once: row among `slots`, the token, how often the answer has it; [k] each."""
+        own = np.array(slots)
+        assert (self._lengths[own] >= 0).all(), f"slots {slots}: one of them was never admitted"
+        starts = np.where(with_prompt, 0, self._answer_starts[own])
+        lengths = self._lengths[own] - starts
+        rows = np.repeat(np.arange(len(slots)), lengths)
+        places = np.arange(len(rows)) - np.repeat(lengths.cumsum() - lengths - starts, lengths)
+        device = self._tokens.device
+        of_slots = torch.from_numpy(own[rows]).to(device)
+        tokens = self._tokens[of_slots, torch.from_numpy(places).to(device)]
+        return torch.from_numpy(rows).to(device), tokens, self._times[of_slots, tokens]
+
+    def _reserve(self, length: int) -> None:
+        num_slots, capacity = self._tokens.shape
+        if length > capacity:
+            grown = self._tokens.new_empty(num_slots, max(length, 2 * capacity))
+            grown[:, :capacity] = self._tokens
+            self._tokens = grown
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FrequencyPenalty:
-    """What OpenAI defines: a logit loses `frequency` for each time that its token is in `answer`, and `presence` once
-    if it is there at all."""
+def penalize(
+    logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], slots: Sequence[int], counts: TokenCounts
+) -> None:
+    """Change the logits of used tokens in some rows of float32 [n, vocab], in place; parameters and slot of each.
 
-    answer: Keys
-    frequency: float
-    presence: float
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        tokens, counts = np.unique(self.answer, return_counts=True)
-        loss = self.frequency * torch.from_numpy(counts).to(logits.dtype) + self.presence
-        return logits.index_add(0, torch.from_numpy(tokens), -loss)
+    Repetition (Keskar et al. 2019, CTRL), for prompt and answer, however often: a positive logit is divided, a negative
+    one multiplied. Frequency and presence, as OpenAI defines them, for the answer alone: a logit loses `frequency` for
+    each time that its token was drawn, and `presence` once if it was at all.
+    """
+    owners, tokens, times = counts.used(slots, [one.repetition_penalty != 1 for one in params])
+    numbers = [(max(one.repetition_penalty, _LEAST), one.frequency_penalty, one.presence_penalty) for one in params]
+    columns = torch.tensor(numbers, dtype=logits.dtype, device=logits.device)[owners]
+    repetition, frequency, presence = columns.unbind(1)
+    at = torch.tensor(rows, device=logits.device)[owners], tokens
+    old = logits[at]
+    old = torch.where(old > 0, old / repetition, old * repetition)
+    logits[at] = old - (frequency * times + presence * (times > 0))

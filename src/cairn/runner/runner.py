@@ -18,11 +18,12 @@ from cairn.runner.block_tables import table_entries
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
 from cairn.runner.memory import LiveStates, new_pool, paged_layers
-from cairn.runner.sampler import draw
+from cairn.runner.penalties import TokenCounts
+from cairn.runner.sampler import SamplingBatch, draw
 from cairn.runner.self_test import check_row_independence
 from cairn.runner.slots import Sample, Slots
 from cairn.runner.staging import Staged, Staging
-from cairn.runner.token_logprobs import logprobs_of, score
+from cairn.runner.token_logprobs import logprobs_of_drawn, score
 from cairn.step import (
     Logprobs,
     PrefillRow,
@@ -154,6 +155,7 @@ class Runner:
         self._tables = [torch.zeros(num_slots + 1, num_pages, dtype=torch.int32, device=device) for _ in layout.groups]
         self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._slots = Slots()
+        self._counts = TokenCounts(num_slots, model.vocab_size)
 
     def get_ready(self) -> None:
         """Before the first plan: kernels are compiled, and in exact mode this rank's weights show that fixed tiles make
@@ -243,15 +245,15 @@ class Runner:
         drawn = [0] * len(wanted)
         told: list[Logprobs | None] = [None] * len(wanted)
         if communicator.rank == 0:
-            drawn = [draw(row, own) for (_, own), row in zip(wanted, logits, strict=True)]
-            told = [_told(row, own, token) for (_, own), row, token in zip(wanted, logits, drawn, strict=True)]
+            slots, samples = zip(*wanted, strict=True)
+            for slot, sample in wanted:
+                if sample.params.has_penalties:
+                    self._counts.follow(slot, sample)
+            drawn = draw(logits, SamplingBatch.of(slots, samples, logits.shape[1]), self._counts)
+            told = logprobs_of_drawn(logits, drawn, [sample.logprobs for sample in samples])
         tokens, sampled = communicator.broadcast(drawn), []
         self._last_tokens[staged.sampled.tensor] = torch.tensor(tokens, device=self._device)
         for (slot, own), token, logprobs in zip(wanted, tokens, told, strict=True):
             self._slots.add_token(slot, own.position, token)
             sampled.append(SampledToken(slot, token, logprobs))
         return tuple(sampled)
-
-
-def _told(logits: Tensor, sample: Sample, token: int) -> Logprobs | None:
-    return None if sample.logprobs is None else logprobs_of(logits[None], torch.tensor([token]), sample.logprobs)

@@ -1,5 +1,7 @@
 """What a step needs of the host, on its way to the device: gathered here, and taken there in one copy."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -7,14 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_DTYPES: dict[str, torch.dtype] = {
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-}
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "int64": torch.int64,
+        "int32": torch.int32,
+        "float64": torch.float64,
+        "float32": torch.float32,
+        "bool": torch.bool,
+        "uint8": torch.uint8,
+    }
+)
 _ALIGNMENT = 64
 """Bytes at which each array begins: a device reads it as if it had been allocated."""
 

@@ -1,6 +1,6 @@
 """How likely the model held tokens: the logarithms of their probabilities, and those of the best."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.step import Logprobs, Score
 
 SCORED_AT_ONCE = 64
-"""Rows of a prompt whose logits are in memory together: with 250,000 tokens to choose from they take 64 MB."""
+"""Rows whose log-probabilities are in memory together: with 250,000 tokens to choose from they take 64 MB."""
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
@@ -19,6 +19,22 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     best = values.topk(min(top, values.shape[1]), dim=-1)
     token_ids = torch.cat([tokens[:, None], best.indices], dim=1)
     return Logprobs(token_ids.int().numpy(), torch.cat([own, best.values], dim=1).numpy(), ranks.int().numpy())
+
+
+def logprobs_of_drawn(logits: Tensor, tokens: Sequence[int], tops: Sequence[int | None]) -> list[Logprobs | None]:
+    """Of the token that was drawn in each row: how many of the best `tops` asks for; None where it asks for none. Rows
+    that ask for the same are done together."""
+    told: list[Logprobs | None] = [None] * len(tops)
+    for top in {top for top in tops if top is not None}:
+        wanting = [row for row, own in enumerate(tops) if own == top]
+        for start in range(0, len(wanting), SCORED_AT_ONCE):
+            rows = wanting[start : start + SCORED_AT_ONCE]
+            drawn = torch.tensor([tokens[row] for row in rows], device=logits.device)
+            found = logprobs_of(logits[rows], drawn, top)
+            for i, row in enumerate(rows):
+                one = slice(i, i + 1)
+                told[row] = Logprobs(found.token_ids[one], found.values[one], found.ranks[one])
+    return told
 
 
 def score(wanted: Score, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Iterator[Logprobs]:

@@ -1,0 +1,175 @@
+"""From logits and uniform numbers to tokens: a uniform number's place in the cumulative distribution.
+
+All take logits, float32 [n, width], width a multiple of BLOCK and filled up with -inf, and leave them alone. Filters:
+`min_p` (Nguyen et al. 2024) keeps tokens at least that share as likely as the most likely one, then `top_k` the k best
+and those that equal the last of them, then `top_p` (Holtzman et al. 2020) the smallest set of the best that holds that
+share of what is left, one token at least; the best have the largest logits, and the lowest ids among equals.
+
+What is drawn in a row depends on that row alone, bit for bit: selection compares, `softmax` goes row by row, and
+probabilities are rounded down to whole multiples of 2^-50, so that their sums, below 2^53, are exact in float64 in
+whatever order they are added.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 128
+"""Tokens whose best one, or whose sum, is looked at before themselves."""
+
+_UNITS = 2.0**50
+"""Of which a probability has a whole number."""
+_LEAST_SHARE = 1e-300
+_MOST = 1e30
+"""Temperatures are held to a range in which float32 makes no infinity of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How n tokens are drawn, and by which uniform numbers, in [0, 1); shape [n] each, on the host.
+
+    `top_k` 0, `top_p` 1 and `min_p` 0 switch the filters off.
+    """
+
+    temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    uniform: NDArray[np.float64]
+
+    def take(self, rows: list[int] | slice) -> "Draws":
+        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
+
+
+def take_largest(logits: Tensor, _: Draws) -> Tensor:
+    """The largest logit of each row, the lowest id among equals; int64 [n]."""
+    blocks = _blocks(logits)
+    best = blocks.amax(-1).argmax(-1)
+    inside: Tensor = blocks[_rows(logits), best].argmax(-1)
+    return best * BLOCK + inside
+
+
+def draw_from_best(logits: Tensor, draws: Draws, count: int) -> Tensor:
+    """For rows with min_p, or a top_k below `count`: int64 [n], -1 where more than the `count` best tokens may be kept,
+    so that `draw_from_all` has to be asked."""
+    values, ids = _best(logits, count)
+    scaled = (values - values[:, :1]).double() / _column(draws.temperature, logits)
+    keep = scaled >= _column(np.log(draws.min_p.clip(_LEAST_SHARE)), logits)
+    last = np.where(draws.top_k > 0, draws.top_k.clip(max=count), count) - 1
+    keep &= values >= values.gather(1, _column(last, logits))
+    weights = scaled.masked_fill(~keep, -torch.inf).softmax(-1).mul_(_UNITS).floor_()
+    tokens, _ = _draw_ranked(weights, ids, draws)
+    return tokens.masked_fill(keep[:, -1], -1)
+
+
+def draw_from_nucleus(logits: Tensor, draws: Draws, count: int) -> Tensor:
+    """The same for rows with top_p alone."""
+    values, ids = _best(logits, count)
+    weights = _weights(logits, draws).gather(1, ids).double()
+    tokens, num_kept = _draw_ranked(weights, ids, draws)
+    # Which of equal tokens are the first is not known where some of them are not here.
+    unknown = values.gather(1, (num_kept - 1).clamp_(min=0)) <= values[:, -1:]
+    return tokens.masked_fill(unknown.logical_and_(weights[:, -1:] > 0)[:, 0], -1)
+
+
+def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
+    """Whatever the filters; int64 [n]."""
+    weights = _weights(logits, draws)
+    if (draws.top_p < 1).any():
+        _cut_to_nucleus(weights, _last_unit(draws, logits))
+    sums = _sums(weights)
+    return _search(weights, sums, _place(sums.sum(-1, keepdim=True), draws))[:, 0]
+
+
+def _weights(logits: Tensor, draws: Draws) -> Tensor:
+    """Probabilities in units, float32 like `logits`, after temperature, min_p and top_k."""
+    scaled = logits - logits.amax(-1, keepdim=True)
+    if (draws.temperature != 1).any():
+        scaled /= _column(draws.temperature.clip(1 / _MOST, _MOST), logits).float()
+    if (draws.min_p > 0).any():
+        scaled.masked_fill_(scaled < _column(np.log(draws.min_p.clip(_LEAST_SHARE)), logits), -torch.inf)
+    if (draws.top_k > 0).any():
+        best = logits.topk(int(draws.top_k.max())).values
+        last = np.where(draws.top_k > 0, draws.top_k, best.shape[1]) - 1
+        worse = logits < best.gather(1, _column(last, logits))
+        scaled.masked_fill_(worse.logical_and_(_column(draws.top_k > 0, logits)), -torch.inf)
+    return scaled.softmax(-1).mul_(_UNITS).floor_()
+
+
+def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens, logits and ids, the best first; among those that equal the last, any. [n, count]"""
+    blocks = _blocks(logits)
+    # A token better than the last one found is in a block whose best one is.
+    chosen = blocks.amax(-1).topk(min(count, blocks.shape[1])).indices
+    values, places = blocks[_rows(logits)[:, None], chosen].flatten(1).topk(count)
+    ids, order = (chosen.gather(1, places // BLOCK) * BLOCK + places % BLOCK).sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _draw_ranked(weights: Tensor, ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Tokens from those of `ids`, the best first, that top_p keeps; [n], and how many it keeps, [n, 1]."""
+    keep = weights.cumsum(-1) - weights <= _last_unit(draws, weights)
+    kept = weights * keep
+    place, _ = _find(kept, _place(kept.sum(-1, keepdim=True), draws))
+    return ids.gather(1, place)[:, 0], keep.sum(-1, keepdim=True)
+
+
+def _cut_to_nucleus(weights: Tensor, last_unit: Tensor) -> None:
+    """Take all weight, in place, from tokens outside the smallest set of the best that has unit number `last_unit`."""
+    # numpy sorts bare numbers many times faster than torch does numbers and places.
+    rising = torch.from_numpy(np.sort(weights.cpu().numpy())).to(weights.device)
+    ranked = rising.flip(-1)
+    place = _search(ranked, _sums(ranked), last_unit)
+    lightest = ranked.gather(1, place)
+    keep = weights >= lightest
+    num_left_out = weights.shape[1] - 1 - place - torch.searchsorted(rising, lightest)
+    if (num_left_out > 0).any():
+        equal = weights == lightest
+        backwards = equal.flip(-1).cumsum(-1).flip(-1)
+        keep &= ~(equal & (backwards <= num_left_out))
+    weights.mul_(keep)
+
+
+def _sums(weights: Tensor) -> Tensor:
+    return _blocks(weights).sum(-1, dtype=torch.float64)
+
+
+def _search(weights: Tensor, sums: Tensor, at: Tensor) -> Tensor:
+    """`_find` in long rows, whose blocks have these sums: the block, then the place in it; [n, 1]."""
+    block, rest = _find(sums, at)
+    place, _ = _find(_blocks(weights)[_rows(weights), block[:, 0]].double(), rest)
+    return block * BLOCK + place
+
+
+def _find(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """The place in each row of float64 weights that has unit number `at`, [n, 1], and that unit's number inside it."""
+    ends = weights.cumsum(-1)
+    place = (ends <= at).sum(-1, keepdim=True).clamp_(max=weights.shape[1] - 1)
+    return place, at - (ends - weights).gather(1, place)
+
+
+def _place(total: Tensor, draws: Draws) -> Tensor:
+    """The number of the drawn unit among `total`, below it; both [n, 1]."""
+    return (_column(draws.uniform, total) * total).floor_()
+
+
+def _last_unit(draws: Draws, like: Tensor) -> Tensor:
+    """The number of the unit that fills the share of top_p, [n, 1]."""
+    units = np.where(draws.top_p < 1, (draws.top_p * _UNITS).clip(1), np.inf)
+    return _column(np.ceil(units) - 1, like)
+
+
+def _blocks(numbers: Tensor) -> Tensor:
+    return numbers.view(len(numbers), -1, BLOCK)
+
+
+def _rows(like: Tensor) -> Tensor:
+    return torch.arange(len(like), device=like.device)
+
+
+def _column(numbers: NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(numbers).to(like.device)[:, None]

@@ -1,0 +1,107 @@
+"""Counts of used tokens: kept from token to token they are what the whole history gives."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.runner.penalties import TokenCounts, penalize
+from cairn.runner.slots import Sample
+from cairn.types import SamplingParams
+
+VOCAB = 31
+PARAMS = SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.3)
+
+
+def penalties(counts: TokenCounts, *slots: int) -> list[list[float]]:
+    logits = torch.linspace(-2, 2, VOCAB).repeat(len(slots), 1)
+    penalize(logits, range(len(slots)), [PARAMS] * len(slots), slots, counts)
+    return logits.tolist()
+
+
+def anew(prompt: list[int], answer: list[int]) -> list[float]:
+    counts = TokenCounts(1, VOCAB)
+    counts.admit(0, np.array(prompt, np.int64), np.array(answer, np.int64))
+    return penalties(counts, 0)[0]
+
+
+def sample(history: list[int], start: int) -> Sample:
+    return Sample(PARAMS, len(history), history=np.array(history, np.int64), num_prompt_tokens=start)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-2, VOCAB - 1)), max_size=60), st.data())
+def test_appended_tokens_count_as_those_of_an_admitted_history(events, data) -> None:
+    """Slots are admitted again and again, and those that are known get tokens, several in one call."""
+    counts, known = TokenCounts(3, VOCAB), {}
+    for slot, token in events:
+        if slot not in known or token < 0:
+            prompt, answer = (data.draw(st.lists(st.integers(low, VOCAB - 1), max_size=5)) for low in (-3, 0))
+            counts.admit(slot, np.array(prompt, np.int64), np.array(answer, np.int64))
+            known[slot] = prompt, answer
+        else:
+            slots = sorted(known)
+            tokens = [(token + 7 * other) % VOCAB for other in slots]
+            counts.append(slots, torch.tensor(tokens))
+            for other, drawn in zip(slots, tokens, strict=True):
+                known[other][1].append(drawn)
+    slots = sorted(known)
+    if slots:
+        assert penalties(counts, *slots) == [anew(*known[slot]) for slot in slots]
+
+
+def test_histories_may_be_long() -> None:
+    """Longer than what there is room for at first, by a prompt and by an answer."""
+    counts, rng = TokenCounts(2, 5000), np.random.default_rng(1)
+    prompt, answer = np.arange(3000), rng.integers(0, 50, 1500)
+    counts.admit(1, np.arange(2), answer[:3])
+    counts.admit(0, prompt, answer[:0])
+    for token in answer:
+        counts.append([0], torch.tensor([token]))
+    rows, tokens, times = counts.used([1, 0], [True, False])
+    assert rows.tolist() == [0] * 5 + [1] * 1500
+    assert tokens.tolist() == [0, 1, *answer[:3], *answer]
+    assert times[5:].tolist() == np.bincount(answer)[answer].tolist()
+
+
+@pytest.mark.parametrize(
+    ("then", "start", "calls"),
+    [
+        ([1, 2, 3, 4], 2, []),  # asked twice
+        ([1, 2, 3, 4, 9], 2, ["append"]),
+        ([1, 2, 3, 4, 9, 9], 2, ["admit"]),  # tokens that nobody told of
+        ([1, 2, 3, 5, 9], 2, ["admit"]),  # another sequence in the slot
+        ([1, 2, 3, 4, 9], 3, ["admit"]),  # the same tokens, more of them the prompt's
+        ([1, 2, 3], 2, ["admit"]),
+    ],
+)
+def test_a_history_is_followed(then, start, calls, monkeypatch) -> None:
+    """Only what is new is counted; whatever does not go on from what is known begins anew."""
+    counts, seen = TokenCounts(4, VOCAB), []
+    counts.follow(2, sample([1, 2, 3, 4], 2))
+    for name in ("append", "admit"):
+        inner = getattr(counts, name)
+        monkeypatch.setattr(counts, name, lambda *told, name=name, inner=inner: (seen.append(name), inner(*told)))
+    counts.follow(2, sample(then, start))
+    assert seen == calls
+    assert penalties(counts, 2)[0] == anew(then[:start], then[start:])
+    longer = [*then, 11]
+    counts.follow(2, sample(longer, start))
+    assert penalties(counts, 2)[0] == anew(longer[:start], longer[start:])
+
+
+def test_a_history_that_changes_later_is_not_what_was_followed() -> None:
+    history = np.array([1, 2, 3, 4])
+    counts = TokenCounts(1, VOCAB)
+    counts.follow(0, Sample(PARAMS, 4, history=history, num_prompt_tokens=2))
+    history[3] = 8
+    counts.follow(0, sample([1, 2, 3, 8, 5], 2))
+    assert penalties(counts, 0)[0] == anew([1, 2], [3, 8, 5])
+
+
+def test_what_was_never_admitted_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="never admitted"):
+        penalties(TokenCounts(2, VOCAB), 1)
+    with pytest.raises(AssertionError, match="position 3"):
+        TokenCounts(2, VOCAB).follow(0, Sample(PARAMS, 3))
