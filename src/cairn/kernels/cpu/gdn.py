@@ -336,7 +336,8 @@ def _solve(system: Any, written: Any, rows: int, columns: int) -> None:
     for begun in range(0, rows, TILE_ROWS):
         here, left = advance(written, begun * columns), advance(system, begun * CHUNK)
         add_product(left, CHUNK, 1, written, columns, here, columns, TILE_ROWS, columns, begun, ONE)
-        for i in range(1, TILE_ROWS):
+        # A bound that is always TILE_ROWS, which LLVM does not know: it would write 28 loops out for it.
+        for i in range(1, min(TILE_ROWS, rows - begun)):
             for t in range(i):
                 factor = system[(begun + i) * CHUNK + begun + t]
                 for j in range(columns):
