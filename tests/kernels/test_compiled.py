@@ -175,6 +175,8 @@ def test_more_work_stays_on_one_thread_where_the_others_sleep(
     for name, value in policy.items():
         monkeypatch.setenv(name, value)
     assert threads.inline_limit.__wrapped__() > spinning
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    assert threads.inline_limit.__wrapped__() == spinning
 
 
 def test_little_work_is_not_handed_over(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:

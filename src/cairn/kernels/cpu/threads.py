@@ -36,5 +36,7 @@ def team() -> int:
 def inline_limit() -> int:
     """Nanoseconds of work that are not worth a hand-over. To a thread that spins it takes some 2 µs; one that sleeps,
     because the environment asks for that, is woken in some 70."""
-    asleep = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" or os.environ.get("GOMP_SPINCOUNT") == "0"
+    passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    # A count that is given counts, whatever the policy.
+    asleep = os.environ.get("GOMP_SPINCOUNT", "0" if passive else "") == "0"
     return 150_000 if asleep else 15_000
