@@ -144,14 +144,8 @@ class Runner:
 
     def _rows(self, plan: StepPlan) -> list[Row]:
         """The plan's rows, decode rows first."""
-        rows, columns = [], plan.decodes
-        for slot, start, token, write_from in zip(
-            columns.slots.tolist(),
-            columns.positions.tolist(),
-            columns.tokens.tolist(),
-            columns.kv_write_from.tolist(),
-            strict=True,
-        ):
+        rows = []
+        for slot, start, token, write_from in plan.decodes:
             own = np.array([self._slots.sampled_token(slot, start) if token == SAMPLED else token], np.int64)
             rows.append(self._row(slot, start, own, write_from, decode=True))
         for row in plan.prefills:
