@@ -22,6 +22,7 @@ step that last names it has been applied. What a slot's admit said is not said a
 Plans go to the other ranks as they are (`cairn.engine.rank_wire`), so integers have the ranges that are read there.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -196,6 +197,11 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """Slot, position, token and `kv_write_from` of one row after the other."""
+        columns = (self.slots, self.positions, self.tokens, self.kv_write_from)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

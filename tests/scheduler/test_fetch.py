@@ -66,8 +66,7 @@ def named(driver):
     written = [copy.target for copy in plan.copies]
     for file in (*plan.saves, *plan.snapshots):
         written += file.pages.tolist()
-    columns = (plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), plan.decodes.kv_write_from.tolist())
-    rows = [(slot, start, start + 1, write_from) for slot, start, write_from in zip(*columns, strict=True)]
+    rows = [(slot, start, start + 1, write_from) for slot, start, _, write_from in plan.decodes]
     rows += [(row.slot, row.start, row.end, row.kv_write_from) for row in plan.prefills]
     for slot, start, end, write_from in rows:
         written += driver.runner.tables.pages_of(slot, end)[0][max(start, write_from) // 16 :].tolist()

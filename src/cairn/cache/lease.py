@@ -9,7 +9,7 @@ need not count each. Those from m on are this lease's alone. Where m falls insid
 first write.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from cairn.cache.checkpoint import Checkpoint, Kind
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason, first_reason
 from cairn.cache.reuse import NO_LINEAGE, Lineage, Reuse
-from cairn.cache.tree import Node
+from cairn.cache.tree import Node, Walk
 from cairn.types import Keys, Pages
 
 __all__ = ["Hold", "Lease", "Namespace", "PageTable", "PendingFile", "Stretch"]
@@ -110,9 +110,9 @@ class Lease:
     another server. `kv_write_from` is m. `committed`: tokens that are in the tree. `decode_from`: tokens from here on
     were, or will be, computed by decode steps. `held`: positions of checkpoints that are held because this request
     asked for it. `missed`: why the prompt's tokens behind the hit were not hit, in stretches; what they do not reach is
-    the reason's. `known`: the record of the deepest checkpoint that is or was on the path; `left`: how far before its
-    end the prompt that was here first was left by this one, 0 if it was not; `ways`: how many ways on were known from
-    there; `lineage`: what all that says of this request.
+    the reason's. `walk`: what a probe has found, until it is explained. `known`: the record of the deepest checkpoint
+    that is or was on the path; `left`: how far before its end the prompt that was here first was left by this one, 0 if
+    it was not; `ways`: how many ways on were known from there; `lineage`: what all that says of this request.
     `kept`: positions that were given files; `refused`: those that were not worth one, until they are committed.
     """
 
@@ -140,6 +140,7 @@ class Lease:
     closed: bool = False
     held: set[int] = field(default_factory=set)
     missed: tuple[Stretch, ...] = ()
+    walk: Walk | None = None
     known: Reuse | None = None
     left: int = 0
     ways: int = 0
@@ -172,6 +173,10 @@ class Lease:
         """The prompt and what was appended to it, shape [num_tokens]."""
         return self._keys[: self.num_tokens]
 
+    def token_at(self, position: int) -> int:
+        """The key token at `position`, below `num_tokens`."""
+        return int(self._keys[position])
+
     @property
     def kv_write_from(self) -> int:
         return self.matched
@@ -186,6 +191,11 @@ class Lease:
         return tuple(
             table.pages[: group.pages_for(num_tokens)] for group, table in zip(self.groups, self.tables, strict=True)
         )
+
+    def copy(self) -> "Lease":
+        """The same again, of a lease that has only been found."""
+        tables = tuple(PageTable(table.pages, table.length) for table in self.tables)
+        return replace(self, tables=tables, files={}, transient=[], held=set(), kept=[], refused={})
 
     def branch(self, state: Pages, request_id: str) -> "Lease":
         """A lease like this one that ends with the prompt, where it goes on from the file `state`. Nothing is counted
@@ -244,7 +254,7 @@ class Lease:
 
     def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those held."""
-        return sum(
-            max(0, group.pages_for(num_tokens) - table.length)
-            for group, table in zip(self.groups, self.tables, strict=True)
-        )
+        num_pages = 0
+        for group, table in zip(self.groups, self.tables, strict=True):
+            num_pages += max(0, group.pages_for(num_tokens) - table.length)
+        return num_pages

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+
 from cairn.cache.checkpoint import Checkpoint, Origin
 from cairn.cache.key_run import Sought
 from cairn.cache.layout import CacheLayout
@@ -17,6 +19,9 @@ from cairn.types import Keys
 
 _MAX_COMPARED = 1 << 19
 """Most tokens of running requests that one lookup compares."""
+
+_MAX_KEPT = 64
+"""Most lookups that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +74,51 @@ class Acceptance:
                 return self.resumed and maker == self.request_id
 
 
-@dataclass(frozen=True, slots=True)
 class Finder:
-    """Goes down a tree along prompts. `exact`: as `Acceptance` has it."""
+    """Goes down a tree along prompts. `exact`: as `Acceptance` has it.
 
-    layout: CacheLayout
-    exact: bool
+    What was found is kept for as long as the trees stay as they are: a request that waits for room asks in every step.
+    """
+
+    def __init__(self, layout: CacheLayout, exact: bool) -> None:
+        self._layout = layout
+        self._exact = exact
+        self._kept: dict[tuple[Namespace, str, int | None], Lease] = {}
+        self._version = 0
 
     def find(
+        self,
+        version: int,
+        root: Node | None,
+        namespace: Namespace,
+        keys: Keys,
+        request_id: str,
+        resumed_from: int | None,
+    ) -> Lease:
+        """The lease of what is usable of `keys` below `root` (None: nothing), which refers to nothing yet. `version`
+        is another one when anything in the trees is. The others as in `PrefixCache.lookup`."""
+        if version != self._version or len(self._kept) >= _MAX_KEPT:
+            self._kept.clear()
+            self._version = version
+        name = (namespace, request_id, resumed_from)
+        kept = self._kept.get(name)
+        if kept is None or not np.array_equal(kept.keys, keys):
+            kept = self._kept[name] = self._find(root, namespace, keys, request_id, resumed_from)
+        return kept.copy()
+
+    def _find(
         self, root: Node | None, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None
-    ) -> tuple[Lease, Walk]:
-        """The lease of what is usable of `keys` below `root` (None: nothing), which refers to nothing yet, and how far
-        they are known. The others as in `PrefixCache.lookup`."""
+    ) -> Lease:
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
-        may = Acceptance(self.exact, request_id, num_prompt_tokens, resumed_from is not None)
+        may = Acceptance(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
         found = walk(root, Sought(keys), may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
-        if self.layout.state_bytes == 0 and hit < min(found.matched, length - 1):
+        if self._layout.state_bytes == 0 and hit < min(found.matched, length - 1):
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
             hit, checkpoint = min(found.matched, length - 1), None
-        lease = Lease(
+        return Lease(
             purpose=f"running {request_id}" if resumed_from is None else f"resuming {request_id}",
             request_id=request_id,
             namespace=namespace,
@@ -100,22 +128,22 @@ class Finder:
             seen=found.seen,
             reason=Reason.DISABLED,
             checkpoint=checkpoint,
-            groups=self.layout.groups,
+            groups=self._layout.groups,
             tables=tuple(
                 PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))
-                for index, group in enumerate(self.layout.groups)
+                for index, group in enumerate(self._layout.groups)
             ),
             node=found.path[-1] if found.path else None,
-            decode_from=num_prompt_tokens if self.exact else length,
+            decode_from=num_prompt_tokens if self._exact else length,
             _keys=keys,
             num_tokens=length,
             committed=found.matched,
             restore=checkpoint.pages if checkpoint is not None else None,
+            walk=found,
             known=may.deepest_known(found),
             left=found.left_before_end(),
             ways=found.ways_on(),
         )
-        return lease, found
 
 
 def missed(
@@ -186,7 +214,7 @@ def _being_computed(lease: Lease, least: int, running: Iterable[Lease]) -> int:
     there is none. Compares no more than `_MAX_COMPARED` tokens."""
     longest, compared, keys = 0, 0, lease.keys
     for other in running:
-        if other.committed >= other.num_prompt_tokens:
+        if other is lease or other.committed >= other.num_prompt_tokens:
             continue
         # it has to go on where the longest so far ends, which one look tells of nearly all that do not
         last = max(longest, least - 1)

@@ -35,6 +35,7 @@ from cairn.cache.placement import Placement, PromptFacts, Wanted, hold_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.residents import Residents
 from cairn.cache.reuse import Lineage
+from cairn.cache.tree import Node
 from cairn.errors import ConfigError
 from cairn.step import PageCopy
 from cairn.types import Boundary, Clock, Keys, Pages, SystemClock
@@ -98,6 +99,9 @@ class PrefixCache:
         self._writer = TreeWriter(self.residents, policy.exact)
         self.counters = CacheCounters()
         self.journal = Journal(clock or SystemClock())
+        # how often something that was held has been let go of, and who has lacked pages since
+        self._num_releases = self._counted_at = 0
+        self._lacking: set[tuple[Node | None, int, int, int]] = set()
         self.branches = BranchDistances()
 
     @property
@@ -113,20 +117,36 @@ class PrefixCache:
         request_id: str,
         resumed_from: int | None = None,
         passed_by: bool = False,
+        probe: bool = False,
     ) -> Lease:
         """Find the longest usable prefix of `keys` (shape [n], n >= 1) and lease it.
 
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
-        generated. `passed_by`: find nothing, because all of the prompt has to be computed. Nothing is counted before
-        `admitted`.
+        generated. `passed_by`: find nothing, because all of the prompt has to be computed. `probe`: the reasons are
+        left to `explain`, since it is not certain that anybody goes on from here. Nothing is counted before `admitted`.
         """
-        root = self.residents.roots.get(namespace) if self.enabled and not passed_by else None
-        lease, found = self._finder.find(root, namespace, keys, request_id, resumed_from)
-        if self.policy.placement is not None and not passed_by:
-            running, roots = self.leases.values(), self.residents.roots
-            lease.explain(missed(self.policy.placement, lease, found, running, roots))
+        looks = self.enabled and not passed_by
+        root = self.residents.roots.get(namespace) if looks else None
+        lease = self._finder.find(self.residents.version, root, namespace, keys, request_id, resumed_from)
+        if not looks:
+            lease.walk = None
         self._open(lease)
+        if not probe:
+            self.explain(lease)
         return lease
+
+    def explain(self, lease: Lease) -> None:
+        """Say why the prompt's tokens behind the hit were not hit, as things stand: before anything else is done with a
+        lease that was only a probe."""
+        placement, walk, lease.walk = self.policy.placement, lease.walk, None
+        if placement is not None and walk is not None:
+            lease.explain(missed(placement, lease, walk, self.leases.values(), self.residents.roots))
+
+    def discard(self, lease: Lease) -> None:
+        """End a lease that nothing has come of: a probe."""
+        self.holders.close(lease)
+        if lease.node is not None:
+            self.residents.runs.unlock(lease.node)
 
     def admitted(self, lease: Lease, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
@@ -211,7 +231,23 @@ class PrefixCache:
         `besides` pages that others are going to need. Drops nothing: whoever only waits must not cost others what is
         cached. True is no promise."""
         need = besides + self._growth.missing_pages(lease, num_tokens) + num_files * self.layout.pages_per_checkpoint
-        return need <= self.pool.num_free or need <= self.pool.num_pages - self.num_held_pages()
+        return self.could_free(lease, need)
+
+    def could_free(self, lease: Lease, num_pages: int) -> bool:
+        """Whether `num_pages` pages are free, or would be with all that nobody holds dropped. What is held is counted
+        anew for one who lacks pages only when something has been let go of."""
+        if num_pages <= self.pool.num_free:
+            return True
+        if self._counted_at != self._num_releases:
+            self._lacking.clear()
+            self._counted_at = self._num_releases
+        asked = (lease.node, lease.hit, lease.matched, num_pages)
+        if asked in self._lacking:
+            return False
+        if num_pages <= self.pool.num_pages - self.num_held_pages():
+            return True
+        self._lacking.add(asked)
+        return False
 
     def want(self, lease: Lease, wanted: Wanted) -> Pages | None:
         """A file for the checkpoint of `lease` at `wanted.position`, to be named in a plan; None if there is no room
@@ -242,6 +278,7 @@ class PrefixCache:
             self.pool.acquire(file.pages)
             lease.transient.append(file.pages)
         else:
+            self._num_releases += 1
             self.pool.release(file.pages)
         self.commit(lease, num_tokens, kept)
         lease.receive(num_tokens, position, file.pages if kept else None)
@@ -256,10 +293,13 @@ class PrefixCache:
         """The first `num_tokens` tokens have been computed, and the wanted files at positions `kept` are filled:
         from now on every lookup may find them."""
         if self.enabled:
+            # files become the tree's, and its path may be another than that of the pages it has had
+            self._num_releases += bool(lease.files) or lease.node is None or lease.node.end != lease.committed
             self._writer.commit(lease, num_tokens, kept)
 
     def release(self, lease: Lease, loss: Reason | None = None) -> None:
         """End a lease. No unapplied step may name its pages. `loss`: why no checkpoint was kept at its end."""
+        self._num_releases += 1
         self.holders.close(lease)
         if lease.node is not None:
             if loss is not None and lease.node.checkpoint is None and lease.node.end == lease.committed:
@@ -273,6 +313,7 @@ class PrefixCache:
 
     def let_go(self, hold: Hold) -> None:
         """End a hold."""
+        self._num_releases += 1
         self.holders.let_go(hold)
 
     def hold_until(self, step: int, lease: Lease) -> None:
@@ -295,4 +336,5 @@ class PrefixCache:
 
     def step_applied(self, step: int) -> None:
         """Let go of what step `step` named."""
+        self._num_releases += step in self.held
         self.holders.step_applied(step)

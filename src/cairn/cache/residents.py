@@ -47,6 +47,11 @@ class Residents:
     def num_ghost_tokens(self) -> int:
         return self.runs.num_ghost_tokens
 
+    @property
+    def version(self) -> int:
+        """Another one when anything is that a lookup may come by."""
+        return self.runs.version + self.reuse.version
+
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
         return self.runs.nodes()

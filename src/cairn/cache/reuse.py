@@ -73,10 +73,11 @@ class Reuse:
 
 
 class ReuseBook:
-    """All records, the ghosts among them bounded, and what they teach. Time is counted in requests (`now`)."""
+    """All records, the ghosts among them bounded, and what they teach. Time is counted in requests (`now`);
+    `version` is another one when any node's record is."""
 
     def __init__(self, max_ghosts: int) -> None:
-        self.now = 0
+        self.now = self.version = 0
         self.table = HazardTable()
         self._max_ghosts = max_ghosts
         self._ghosts: OrderedDict[Reuse, None] = OrderedDict()
@@ -107,6 +108,7 @@ class ReuseBook:
             reuse.hits, reuse.branches, reuse.heir = before.hits, before.branches, before.heir
             self.forget(before)
         self._enter(reuse)
+        self.version += 1
         node.reuse = reuse
         return reuse
 

@@ -20,7 +20,8 @@ class Runs:
     """The nodes of all namespaces, the references they hold on pages, and the ghosts among them.
 
     `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 4 or 8 bytes. `observer` is told of what
-    comes and goes. `reuse` has the records that stand at nodes. `barren`: the longest unused first.
+    comes and goes. `reuse` has the records that stand at nodes. `barren`: the longest unused first. `version` is
+    another one when any node is.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Runs:
         self.barren: OrderedDict[Node, None] = OrderedDict()
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         self.num_ghost_tokens = 0
+        self.version = 0
         self._names: dict[Node, Namespace] = {}
         self._layout = layout
         self._pool = pool
@@ -90,6 +92,7 @@ class Runs:
 
     def cut(self, node: Node, at: int) -> Node:
         """Cut `node` at token `at`; returns the upper part, the lower one stays the same object."""
+        self.version += 1
         upper, shared = split(node, at, self._layout.groups)
         for pages in shared:
             self._pool.acquire(pages)
@@ -120,6 +123,7 @@ class Runs:
 
     def changed(self, node: Node) -> None:
         """The pages or the checkpoint of `node` are others: whoever observes is told."""
+        self.version += 1
         if self._observer is not None:
             self._observer.node_changed(node)
 

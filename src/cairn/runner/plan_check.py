@@ -99,7 +99,7 @@ class PlanCheck:
         if any(column.shape != decodes.slots.shape for column in columns):
             raise ValueError("decode rows: columns of different lengths")
         found = []
-        for slot, start, token, write_from in zip(*(column.tolist() for column in columns), strict=True):
+        for slot, start, token, write_from in decodes:
             found.append((slot, start, start + 1))
             name = _row_name(*found[-1])
             own = self._row(name, slots, slot, start, start + 1, write_from)

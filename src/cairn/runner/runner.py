@@ -203,9 +203,8 @@ class Runner:
 
     def _contents(self, plan: StepPlan) -> list[RowContent | None]:
         """What the plan's rows have besides text, decode rows first."""
-        columns, prefills = plan.decodes, plan.prefills
-        rows = [*zip(columns.slots.tolist(), columns.positions.tolist(), (columns.positions + 1).tolist(), strict=True)]
-        rows += [(row.slot, row.start, row.end) for row in prefills]
+        rows = [(slot, start, start + 1) for slot, start, _, _ in plan.decodes]
+        rows += [(row.slot, row.start, row.end) for row in plan.prefills]
         communicator, like = self._model.communicator, self._live.hidden
         return [
             row_content(start, end, self._slots.admit(slot).images, self.vision, communicator, like)

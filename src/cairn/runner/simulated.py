@@ -28,7 +28,7 @@ FRESH: State = (0, 0)
 PREFILL, DECODE = 1, 2
 
 
-_ANY_TOKEN = 1 << 31
+_ANY_TOKEN = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,8 @@ class SimulatedRunner:
         """Nothing runs beside it."""
 
     def _rows(self, plan: StepPlan) -> list[_Row]:
-        rows, columns = [], plan.decodes
-        for slot, start, token, write_from in zip(
-            columns.slots.tolist(),
-            columns.positions.tolist(),
-            columns.tokens.tolist(),
-            columns.kv_write_from.tolist(),
-            strict=True,
-        ):
+        rows = []
+        for slot, start, token, write_from in plan.decodes:
             own = self._known.sampled_token(slot, start) if token == SAMPLED else token
             rows.append(_Row(slot, start, [own], write_from, decode=True))
         rows += [_Row(row.slot, row.start, row.tokens.tolist(), row.kv_write_from, False) for row in plan.prefills]

@@ -109,7 +109,7 @@ def _try(books: Books, builder: PlanBuilder, request: Request) -> bool:
     if _first_step(books, builder, request, lease):
         return True
     request.lease = None
-    books.cache.release(lease)
+    books.cache.discard(lease)
     return False
 
 
@@ -119,16 +119,16 @@ def _lookup(books: Books, request: Request) -> Lease:
     # what is handed over is the state at the prompt's end: a deeper one would pass it by
     keys = spec.prompt if spec.hand_over else request.keys()
     passed_by = spec.prompt_logprobs is not None and not request.output
-    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, passed_by)
+    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, passed_by, probe=True)
     for token in request.output[len(keys) - request.num_prompt_tokens :]:
         lease.append(token)
-    note_failure(request, lease)
     return lease
 
 
 def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lease) -> bool:
     """Plan the request's first share; False if it has to go on waiting."""
     if lease.hit == request.num_known:
+        _explain(books, request, lease)
         _take(books, builder, request, lease)
         add_sample(builder, request, lease.hit)
         builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit, samples=True))
@@ -145,6 +145,7 @@ def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lea
         return False
     if not books.in_flight.leaves_room(request, lease, num_files):
         return False
+    _explain(books, request, lease)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
     # and one that is resumed has to come further than before, or it would be sent back for ever
     copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
@@ -160,6 +161,12 @@ def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lea
     else:
         add_prefill(builder, request, end, copies)
     return True
+
+
+def _explain(books: Books, request: Request, lease: Lease) -> None:
+    """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
+    books.cache.explain(lease)
+    note_failure(request, lease)
 
 
 def _take(books: Books, builder: PlanBuilder, request: Request, lease: Lease) -> None:
@@ -188,8 +195,7 @@ def _take(books: Books, builder: PlanBuilder, request: Request, lease: Lease) ->
     request.facts = books.cache.facts(lease, request.prefill_until, request.spec.boundaries)
     request.slot = books.free_slots.pop()
     request.to(Phase.RUNNING)
-    books.running.append(request)
-    books.running.sort(key=lambda other: other.turn)
+    books.running.put(request)
     books.in_flight.started(request)
     builder.add_admit(request)
     if lease.restore is not None:

@@ -4,7 +4,7 @@ from cairn.scheduler.books import Books
 from cairn.scheduler.budget import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.preempt import make_room
-from cairn.scheduler.request import Request
+from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.sampling import add_sample, score_of, waits_for_its_token
 from cairn.step import PageCopy
 
@@ -15,11 +15,12 @@ def advance(books: Books, builder: PlanBuilder) -> bool:
     A prefill chunk leaves one token of the budget to every request behind it, so that no answer stalls. False if
     pages ran short: then what was freed belongs to those that run, and nobody new may come in.
     """
-    preemptions, enough = books.counters.preemptions, True
+    preemptions, enough, num_before = books.counters.preemptions, True, 0
     for request in list(books.running):
-        if request not in books.running:
+        if request.phase is not Phase.RUNNING:
             continue  # preempted by one that came before it
-        behind = len(books.running) - books.running.index(request) - 1
+        behind = len(books.running) - num_before - 1
+        num_before += 1
         if request.num_scheduled < request.prefill_until:
             end, decode = next_prefill_end(books, request, builder.budget - behind), False
         else:
@@ -29,6 +30,7 @@ def advance(books: Books, builder: PlanBuilder) -> bool:
         copies = make_room(books, request, end)
         if copies is None:
             enough = False
+            num_before -= request.phase is not Phase.RUNNING  # it has given way itself
         elif decode:
             _add_decode(builder, request, copies)
         else:

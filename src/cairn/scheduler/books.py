@@ -10,7 +10,7 @@ from cairn.errors import ConfigError
 from cairn.scheduler.branches import Branches
 from cairn.scheduler.in_flight import InFlight, SharedCounters
 from cairn.scheduler.observer import RequestObserver
-from cairn.scheduler.queue import WaitingQueue
+from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
@@ -67,7 +67,7 @@ class Counters:
 
 @dataclass(eq=False)
 class Books:
-    """`running` is in order of turns; requests that are being saved or finished are in `ending`. `transfers`: what is
+    """`running`, and `ending`: requests whose state is being saved, or that are finished. `transfers`: what is
     under way between this server and others. `branches`: prompts that are to have several answers. `in_flight`: who
     waits for what another one computes."""
 
@@ -77,8 +77,8 @@ class Books:
     waiting: WaitingQueue
     free_slots: list[int]
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    running: list[Request] = field(default_factory=list)
-    ending: list[Request] = field(default_factory=list)
+    running: RequestQueue = field(default_factory=RequestQueue)
+    ending: RequestQueue = field(default_factory=RequestQueue)
     transfers: Transfers = field(default_factory=Transfers)
     observer: RequestObserver | None = None
     counters: Counters = field(default_factory=Counters)
@@ -101,9 +101,10 @@ class Books:
         if request.slot >= 0:
             self.free_slots.append(request.slot)
             request.slot = -1
-        for group in (self.running, self.ending):
-            if request in group:
-                group.remove(request)
+        if request.phase is Phase.RUNNING:
+            self.running.remove(request)
+        elif request.phase in (Phase.PREEMPTING, Phase.FINISHING):
+            self.ending.remove(request)
 
     def back_to_queue(self, request: Request, loss: Reason | None = None) -> None:
         """Release everything a request holds and let it wait: also the state for another server, which it comes by

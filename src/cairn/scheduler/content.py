@@ -41,7 +41,7 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     cache, side = books.cache, books.transfers.side
     assert side is not None
     purpose = f"content ask {asked.ask}"
-    lease = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose)
+    lease = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose, probe=True)
     position = len(keys) if lease.matched == len(keys) else lease.matched // GRID * GRID
     state = lease.restore if lease.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
@@ -57,4 +57,4 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
         if reference is not None:
             hold = cache.hold(f"asked for by {purpose}", offer.all_pages)
             books.transfers.offers[reference] = Leased(hold, client=None)
-    cache.release(lease)
+    cache.discard(lease)

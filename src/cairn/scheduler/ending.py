@@ -25,7 +25,7 @@ def finish(books: Books, request: Request, reason: Finish) -> bool:
             remember(books, request)
     if request.phase is Phase.RUNNING:
         books.running.remove(request)
-        books.ending.append(request)
+        books.ending.put(request)
     request.to(Phase.FINISHING)
     if request.in_flight == 0:
         settle(books, request)

@@ -78,18 +78,19 @@ def _start(books: Books, request: Request, source: Source) -> bool:
         # all of it has to be computed here
         _compute_here(books, request, source)
         return True
-    lease = cache.lookup(request.spec.namespace, request.keys(), request.id)
+    lease = cache.lookup(request.spec.namespace, request.keys(), request.id, probe=True)
     if lease.hit == length or (source.nonce is None and source.reach(length) <= lease.matched):
-        cache.release(lease)
+        cache.discard(lease)
         _compute_here(books, request, source)
         return True
     if not cache.could_extend(lease, length, num_files=1, besides=_pages_before(books, request)):
-        cache.release(lease)
+        cache.discard(lease)
         return False
+    cache.explain(lease)
     copies = cache.extend(lease, length)
     file = cache.want_always(lease, length) if copies is not None else None
     if copies is None or file is None:
-        cache.release(lease)
+        cache.discard(lease)
         return False
     books.waiting.remove(request)
     request.source, request.lease = None, lease

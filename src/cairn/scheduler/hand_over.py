@@ -25,10 +25,10 @@ def has_room(books: Books, request: Request, besides: int = 0) -> bool:
     num_more += besides
     if side.has_room(promised, num_more + num_pages(books, request)):
         return True
-    found = request.lease or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id)
+    found = request.lease or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
     pages, num_new = _to_lease(books, request, found)
     if found is not request.lease:
-        books.cache.release(found)
+        books.cache.discard(found)
     return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
 
 

@@ -138,7 +138,7 @@ class InFlight:
             if position is not None:
                 self._wait(request, past, leader, position, lease.hit)
                 break
-        self._cache.release(lease)
+        self._cache.discard(lease)
         return request in self._waits
 
     def leaves_room(self, request: Request, lease: Lease, num_files: int) -> bool:
@@ -147,9 +147,8 @@ class InFlight:
         put_by = sum(wait.pages for other, wait in self._waits.items() if other.turn < request.turn)
         if not put_by:
             return True
-        pool, layout = self._cache.pool, self._cache.layout
-        need = put_by + lease.missing_pages(request.num_known) + num_files * layout.pages_per_checkpoint
-        return need <= pool.num_free or need <= pool.num_pages - self._cache.num_held_pages()
+        need = put_by + lease.missing_pages(request.num_known)
+        return self._cache.could_free(lease, need + num_files * self._cache.layout.pages_per_checkpoint)
 
     def started(self, request: Request) -> None:
         """It runs: whatever it computes may be waited for from now on."""

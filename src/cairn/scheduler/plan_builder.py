@@ -44,38 +44,6 @@ class ScheduledSequence:
 
 
 @dataclass(slots=True, eq=False)
-class _DecodeColumns:
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    kv_write_from: list[int] = field(default_factory=list)
-
-    def rows(self) -> DecodeRows:
-        return DecodeRows(
-            slots=np.array(self.slots, np.int32),
-            positions=np.array(self.positions, np.int32),
-            tokens=np.array(self.tokens, np.int64),
-            kv_write_from=np.array(self.kv_write_from, np.int32),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _SampleColumns:
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    bans_stop_tokens: list[bool] = field(default_factory=list)
-    masks: dict[int, TokenMask] = field(default_factory=dict)
-
-    def samples(self) -> Samples:
-        return Samples(
-            slots=np.array(self.slots, np.int32),
-            positions=np.array(self.positions, np.int32),
-            bans_stop_tokens=np.array(self.bans_stop_tokens, np.bool_),
-            masks=self.masks,
-        )
-
-
-@dataclass(slots=True, eq=False)
 class PlanBuilder:
     """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
     with a slot of its own."""
@@ -89,9 +57,10 @@ class PlanBuilder:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     _admits: list[Admit] = field(default_factory=list)
     _table_updates: list[TableUpdate] = field(default_factory=list)
-    _decodes: _DecodeColumns = field(default_factory=_DecodeColumns)
+    _decodes: list[tuple[int, int, int, int]] = field(default_factory=list)
     _prefills: list[PrefillRow] = field(default_factory=list)
-    _samples: _SampleColumns = field(default_factory=_SampleColumns)
+    _samples: list[tuple[int, int, bool]] = field(default_factory=list)
+    _masks: dict[int, TokenMask] = field(default_factory=dict)
 
     def add_admit(self, request: Request) -> None:
         """The request begins in its slot, with the pages that it has by now."""
@@ -121,30 +90,28 @@ class PlanBuilder:
 
     def add_decode(self, request: Request) -> ScheduledSequence:
         """A decode row of the token at num_scheduled, or of the one that a step still out samples."""
-        lease, columns, start = request.lease, self._decodes, request.num_scheduled
+        lease, start = request.lease, request.num_scheduled
         assert lease is not None
-        added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(columns.slots))
-        columns.slots.append(request.slot)
-        columns.positions.append(start)
-        columns.tokens.append(int(lease.keys[start]) if start < lease.num_tokens else SAMPLED)
-        columns.kv_write_from.append(lease.kv_write_from)
+        added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(self._decodes))
+        token = lease.token_at(start) if start < lease.num_tokens else SAMPLED
+        self._decodes.append((request.slot, start, token, lease.kv_write_from))
         self._added_row(added)
         return added
 
     def add_sample(self, request: Request, position: int, bans_stop_tokens: bool, mask: TokenMask | None) -> None:
         """The token at absolute position `position` is drawn."""
-        columns = self._samples
-        columns.slots.append(request.slot)
-        columns.positions.append(position)
-        columns.bans_stop_tokens.append(bans_stop_tokens)
+        self._samples.append((request.slot, position, bans_stop_tokens))
         if mask is not None:
-            columns.masks[request.slot] = mask
+            self._masks[request.slot] = mask
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""
-        return scheduled.row if scheduled.is_decode else scheduled.row + len(self._decodes.slots)
+        return scheduled.row if scheduled.is_decode else scheduled.row + len(self._decodes)
 
     def plan(self) -> StepPlan:
+        decodes = np.array(self._decodes, np.int64).reshape(-1, 4).T.copy()
+        slots, positions, _, write_from = decodes.astype(np.int32)
+        samples = np.array(self._samples, np.int32).reshape(-1, 3).T.copy()
         return StepPlan(
             step=self.step,
             admits=tuple(self._admits),
@@ -152,10 +119,10 @@ class PlanBuilder:
             restores=tuple(self.restores),
             saves=tuple(self.saves),
             table_updates=tuple(self._table_updates),
-            decodes=self._decodes.rows(),
+            decodes=DecodeRows(slots, positions, decodes[2], write_from),
             prefills=tuple(self._prefills),
             snapshots=tuple(self.snapshots),
-            samples=self._samples.samples(),
+            samples=Samples(samples[0], samples[1], samples[2].astype(np.bool_), self._masks),
         )
 
     def _added_row(self, added: ScheduledSequence) -> None:

@@ -22,8 +22,8 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
     while (copies := books.cache.extend(request.lease, num_tokens)) is None:
         if give_way(books) or books.branches.give_way():
             continue
-        place = books.running.index(request)
-        younger = books.running[place + 1 :]
+        younger = books.running.behind(request)
+        is_oldest = books.running.head is request
         victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
         if victims:
             preempt(books, victims[-1], request, request.lease.missing_pages(num_tokens))
@@ -32,8 +32,8 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
         elif books.transfers.is_open:
             cancel_slow_fetch(books)
             return None
-        elif place > 0 or request.lease.num_tokens > request.sent_back_at:
-            if place == 0:
+        elif not is_oldest or request.lease.num_tokens > request.sent_back_at:
+            if is_oldest:
                 # even alone it may hold pages of tokens that the tree has as well: looked up again, it shares those
                 request.sent_back_at = request.lease.num_tokens
             preempt(books, request, request, 0)
@@ -63,6 +63,6 @@ def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int
             victim.save_at = position
             victim.to(Phase.PREEMPTING)
             books.running.remove(victim)
-            books.ending.append(victim)
+            books.ending.put(victim)
             return
     books.back_to_queue(victim, Reason.PREEMPTED)

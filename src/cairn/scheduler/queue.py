@@ -1,4 +1,4 @@
-"""The waiting requests: first come, first served among those of one priority, and preempted ones in their old place."""
+"""Requests in order: first come, first served among those of one priority, and preempted ones in their old place."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
@@ -31,6 +31,10 @@ class RequestQueue:
         place = bisect_right(self._requests, request.turn, key=_turn)
         return self._requests[place] if place < len(self._requests) else None
 
+    def behind(self, request: Request) -> list[Request]:
+        """Those whose turn comes after that of `request`."""
+        return self._requests[bisect_right(self._requests, request.turn, key=_turn) :]
+
     def before(self, request: Request) -> Iterator[Request]:
         """Those whose turn comes before that of `request`."""
         return takewhile(lambda other: other.turn < request.turn, self._requests)
@@ -41,7 +45,7 @@ class RequestQueue:
 
     def remove(self, request: Request) -> None:
         place = bisect_left(self._requests, request.turn, key=_turn)
-        assert self._requests[place] is request, f"{request.id} does not wait"
+        assert self._requests[place] is request, f"{request.id} is not here"
         del self._requests[place]
 
 

@@ -1,0 +1,159 @@
+"""Who waits for pages costs each step next to nothing, and comes in when it would have come in anyhow."""
+
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from driver import Driver, alone
+from hypothesis import HealthCheck, given, settings
+from test_random_mixes import MIX, check_mix
+
+from cairn.cache import lookup, prefix_cache
+from cairn.cache.lease import PageTable
+from cairn.cache.lookup import Finder
+from cairn.cache.prefix_cache import PrefixCache
+from cairn.cache.reasons import Reason
+from cairn.scheduler.request import Phase
+
+TEXT = tuple(range(1000))
+
+
+def counting(monkeypatch) -> Counter:
+    """How often trees were walked, held pages counted, and reasons looked for."""
+    counts: Counter = Counter()
+
+    def counted(place, name):
+        inner = getattr(place, name)
+
+        def call(*arguments, **named):
+            counts[name] += 1
+            return inner(*arguments, **named)
+
+        monkeypatch.setattr(place, name, call)
+
+    counted(lookup, "walk")
+    counted(PrefixCache, "num_held_pages")
+    counted(prefix_cache, "missed")
+    return counts
+
+
+def blocked(**config) -> tuple[Driver, str]:
+    """A driver whose pages are all taken by one that decodes, and one that waits for some of them."""
+    driver = Driver(num_pages=60, max_num_batched_tokens=1024, **config)
+    driver.submit(TEXT[:640], max_tokens=200)
+    while not driver.requests["r1"].output:
+        driver.step()
+    return driver, driver.submit((*TEXT[:100], *range(5000, 5500)), max_tokens=3)
+
+
+def test_the_head_of_the_queue_is_not_looked_up_in_every_step(monkeypatch):
+    counts = counting(monkeypatch)
+    driver, waits = blocked()
+    driver.step()
+    before, version = counts.copy(), driver.cache.residents.version
+    for _ in range(40):
+        driver.step()
+    assert driver.requests[waits].phase is Phase.WAITING
+    assert driver.cache.residents.version == version, "the trees have changed: this tests nothing"
+    assert counts == before
+    driver.run()
+    assert counts["missed"] == 2, "reasons are for those that begin"
+    first = driver.requests[waits].first
+    assert (first.hit, first.lost) == (0, {Reason.EVICTED: 64, Reason.NO_CHECKPOINT: 36, Reason.NEVER_SEEN: 500})
+    assert driver.output(waits) == alone((*TEXT[:100], *range(5000, 5500)), False, max_tokens=3)
+
+
+def test_it_is_looked_up_again_when_the_trees_have_changed(monkeypatch):
+    counts = counting(monkeypatch)
+    driver, waits = blocked()
+    driver.step()
+    version, walks = driver.cache.residents.version, counts["walk"]
+    # what another one leaves there makes its hit longer
+    lease = driver.requests["r1"].lease
+    driver.cache._writer.commit(lease, lease.committed + 1, ())
+    assert driver.cache.residents.version > version
+    driver.step()
+    assert counts["walk"] == walks + 1
+    driver.run()
+    assert len(driver.output(waits)) == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("num_pages", [40, 48, 60, 90])
+def test_it_comes_in_when_it_would_have_come_in_anyhow(monkeypatch, num_pages, exact):
+    """Plan by plan the same as when everything is looked up and counted anew every time."""
+
+    def plans():
+        driver = Driver(num_pages=num_pages, exact=exact, max_num_batched_tokens=300)
+        for number in range(9):
+            start = 1000 * (number % 4)
+            driver.submit((*range(start, start + 120), *range(9000 + 500 * number, 9150 + 500 * number)), max_tokens=40)
+        driver.run()
+        told = [
+            [(admit.slot, *(pages.tolist() for pages in admit.tables)) for admit in plan.admits]
+            for plan in driver.plans
+        ]
+        return told, driver.cache.counters, driver.scheduler.books.counters
+
+    kept = plans()
+    forget_everything(monkeypatch)
+    assert plans() == kept
+
+
+def forget_everything(monkeypatch) -> None:
+    find, could_free = Finder.find, PrefixCache.could_free
+
+    def fresh_find(finder, *arguments):
+        finder._kept.clear()
+        return find(finder, *arguments)
+
+    def fresh_could_free(cache, *arguments):
+        cache._lacking.clear()
+        return could_free(cache, *arguments)
+
+    monkeypatch.setattr(Finder, "find", fresh_find)
+    monkeypatch.setattr(PrefixCache, "could_free", fresh_could_free)
+
+
+def plain(value):
+    """What can be compared: lists for page tables."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, PageTable):
+        return value.pages.tolist(), value.num_shared, value.num_sent
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+@settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(**MIX)
+def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
+    find, could_free = Finder.find, PrefixCache.could_free
+    seen = Counter()
+
+    def checked_find(finder, version, root, namespace, keys, request_id, resumed_from):
+        lease = find(finder, version, root, namespace, keys, request_id, resumed_from)
+        anew = finder._find(root, namespace, keys, request_id, resumed_from)
+        told, wanted = (
+            [plain(getattr(one, field.name)) for field in fields(one) if field.name != "_keys"] for one in (lease, anew)
+        )
+        assert told == wanted and lease.keys.tolist() == anew.keys.tolist()
+        seen["finds"] += 1
+        return lease
+
+    def checked_could_free(cache, lease, num_pages):
+        told = could_free(cache, lease, num_pages)
+        assert told == (num_pages <= cache.pool.num_pages - cache.num_held_pages())
+        seen[told] += 1
+        return told
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Finder, "find", checked_find)
+        patched.setattr(PrefixCache, "could_free", checked_could_free)
+        check_mix(**mix)
+    assert seen["finds"]
