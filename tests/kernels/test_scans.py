@@ -1,6 +1,7 @@
 """The convolution and the scans where random batches are thin: models' shapes, a thousand tokens, a state after every
 token, decays that differ by orders of magnitude."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -199,6 +200,15 @@ def test_a_sequences_bits_are_its_own(num_threads: None, name: str) -> None:
         assert same_bits(alone_y, y[MIXED.rows_of(index)])
         assert same_bits(alone_kept, kept[MIXED.snapshots_of(index)])
         assert same_bits(alone.operands["states"][sequence.slot], together.operands["states"][sequence.slot])
+
+
+@pytest.mark.parametrize("name", ["ssd", "gdn"])
+def test_a_mixed_batch_asks_for_no_other_variant_of_decode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A start compiles what its model's dtype wants: another variant would be compiled while requests wait."""
+    module = sys.modules[f"cairn.kernels.cpu.{name}"]
+    variants = getattr(module, f"_{name}_decode")
+    monkeypatch.setattr(module, f"_{name}_decode", {BF16: variants[BF16]})
+    LARGE[name].copied().run(cpu)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -50,23 +50,27 @@ def gdn(
     check_states(states, (heads, size, dim), torch.float32)
     y, snapshots = empty(*v.shape), empty(host.num_snapshots, heads, size, dim)
     num_prefills = host.num_seqs - host.num_decodes
-    if num_prefills:
-        beta, dt = beta.float(), dt.float()
     q, k, v, beta, dt = by_row(q), by_row(k), by_row(v), by_row(beta), by_row(dt)
-    operands = (
-        *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
-        *(beta.data_ptr(), beta.stride(0), dt.data_ptr(), dt.stride(0), a.data_ptr(), dt_bias.data_ptr()),
-        *(states.data_ptr(), states.stride(0), y.data_ptr(), snapshots.data_ptr()),
-        *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
-        *snapshot_addresses(host),
-        *(host.num_decodes, key_heads, heads // key_heads, size, dim),
-    )
+
+    def operands(beta: Tensor, dt: Tensor) -> tuple[int, ...]:
+        return (
+            *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(beta.data_ptr(), beta.stride(0), dt.data_ptr(), dt.stride(0), a.data_ptr(), dt_bias.data_ptr()),
+            *(states.data_ptr(), states.stride(0), y.data_ptr(), snapshots.data_ptr()),
+            *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
+            *snapshot_addresses(host),
+            *(host.num_decodes, key_heads, heads // key_heads, size, dim),
+        )
+
     if host.num_decodes:
+        # In the gates' own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those
+        # of one variant.
         items = host.num_decodes * heads
-        _gdn_decode[dt.dtype](items, items * size * dim // 4, *operands)
+        _gdn_decode[dt.dtype](items, items * size * dim // 4, *operands(beta, dt))
     if num_prefills:
+        wide_beta, wide_dt = beta.float(), dt.float()
         work = (host.num_rows - host.num_decodes) * heads * size * dim // 16
-        _gdn_prefill[torch.float32](num_prefills * key_heads, work, *operands)
+        _gdn_prefill[torch.float32](num_prefills * key_heads, work, *operands(wide_beta, wide_dt))
     return y, snapshots
 
 

@@ -52,22 +52,29 @@ def ssd(
     check_states(states, (heads, dim, size), torch.float32)
     y, snapshots = empty(*x.shape), empty(host.num_snapshots, heads, dim, size)
     num_prefills = host.num_seqs - host.num_decodes
-    x, b, c, dt = by_row(x), by_row(b), by_row(c), by_row(dt if num_prefills == 0 else dt.float())
-    operands = (
-        *(x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), b.data_ptr(), b.stride(0), c.data_ptr(), c.stride(0)),
-        *(a.data_ptr(), d.data_ptr(), dt_bias.data_ptr(), *dt_limit, states.data_ptr(), states.stride(0)),
-        *(y.data_ptr(), snapshots.data_ptr()),
-        *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
-        *snapshot_addresses(host),
-        *(host.num_decodes, groups, heads // groups, dim, size),
-    )
+    x, b, c, dt = by_row(x), by_row(b), by_row(c), by_row(dt)
+
+    def operands(dt: Tensor) -> tuple[float, ...]:
+        return (
+            *(x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0)),
+            *(b.data_ptr(), b.stride(0), c.data_ptr(), c.stride(0)),
+            *(a.data_ptr(), d.data_ptr(), dt_bias.data_ptr(), *dt_limit, states.data_ptr(), states.stride(0)),
+            *(y.data_ptr(), snapshots.data_ptr()),
+            *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
+            *snapshot_addresses(host),
+            *(host.num_decodes, groups, heads // groups, dim, size),
+        )
+
     if host.num_decodes:
+        # In dt's own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those of one
+        # variant.
         items = host.num_decodes * heads
-        _ssd_decode[dt.dtype](items, items * size * dim // 4, *operands)
+        _ssd_decode[dt.dtype](items, items * size * dim // 4, *operands(dt))
     if num_prefills:
+        wide_dt = dt.float()
         at_once = _heads_at_once(heads // groups, groups * num_prefills)
         work = (host.num_rows - host.num_decodes) * heads * size * dim // 16
-        _ssd_prefill[torch.float32](num_prefills * heads // at_once, work, *operands, at_once)
+        _ssd_prefill[torch.float32](num_prefills * heads // at_once, work, *operands(wide_dt), at_once)
     return y, snapshots
 
 
