@@ -3,6 +3,7 @@
 The reference is a core that caches nothing and serves one request at a time.
 """
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig
+from cairn.engine.contract import EngineConfig, GenerateRequest
 from cairn.errors import ConfigError
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.registry import OpenModel, open_model
+from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.runner.slots import Sample
 from cairn.scheduler.books import SchedulerConfig
@@ -65,6 +67,8 @@ class Engine:
         self.cache = PrefixCache(layout, num_pages, CachePolicy(placement, eviction_for("value"), exact))
         self.scheduler = Scheduler(config, self.cache, ManualClock())
         self.runner = Runner(loaded.models[exact], layout, num_pages, 4, exact, observe=self._observe)
+        limits = PlanLimits(layout, num_pages, 4, loaded.models[exact].vocab_size, exact and layout.state_bytes > 0)
+        self._checked = CheckedRunner(self.runner, limits)
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.requests: dict[int, Request] = {}
         self._numbers = count(1)
@@ -93,7 +97,7 @@ class Engine:
 
     def step(self) -> None:
         while self.scheduler.can_plan:
-            self._results.append(self.runner.run(self.scheduler.plan()))
+            self._results.append(self._checked.run(self.scheduler.plan()))
         self.scheduler.apply(self._results.pop(0))
         audit(self.cache)
 
@@ -347,6 +351,22 @@ def available(folder, count):
     (folder / "proc").mkdir(exist_ok=True)
     (folder / "proc/meminfo").write_text(f"MemAvailable: {count >> 10} kB\n")
     return Machine(folder)
+
+
+def test_plans_are_checked_where_that_is_asked_for(tiny_model):
+    core = build_core(EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=8 << 20, check_plans=True))
+    prompt = np.arange(20, 120).astype("<i8").tobytes()
+    for name in ("a", "b"):
+        core.submit(GenerateRequest(request_id=name, prompt=prompt, max_tokens=4, ignore_eos=True))
+        while core.has_work:
+            core.step()
+    # one prefill, and three steps for the other tokens of each
+    assert core.stats().forward_passes == 7
+    core.submit(GenerateRequest(request_id="c", prompt=prompt, max_tokens=4, ignore_eos=True))
+    plan = core._scheduler.plan
+    core._scheduler.plan = lambda: replace(plan(), admits=(), step=1)
+    with pytest.raises(ValueError, match="step 1 does not follow step"):
+        core.step()
 
 
 # more than there are addresses, so that no machine promises it

@@ -22,11 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class CompileCache(FunctionCache):  # type: ignore[misc]
-    """numba's cache of compiled functions, told apart by the types of their arguments, too."""
+    """numba's cache of compiled functions, told apart by the types of their arguments, too.
+
+    Each variant of a function has a folder of its own. In one folder variants would be numbered in the order in which
+    they were compiled: of two processes that compile different ones at once, each would take the other's for its own.
+    """
 
     def __init__(self, function: Any, argument_types: tuple[Any, ...], folder: Path) -> None:
         self._argument_types = argument_types
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        own = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(own)
         try:
             super().__init__(function)
         finally:
