@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels import exact
 from cairn.kernels.batch import CHUNK
 from cairn.kernels.exact import products
+from cairn.kernels.exact.products import find_dependent_height
 from kernels.comparison import FEW, same_bits
 from kernels.kernel_calls import OPERATIONS, Call, calls, part_of_sequence
 from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
@@ -50,11 +51,20 @@ def results_of(call: Call, index: int, found: tuple[Tensor, ...]) -> Iterator[Te
         yield from (call.operands[name][rows] for name in call.operation.changed)
 
 
+PRODUCTS = ("linear", "lm_head", "experts", "gated_experts")
+WEIGHTS = ("weight", "up", "down", "gate_up")
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 @FEW
 @given(data=st.data())
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str, data: st.DataObject) -> None:
     call = data.draw(calls(name, F32))
+    # What this machine's BLAS does not keep apart, as a width of 7, is refused at start.
+    generator = torch.Generator().manual_seed(0)
+    operands = [call.operands[part] for part in WEIGHTS if part in call.operands and name in PRODUCTS]
+    weights = [each for operand in operands for each in (operand.unbind() if operand.dim() == 3 else [operand])]
+    assume(all(find_dependent_height(each, None, generator) is None for each in weights))
     together = call.copied()
     found = together.run(exact)
     for index in range(len(call.batch.sequences)):

@@ -232,6 +232,7 @@ class TinyDriver(Driver):
         for runner in runners:
             runner.pool.fill_(0xFF)  # recycled pages may hold bytes that read as NaN
         self.runner = RunnersSideBySide(runners) if len(runners) > 1 else runners[0]
+        self._begin(self.model[0])
 
     def _observer(self, rank: int) -> Any:
         def observe(sample: Sample, logits: Tensor) -> None:

@@ -159,11 +159,11 @@ class Driver:
             vision=self.vision,
         )
         self.runner.pool.fill_(0xFF)  # recycled pages may hold bytes that read as NaN
-        self._begin()
+        self._begin(self.model)
 
-    def _begin(self) -> None:
-        aligned = self.exact and self.model.spec.recurrent is not None
-        limits = PlanLimits(self.layout, self.num_pages, self.num_slots, self.model.vocab_size, aligned)
+    def _begin(self, model: Model) -> None:
+        aligned = self.exact and model.spec.recurrent is not None
+        limits = PlanLimits(self.layout, self.num_pages, self.num_slots, model.vocab_size, aligned)
         self.checked = CheckedRunner(self.runner, limits)
         self.writer = PlanWriter(len(self.layout.groups))
 
@@ -242,7 +242,7 @@ class RanksDriver(Driver):
         for runner in runners:
             runner.pool.fill_(0xFF)
         self.runner = RunnersSideBySide(runners)
-        self._begin()
+        self._begin(self.model)
 
     def _observer(self, rank: int) -> Any:
         def observe(sample: Sample, logits: Tensor) -> None:

@@ -25,6 +25,7 @@ from cairn.runner.slots import Sample, Slots
 from cairn.runner.staging import Staged, Staging
 from cairn.runner.token_logprobs import logprobs_of_drawn, score
 from cairn.step import (
+    SAMPLED,
     Logprobs,
     PrefillRow,
     Restore,
@@ -203,7 +204,11 @@ class Runner:
 
     def _contents(self, plan: StepPlan) -> list[RowContent | None]:
         """What the plan's rows have besides text, decode rows first."""
-        rows = [(slot, start, start + 1) for slot, start, _, _ in plan.decodes]
+        rows = []
+        for slot, start, token, _ in plan.decodes:
+            if token == SAMPLED:
+                self._slots.sampled_token(slot, start)  # there has to be one
+            rows.append((slot, start, start + 1))
         rows += [(row.slot, row.start, row.end) for row in plan.prefills]
         communicator, like = self._model.communicator, self._live.hidden
         return [
