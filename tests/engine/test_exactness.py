@@ -4,6 +4,7 @@ The reference is a core that caches nothing and serves one request at a time.
 """
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -67,8 +68,9 @@ class Engine:
         self.cache = PrefixCache(layout, num_pages, CachePolicy(placement, eviction_for("value"), exact))
         self.scheduler = Scheduler(config, self.cache, ManualClock())
         self.runner = Runner(loaded.models[exact], layout, num_pages, 4, exact, observe=self._observe)
-        limits = PlanLimits(layout, num_pages, 4, loaded.models[exact].vocab_size, exact and layout.state_bytes > 0)
-        self._checked = CheckedRunner(self.runner, limits)
+        self._limits = PlanLimits(
+            layout, num_pages, 4, loaded.models[exact].vocab_size, exact and layout.state_bytes > 0
+        )
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.requests: dict[int, Request] = {}
         self._numbers = count(1)
@@ -95,9 +97,14 @@ class Engine:
         self.requests[number] = self.scheduler.books.requests[name]
         return number
 
+    @cached_property
+    def checked(self) -> CheckedRunner:
+        """Of the runner that is there at the first step: engines of several ranks put theirs in its place."""
+        return CheckedRunner(self.runner, self._limits)
+
     def step(self) -> None:
         while self.scheduler.can_plan:
-            self._results.append(self._checked.run(self.scheduler.plan()))
+            self._results.append(self.checked.run(self.scheduler.plan()))
         self.scheduler.apply(self._results.pop(0))
         audit(self.cache)
 
