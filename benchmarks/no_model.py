@@ -92,7 +92,8 @@ def build_engine(config: EngineConfig) -> NoModelEngine:
     """On the checkpoint in `config.model`, without transfers, events, images and grammars."""
     opened = open_model(Path(config.model), config.dtype)
     layout = opened.layout(config.block_size)
-    num_pages = config.kv_cache_memory_bytes // layout.page_bytes
+    num_pages = (config.kv_cache_memory_bytes or 1 << 30) // layout.page_bytes
+    num_slots = config.max_num_seqs or 256
     max_model_len = config.max_model_len or opened.config.max_position_embeddings
     placement = placement_for(config.mamba_cache_mode, config.block_size, config.exact)
     info = EngineInfo(
@@ -107,14 +108,14 @@ def build_engine(config: EngineConfig) -> NoModelEngine:
         bytes_per_token=layout.bytes_per_token,
         checkpoint_bytes=layout.checkpoint_bytes,
         pages_per_checkpoint=layout.pages_per_checkpoint,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=num_slots,
         min_cacheable_tokens=placement.min_cacheable,
         mamba_cache_mode=config.mamba_cache_mode,
         enable_prefix_caching=True,
         exact=config.exact,
     )
     scheduling = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=num_slots,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting=config.max_waiting,
         max_model_len=max_model_len,
@@ -123,8 +124,8 @@ def build_engine(config: EngineConfig) -> NoModelEngine:
     clock = SystemClock()
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
     scheduler = Scheduler(scheduling, PrefixCache(layout, num_pages, policy, clock=clock), clock)
-    model = NoModel(opened.build(exact=config.exact), config.max_num_seqs)
-    runner = Runner(model, layout, num_pages, config.max_num_seqs, config.exact)
+    model = NoModel(opened.build(exact=config.exact), num_slots)
+    runner = Runner(model, layout, num_pages, num_slots, config.exact)
     tokenizer = ModelTokenizer(Path(config.model))
     core = PacedCore(info, scheduler, runner, tokenizer, opened.config.eos_token_ids, config.seed)
     core.seconds = float(os.environ.get(STEP_SECONDS, "0"))

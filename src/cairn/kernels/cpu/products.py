@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,9 @@ from cairn.kernels.batch import Batch
 
 logger = logging.getLogger(__name__)
 
-_ROWS: Mapping[torch.dtype, int] = {torch.bfloat16: 1, torch.float32: 16}
-"""How many rows the layout is chosen for; it serves any number."""
+_ROWS: Mapping[torch.dtype, int] = MappingProxyType({torch.bfloat16: 1})
+"""How many rows the layout is chosen for; it serves any number. float32 stays with torch's own products: oneDNN keeps
+code and buffers for every number of rows that it has met, which took some 600 MB of a server of a tiny model."""
 
 
 @dataclass(frozen=True, slots=True)
