@@ -11,7 +11,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch, Vectors
 from cairn.kernels.contract import Kernels
 from cairn.runner.staging import Staged, Staging
-from cairn.step import SAMPLED, StepPlan
+from cairn.step import SAMPLED, Snapshot, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -26,13 +26,12 @@ class RowContent:
     vectors: Tensor
 
 
-def host_batch(plan: StepPlan) -> HostBatch:
-    """The lengths of a plan's rows; its snapshots in the order of their rows and positions (see `snapshot_order`)."""
+def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
+    """The lengths of a plan's rows. `snapshots`: the plan's, in the order of their rows and positions."""
     decodes, prefills = plan.decodes, plan.prefills
     starts = np.array([row.start for row in prefills], np.int32)
     lengths = np.array([len(row.tokens) for row in prefills], np.int32)
     ends = np.concatenate([decodes.positions + 1, starts + lengths])
-    snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
     seq_starts = np.concatenate([decodes.positions, starts])
     rows = np.array([snapshot.row for snapshot in snapshots], np.int32)
     return HostBatch(
@@ -57,13 +56,16 @@ def snapshot_order(plan: StepPlan) -> list[int]:
 
 
 class BatchBuilder:
-    """One plan's batch on its way to the device: made, then sent with the rest of the step, then `batch`."""
+    """One plan's batch on its way to the device: made, then sent with the rest of the step, then `batch`.
+
+    `snapshots`: the plan's, in the batch's order.
+    """
 
     def __init__(self, plan: StepPlan, contents: Sequence[RowContent | None], staging: Staging) -> None:
         """`contents`: what stands for the tokens below 0 of each prefill row or decode row, in this order of rows, and
         where all of them stand; None for a row of text alone."""
-        self.host = host_batch(plan)
-        host, num_decodes = self.host, len(plan.decodes)
+        self.snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
+        host = self.host = host_batch(plan, self.snapshots)
         tokens = np.concatenate([plan.decodes.tokens, *(row.tokens for row in plan.prefills)])
         sampled = np.flatnonzero(plan.decodes.tokens == SAMPLED)
         first = host.cu_seqlens[:-1]
@@ -83,7 +85,6 @@ class BatchBuilder:
             staging.add(array)
             for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
         ]
-        assert num_decodes == host.num_decodes
 
     def batch(self, block_tables: Sequence[Tensor], last_tokens: Tensor, kernels: Kernels) -> Batch:
         """After the staging was sent. `last_tokens` int64 [slots + 1]: what was drawn last in each slot."""

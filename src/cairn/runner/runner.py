@@ -13,7 +13,7 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import BatchBuilder, RowContent, snapshot_order
+from cairn.runner.batch_builder import BatchBuilder, RowContent
 from cairn.runner.block_tables import table_entries
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
@@ -96,9 +96,9 @@ class _Staged:
         entries = table_entries(plan, len(layout.groups), max_pages)
         self.table_entries = [(staging.add(places), staging.add(pages)) for places, pages in entries]
         self.batch = BatchBuilder(plan, contents, staging)
-        snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
         host = self.batch.host
-        self.snapshots = ints(host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1), files(snapshots)
+        last_rows = host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1
+        self.snapshots = ints(last_rows), files(self.batch.snapshots)
         self.sampled = staging.add(plan.samples.slots.astype(np.int64))
         staging.send(to)
 
