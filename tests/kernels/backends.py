@@ -1,22 +1,45 @@
 """The backends that hold the contract: a new one is a line here."""
 
-from collections.abc import Mapping
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 import torch
 
 from cairn.kernels import cpu, exact, reference
+from cairn.kernels.contract import Kernels
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
-BACKENDS: Mapping[ModuleType, tuple[torch.dtype, ...]] = {
+BACKENDS: dict[ModuleType, tuple[torch.dtype, ...]] = {
     # Its float64 is the truth itself; what is checked here is that it holds the contract in the other ones, too.
     reference: (F64, F32, BF16),
     exact: (F64, F32, BF16),
     cpu: (F32, BF16),
 }
 """Every backend and the models' dtypes that it takes."""
+
+DEVICES: dict[Kernels, torch.device] = {}
+"""Where a backend's operands have to lie, if not on the CPU."""
+
+BF16_PRODUCTS: dict[Kernels, dict[str, float]] = {}
+"""Functions of a backend that in bfloat16 models have bfloat16 where others have float32, and how far off the largest
+number they may be."""
+
+INTERPRETED = False
+"""Whether kernels are run by Triton's interpreter, some milliseconds each: a few examples must do."""
+
+if find_spec("triton") is not None:
+    from cairn.kernels import cuda
+    from cairn.kernels.cuda import device
+
+    INTERPRETED = device.INTERPRETED
+    if INTERPRETED or torch.cuda.is_available():
+        # Where it can run, nothing else has to be shown: the other ones are tested everywhere.
+        BACKENDS = {cuda: (F32, BF16)}
+        DEVICES[cuda] = device.device()
+        # More tokens than the random keys have dimensions: the inverse makes roundings larger.
+        BF16_PRODUCTS[cuda] = {"conv": 1.5e-2, "ssd": 1.5e-2, "gdn": 5e-2}
 
 
 def name_of(value: object) -> str:

@@ -1,6 +1,13 @@
 import pytest
 import torch
 
+from kernels.backends import INTERPRETED
+
+if INTERPRETED:
+    from kernels.interpreter import mend_bfloat16
+
+    mend_bfloat16()
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:

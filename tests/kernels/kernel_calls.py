@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
+from kernels.backends import DEVICES
 from kernels.random_batches import PAGE_SIZES, RandomBatch, SequenceRows, batches, garbage
+
+CPU = torch.device("cpu")
 
 Kind = Literal["model", "once", "product", "wide", "copied", "chosen"]
 """What comes out: a number of the model's dtype; one that was computed in float32 and rounded to it once; a float32
@@ -127,16 +130,24 @@ class Call:
 
     def run(self, kernels: Kernels) -> tuple[Tensor, ...]:
         """What a backend gives for it; changes the operands that it changes."""
-        arguments = {
-            name: kernels.pack(value) if name in self.operation.packed else value
+        device = DEVICES.get(kernels, CPU)
+        moved = {
+            name: moved_to(device, value) if isinstance(value, Tensor) else value
             for name, value in self.operands.items()
         }
+        arguments = {
+            name: kernels.pack(value) if name in self.operation.packed else value for name, value in moved.items()
+        }
         if self.operation.takes_batch:
-            arguments["batch"] = self.batch.batch(kernels, self.block_tables)
+            tables = [table.to(device) for table in self.block_tables]
+            arguments["batch"] = self.batch.batch(kernels, tables, device)
         found = getattr(kernels, self.name)(**arguments)
+        for name, value in self.operands.items():
+            if moved[name] is not value:
+                whole_memory(value).copy_(whole_memory(moved[name]))
         if found is None:
             return ()
-        return found if isinstance(found, tuple) else (found,)
+        return tuple(each.to(CPU) for each in (found if isinstance(found, tuple) else (found,)))
 
 
 def part_of_sequence(whole: Call, slot: int, start: int, end: int, decode: bool = False) -> Call:
@@ -145,6 +156,18 @@ def part_of_sequence(whole: Call, slot: int, start: int, end: int, decode: bool 
     rows = (SequenceRows(slot, start, end - start, snapshots=(end - start,)),)
     batch = RandomBatch(rows, ()) if decode else RandomBatch((), rows)
     return whole.of_rows(slice(start - first, end - first), batch)
+
+
+def whole_memory(x: Tensor) -> Tensor:
+    """All that x is a part of."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+
+
+def moved_to(device: torch.device, x: Tensor) -> Tensor:
+    """x with all that it is a part of, in the same layout; x itself if it is there."""
+    if x.device == device:
+        return x
+    return whole_memory(x).to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def part_of_wider(x: Tensor, dim: int) -> Tensor:

@@ -86,18 +86,18 @@ class RandomBatch:
             snapshot_offsets=ints([offset for sequence in sequences for offset in sequence.snapshots]),
         )
 
-    def batch(self, kernels: Kernels, block_tables: Sequence[Tensor] = ()) -> Batch:
+    def batch(self, kernels: Kernels, block_tables: Sequence[Tensor] = (), device: torch.device | None = None) -> Batch:
         """What the kernels are given, with `kernels`' own metadata."""
         host = self.host()
         positions = [torch.arange(sequence.start, sequence.end) for sequence in self.sequences]
         return Batch(
-            tokens=torch.zeros(host.num_rows, dtype=torch.int64),
-            positions=torch.cat([*positions, torch.arange(0)]).expand(3, -1).contiguous(),
-            cu_seqlens=torch.from_numpy(host.cu_seqlens.copy()),
-            slots=torch.from_numpy(host.slots.copy()),
-            seq_starts=torch.from_numpy(host.seq_starts.copy()),
-            seq_lens=torch.from_numpy(host.seq_lens.copy()),
-            kv_write_from=torch.from_numpy(host.kv_write_from.copy()),
+            tokens=torch.zeros(host.num_rows, dtype=torch.int64, device=device),
+            positions=torch.cat([*positions, torch.arange(0)]).expand(3, -1).contiguous().to(device),
+            cu_seqlens=torch.tensor(host.cu_seqlens, device=device),
+            slots=torch.tensor(host.slots, device=device),
+            seq_starts=torch.tensor(host.seq_starts, device=device),
+            seq_lens=torch.tensor(host.seq_lens, device=device),
+            kv_write_from=torch.tensor(host.kv_write_from, device=device),
             block_tables=block_tables,
             host=host,
             metadata=kernels.prepare(host),

@@ -86,12 +86,12 @@ class Kernels(Protocol):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
         """The norm of x * silu(gate) over each of `groups` equal parts of a row, times weight (Mamba2, arXiv
-        2405.21060): x float32 [T, width], gate [T, width], weight [width] -> gate's dtype."""
+        2405.21060): x [T, width] as `ssd` gives it, gate [T, width], weight [width] -> gate's dtype."""
         ...
 
     def head_norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`rms_norm` of each head times silu(gate) (gated delta net): x float32 [T, H, P], gate [T, H * P], weight
-        float32 [P] -> gate's dtype [T, H * P]."""
+        """`rms_norm` of each head times silu(gate) (gated delta net): x [T, H, P] as `gdn` gives it, gate [T, H * P],
+        weight float32 [P] -> gate's dtype [T, H * P]."""
         ...
 
     def silu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
@@ -136,7 +136,9 @@ class Kernels(Protocol):
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: Batch, silu: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Causal depthwise convolution, then silu if wanted: x [T, C] in model dtype -> (float32 [T, C], snapshots).
+        """Causal depthwise convolution, then silu if wanted: x [T, C] in model dtype -> (y [T, C], snapshots).
+
+        y is float32, or in the model's dtype if the backend's scans multiply in it.
 
         weight float32 [W, C], taps oldest first, bias float32 [C]; states [slots + 1, W - 1, C] in model dtype: the
         raw inputs before the pass, updated in place. Snapshots [N, W - 1, C] in the states' dtype.
@@ -156,13 +158,13 @@ class Kernels(Protocol):
         states: Tensor,
         batch: Batch,
     ) -> tuple[Tensor, Tensor]:
-        """Mamba2's state space scan (arXiv 2405.21060, section 6): (y float32 [T, H, P], snapshots).
+        """Mamba2's state space scan (arXiv 2405.21060, section 6): (y [T, H, P] in x's dtype, snapshots).
 
             step = clamp(softplus(dt + dt_bias), *dt_limit)
             state = exp(step a) state + step x b^T,    y = state c + d x        per head
 
-        x float32 [T, H, P]; dt [T, H] in model dtype; b and c float32 [T, G, S]; a (negative), d, dt_bias float32 [H].
-        states float32 [slots + 1, H, P, S] in place; snapshots float32 [N, H, P, S].
+        x [T, H, P], b and c [T, G, S] as `conv` gives them; dt [T, H] in model dtype; a (negative), d and dt_bias
+        float32 [H]. states float32 [slots + 1, H, P, S] in place; snapshots float32 [N, H, P, S].
         """
         ...
 
@@ -178,14 +180,14 @@ class Kernels(Protocol):
         states: Tensor,
         batch: Batch,
     ) -> tuple[Tensor, Tensor]:
-        """The gated delta rule (arXiv 2412.06464): (y float32 [T, H, P], snapshots).
+        """The gated delta rule (arXiv 2412.06464): (y [T, H, P] in v's dtype, snapshots).
 
             g = a softplus(dt + dt_bias),    w = sigmoid(beta),    q and k over their lengths (eps 1e-6 under the root)
             state = exp(g) state,    state = state + k (w (v - k state))^T,    y = S^-0.5 q state        per head
 
-        q and k float32 [T, Hk, S], v float32 [T, H, P]: a q/k head serves H / Hk consecutive value heads; beta and dt
-        [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states float32 [slots + 1, H, S, P] in place;
-        snapshots float32 [N, H, S, P].
+        q and k [T, Hk, S] and v [T, H, P] as `conv` gives them: a q/k head serves H / Hk consecutive value heads; beta
+        and dt [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states float32 [slots + 1, H, S, P] in
+        place; snapshots float32 [N, H, S, P].
         """
         ...
 

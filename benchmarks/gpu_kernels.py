@@ -1,0 +1,617 @@
+"""What the CUDA backend's kernels take on a GPU, each beside its floor and, where one is installed, beside another one.
+
+    python benchmarks/gpu_kernels.py [--only NAME ...] [--models NAME ...] [--repeats 20] [--out build/gpu-kernels]
+
+Shapes are those of Nemotron-3-Nano-30B-A3B and Qwen3.5-35B-A3B in bfloat16. Decode: 1, 32 and 128 sequences. Prefill:
+one prompt of 2k to 128k tokens, without snapshots and with those of `auto` (every 1,024 tokens here).
+
+First every operation is held against the reference in float64, on a batch that mixes decodes and prefills: the error is
+the length of the difference over the length of the truth. Then it is timed: inputs of several seeds, each call captured
+in a CUDA graph, the second-level cache overwritten before every replay, medians of CUDA events. The floor is the larger
+of two: the bytes that have to move, each operand read once and each result written once, at the speed of a copy or a
+sum; and the products, at the speed of one of 8,192 x 8,192 x 8,192 in bfloat16; both speeds measured in the same run.
+`of floor` is floor / time. Writes FILE.json and plots beside it.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from cairn.kernels import cuda, reference
+from cairn.kernels.batch import CHUNK, Batch, HostBatch
+from cairn.kernels.contract import Kernels
+
+PAGE_SIZE = 64
+SNAPSHOT_EVERY = 1024
+GIB = 2**30
+BF16, F32 = torch.bfloat16, torch.float32
+DEVICE = torch.device("cuda")
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's sizes, None where it has no such layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    experts_per_token: int
+    expert_inner: int
+    gated_experts: bool
+    conv_channels: int
+    conv_width: int = 4
+    gdn: tuple[int, int, int, int] | None = None
+    """q/k heads, value heads, state size, head dim."""
+    ssd: tuple[int, int, int, int] | None = None
+    """heads, head dim, groups, state size."""
+
+
+MODELS = {
+    "nemotron-3-nano-30b-a3b": Model(
+        hidden=2688,
+        heads=32,
+        kv_heads=2,
+        head_dim=128,
+        experts=128,
+        experts_per_token=6,
+        expert_inner=1856,
+        gated_experts=False,
+        conv_channels=6144,
+        ssd=(64, 64, 8, 128),
+    ),
+    "qwen3.5-35b-a3b": Model(
+        hidden=2048,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        experts=256,
+        experts_per_token=8,
+        expert_inner=512,
+        gated_experts=True,
+        conv_channels=8192,
+        gdn=(16, 32, 128, 128),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences of a pass, (tokens before it, tokens with it); decodes first. `snapshots`: whether states are kept."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    num_decodes: int
+    snapshots: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(end - start for start, end in self.sequences)
+
+    def host(self) -> HostBatch:
+        starts = np.array([start for start, _ in self.sequences], np.int32)
+        ends = np.array([end for _, end in self.sequences], np.int32)
+        kept = [
+            (i, position - start)
+            for i, (start, end) in enumerate(self.sequences)
+            for position in range(start + 1, end + 1)
+            if self.snapshots and (position % SNAPSHOT_EVERY == 0 or position == end)
+        ]
+        return HostBatch(
+            num_decodes=self.num_decodes,
+            cu_seqlens=np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int32),
+            slots=np.random.default_rng(0).permutation(len(starts)).astype(np.int32),
+            seq_starts=starts,
+            seq_lens=ends,
+            kv_write_from=np.zeros_like(starts),
+            snapshot_rows=np.array([row for row, _ in kept], np.int32),
+            snapshot_offsets=np.array([offset for _, offset in kept], np.int32),
+        )
+
+    def batch(self, kernels: Kernels) -> Batch:
+        host = self.host()
+        pages = -(-host.seq_lens // PAGE_SIZE)
+        order = np.random.default_rng(1).permutation(int(pages.sum())).astype(np.int32)
+        table = np.zeros((len(host.slots) + 1, int(pages.max())), np.int32)
+        first = 0
+        for slot, count in zip(host.slots, pages, strict=True):
+            table[slot, :count] = order[first : first + count]
+            first += int(count)
+
+        def moved(array: Any) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+
+        positions = np.concatenate([np.arange(start, end) for start, end in self.sequences])
+        return Batch(
+            tokens=torch.zeros(host.num_rows, dtype=torch.int64, device=DEVICE),
+            positions=moved(np.stack([positions] * 3)),
+            cu_seqlens=moved(host.cu_seqlens),
+            slots=moved(host.slots),
+            seq_starts=moved(host.seq_starts),
+            seq_lens=moved(host.seq_lens),
+            kv_write_from=moved(host.kv_write_from),
+            block_tables=[moved(table)],
+            host=host,
+            metadata=kernels.prepare(host),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return sum(-(-end // PAGE_SIZE) for _, end in self.sequences)
+
+
+CONTEXTS = {1: (2048, 32768, 131072), 32: (2048, 32768), 128: (2048, 8192)}
+MIXED = Load("check", ((200, 201), (64, 65), (0, 130), (77, 177), (127, 129)), 2, snapshots=True)
+
+
+def decode(count: int, context: int) -> Load:
+    return Load(f"decode {count} x {context}", ((context - 1, context),) * count, count)
+
+
+def prefill(tokens: int, snapshots: bool = False) -> Load:
+    return Load(f"prefill {tokens}" + (" + snapshots" if snapshots else ""), ((0, tokens),), 0, snapshots)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size. `operands`: seed -> arguments without the batch. `peers`: others that do the same,
+    from the operands."""
+
+    operation: str
+    model: str
+    load: Load
+    operands: Callable[[int], dict[str, Any]]
+    num_bytes: float
+    flops: float = 0.0
+    takes_batch: bool = True
+    peers: dict[str, Callable[[dict[str, Any]], Call]] = field(default_factory=dict)
+
+    def call(self, kernels: Kernels, operands: dict[str, Any]) -> Call:
+        function = getattr(kernels, self.operation)
+        if self.takes_batch:
+            batch = self.load.batch(kernels)
+            return lambda: function(**operands, batch=batch)
+        return lambda: function(**operands)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = F32, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed + 7919 * sum(shape))
+    return (torch.randn(shape, generator=generator, device=DEVICE, dtype=F32) * scale + shift).to(dtype)
+
+
+# -- the operations ---------------------------------------------------------------------------------------------------
+
+
+def gdn_case(name: str, model: Model, load: Load) -> Case:
+    assert model.gdn is not None
+    key_heads, heads, size, dim = model.gdn
+    rows, sequences = load.num_rows, len(load.sequences)
+
+    def operands(seed: int) -> dict[str, Any]:
+        wide = random(seed, rows, 2 * key_heads * size + heads * dim, dtype=BF16)
+        q, k, v = wide.split([key_heads * size, key_heads * size, heads * dim], dim=1)
+        gates = random(seed + 1, rows, 2 * heads, dtype=BF16)
+        return {
+            "q": q.unflatten(1, (key_heads, size)),
+            "k": k.unflatten(1, (key_heads, size)),
+            "v": v.unflatten(1, (heads, dim)),
+            "beta": gates[:, :heads],
+            "dt": gates[:, heads:],
+            "a": -random(seed + 2, heads, scale=0.5).exp(),
+            "dt_bias": random(seed + 3, heads, shift=-3.0),
+            "states": random(seed + 4, sequences + 1, heads, size, dim, scale=0.1),
+        }
+
+    def fla(given: dict[str, Any]) -> Call:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+        decay = given["a"] * F.softplus(given["dt"].float() + given["dt_bias"])
+        low = {part: given[part].to(BF16).contiguous().unsqueeze(0) for part in ("q", "k", "v")}
+        beta = given["beta"].float().sigmoid().to(BF16).unsqueeze(0)
+        start = torch.zeros(sequences, heads, size, dim, device=DEVICE)
+        # It takes what our gates have made already.
+        return lambda: chunk_gated_delta_rule(
+            **low, g=decay.unsqueeze(0), beta=beta, initial_state=start, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    chunks = sum((end - 1) // CHUNK - start // CHUNK + 1 for start, end in load.sequences)
+    state = heads * size * dim
+    flops = 0.0 if load.num_decodes else chunks * heads * 2 * CHUNK * (CHUNK * 2 * (size + dim) + 3 * size * dim)
+    kept = load.host().num_snapshots
+    peers = {"fla": fla} if sequences == 1 and not load.num_decodes and importlib.util.find_spec("fla") else {}
+    return Case(
+        "gdn", name, load, operands, rows * (4 * key_heads * size + 4 * heads * dim + 4 * heads)
+        + 4 * state * (2 * sequences + kept), flops, peers=peers,
+    )  # fmt: skip
+
+
+def ssd_case(name: str, model: Model, load: Load) -> Case:
+    assert model.ssd is not None
+    heads, dim, groups, size = model.ssd
+    rows, sequences = load.num_rows, len(load.sequences)
+
+    def operands(seed: int) -> dict[str, Any]:
+        wide = random(seed, rows, heads * dim + 2 * groups * size, dtype=BF16)
+        x, b, c = wide.split([heads * dim, groups * size, groups * size], dim=1)
+        return {
+            "x": x.unflatten(1, (heads, dim)),
+            "dt": random(seed + 1, rows, heads, dtype=BF16),
+            "b": b.unflatten(1, (groups, size)),
+            "c": c.unflatten(1, (groups, size)),
+            "a": -random(seed + 2, heads).exp(),
+            "d": random(seed + 3, heads),
+            "dt_bias": random(seed + 4, heads, shift=-3.0),
+            "dt_limit": (0.0, float("inf")),
+            "states": random(seed + 5, sequences + 1, heads, dim, size, scale=0.1),
+        }
+
+    chunks = sum((end - 1) // CHUNK - start // CHUNK + 1 for start, end in load.sequences)
+    state = heads * dim * size
+    flops = 0.0 if load.num_decodes else chunks * heads * 2 * CHUNK * (CHUNK * (size + dim) + 2 * size * dim)
+    kept = load.host().num_snapshots
+    return Case(
+        "ssd", name, load, operands, rows * (4 * heads * dim + 4 * groups * size + 2 * heads)
+        + 4 * state * (2 * sequences + kept), flops,
+    )  # fmt: skip
+
+
+def conv_case(name: str, model: Model, load: Load) -> Case:
+    channels, width = model.conv_channels, model.conv_width
+    rows, sequences = load.num_rows, len(load.sequences)
+
+    def operands(seed: int) -> dict[str, Any]:
+        return {
+            "x": random(seed, rows, channels + 64, dtype=BF16)[:, :channels],
+            "weight": random(seed + 1, width, channels),
+            "bias": random(seed + 2, channels),
+            "states": random(seed + 3, sequences + 1, width - 1, channels, dtype=BF16),
+        }
+
+    state = (width - 1) * channels
+    moved = rows * channels * 4 + 2 * state * (2 * sequences + load.host().num_snapshots)
+    return Case("conv", name, load, operands, moved)
+
+
+def attention_case(name: str, model: Model, load: Load) -> Case:
+    heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
+    rows = load.num_rows
+
+    def operands(seed: int) -> dict[str, Any]:
+        shape = (load.num_pages, kv_heads, PAGE_SIZE, dim)
+        return {
+            "q": random(seed, rows, heads * dim + 64, dtype=BF16)[:, : heads * dim].unflatten(1, (heads, dim)),
+            "keys": random(seed + 1, *shape, dtype=BF16),
+            "values": random(seed + 2, *shape, dtype=BF16),
+            "group": 0,
+        }
+
+    def sdpa(given: dict[str, Any]) -> Call:
+        tokens = load.num_rows
+        q = given["q"].contiguous().transpose(0, 1).unsqueeze(0)
+        k, v = (random(seed, 1, kv_heads, tokens, dim, dtype=BF16) for seed in (5, 6))
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    seen = sum(end for _, end in load.sequences)
+    pairs = sum((start + 1 + end) * (end - start) / 2 for start, end in load.sequences)
+    peers = {"torch SDPA, no pages": sdpa} if load.num_decodes == 0 and load.sequences[0][0] == 0 else {}
+    moved = 2 * (2 * rows * heads * dim + 2 * seen * kv_heads * dim)
+    return Case("attention", name, load, operands, moved, 4 * pairs * heads * dim, peers=peers)
+
+
+def write_kv_case(name: str, model: Model, load: Load) -> Case:
+    rows, kv_heads, dim = load.num_rows, model.kv_heads, model.head_dim
+
+    def operands(seed: int) -> dict[str, Any]:
+        shape = (load.num_pages, kv_heads, PAGE_SIZE, dim)
+        return {
+            "k": random(seed, rows, kv_heads, dim, dtype=BF16),
+            "v": random(seed + 1, rows, kv_heads, dim, dtype=BF16),
+            "keys": torch.zeros(shape, dtype=BF16, device=DEVICE),
+            "values": torch.zeros(shape, dtype=BF16, device=DEVICE),
+            "group": 0,
+        }
+
+    return Case("write_kv", name, load, operands, 8 * rows * kv_heads * dim)
+
+
+def experts_case(name: str, model: Model, load: Load) -> Case:
+    rows, experts, chosen = load.num_rows, model.experts, model.experts_per_token
+    hidden, inner = model.hidden, model.expert_inner
+    halves = 2 if model.gated_experts else 1
+
+    def operands(seed: int) -> dict[str, Any]:
+        return {
+            "x": random(seed, rows, hidden, dtype=BF16),
+            "choice": random(seed + 1, rows, experts).topk(chosen, dim=-1).indices,
+            "share": random(seed + 2, rows, chosen).softmax(-1),
+            "gate_up" if model.gated_experts else "up": random(
+                3, experts, halves * inner, hidden, dtype=BF16, scale=hidden**-0.5
+            ),
+            "down": random(4, experts, hidden, inner, dtype=BF16, scale=inner**-0.5),
+        }
+
+    # How many experts random tokens choose, in expectation.
+    used = experts * (1 - (1 - chosen / experts) ** rows)
+    moved = 2 * used * (halves + 1) * inner * hidden + 2 * rows * hidden * 2
+    operation = "gated_experts" if model.gated_experts else "experts"
+    return Case(operation, name, load, operands, moved, 2 * rows * chosen * (halves + 1) * inner * hidden)
+
+
+def router_case(name: str, model: Model, load: Load) -> Case:
+    rows, experts = load.num_rows, model.experts
+    more: dict[str, Any] = {"top_k": model.experts_per_token, "normalize": True}
+    if not model.gated_experts:
+        more |= {"correction": random(1, experts), "num_groups": 1, "top_groups": 1, "scale": 2.5}
+    operation = "softmax_router" if model.gated_experts else "sigmoid_router"
+    moved = rows * (4 * experts + 12 * model.experts_per_token)
+    return Case(
+        operation, name, load, lambda seed: {"logits": random(seed, rows, experts), **more}, moved, takes_batch=False
+    )
+
+
+def row_cases(name: str, model: Model, load: Load) -> Iterator[Case]:
+    """Norms and what stands beside them."""
+    rows, hidden = load.num_rows, model.hidden
+
+    def case(operation: str, operands: Callable[[int], dict[str, Any]], num_bytes: float) -> Case:
+        return Case(operation, name, load, operands, num_bytes, takes_batch=False)
+
+    weight = random(1, hidden, dtype=BF16)
+    yield case(
+        "add_rms_norm",
+        lambda seed: {
+            "residual": random(seed, rows, hidden, dtype=BF16),
+            "x": random(seed + 1, rows, hidden, dtype=BF16),
+            "weight": weight,
+            "eps": 1e-6,
+        },
+        8 * rows * hidden,
+    )
+    if model.gdn is not None:
+        _, heads, _, dim = model.gdn
+        yield case(
+            "head_norm_gate",
+            lambda seed: {
+                "x": random(seed, rows, heads, dim, dtype=BF16),
+                "gate": random(seed + 1, rows, heads * dim, dtype=BF16),
+                "weight": random(2, dim),
+                "eps": 1e-6,
+            },
+            6 * rows * heads * dim,
+        )
+    if model.ssd is not None:
+        heads, dim, groups, _ = model.ssd
+        yield case(
+            "gated_rms_norm",
+            lambda seed: {
+                "x": random(seed, rows, heads * dim, dtype=BF16),
+                "gate": random(seed + 1, rows, heads * dim, dtype=BF16),
+                "weight": random(2, heads * dim, dtype=BF16),
+                "groups": groups,
+                "eps": 1e-6,
+            },
+            6 * rows * heads * dim,
+        )
+    pairs = model.head_dim // 8
+    yield case(
+        "rope",
+        lambda seed: {
+            "x": random(seed, rows, model.heads, model.head_dim, dtype=BF16),
+            "cos": random(seed + 1, rows, pairs),
+            "sin": random(seed + 2, rows, pairs),
+        },
+        rows * (4 * model.heads * model.head_dim + 8 * pairs),
+    )
+
+
+def cases(names: Sequence[str]) -> Iterator[Case]:
+    """All of them, the checks first."""
+    lengths = (2048, 8192, 32768, 131072)
+    for name in names:
+        model = MODELS[name]
+        scan = gdn_case if model.gdn is not None else ssd_case
+        for load in (
+            MIXED,
+            *(decode(count, 2048) for count in CONTEXTS),
+            *(prefill(tokens) for tokens in lengths),
+            *(prefill(tokens, snapshots=True) for tokens in (8192, 32768)),
+        ):
+            yield scan(name, model, load)
+            yield conv_case(name, model, load)
+        for load in (
+            MIXED,
+            *(decode(count, context) for count, contexts in CONTEXTS.items() for context in contexts),
+            *(prefill(tokens) for tokens in lengths[:3]),
+            Load("prefill 512 behind 32768", ((32768, 33280),), 0),
+        ):
+            yield attention_case(name, model, load)
+        for load in (MIXED, *(decode(count, 1) for count in CONTEXTS), prefill(8192)):
+            yield write_kv_case(name, model, load)
+            yield experts_case(name, model, load)
+            yield router_case(name, model, load)
+            yield from row_cases(name, model, load)
+
+
+# -- error ------------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(result: object) -> list[Tensor]:
+    if result is None:
+        return []
+    return list(result) if isinstance(result, tuple) else [result]  # type: ignore[list-item]
+
+
+def error(case: Case) -> float:
+    """The largest one of the results and of what is written in place."""
+    given = case.operands(0)
+    exact = {
+        name: value.to(torch.float64, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in case.operands(0).items()
+    }
+    torch.set_default_device(DEVICE)
+    wanted = tensors_of(case.call(reference, exact)())
+    torch.set_default_device("cpu")
+    found = tensors_of(case.call(cuda, given)())
+    places = [name for name in ("states", "keys", "values", "residual") if name in given]
+    pairs = [*zip(found, wanted, strict=True), *((given[name], exact[name]) for name in places)]
+    if "router" in case.operation:
+        pairs = [(found[1].sort(-1).values, wanted[1].sort(-1).values)]
+    return max(((one.double() - other).norm() / other.norm().clamp(min=1e-30)).item() for one, other in pairs)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Medians of CUDA events around replays of a graph, each behind a write of more than the second-level cache."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+        self._flush = torch.empty(GIB // 4, dtype=torch.int8, device=DEVICE)
+
+    def milliseconds(self, calls: Sequence[Call]) -> float:
+        graphs = [self._captured(call) for call in calls]
+        times = []
+        for turn in range(self._repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            begin.record()
+            graphs[turn % len(graphs)].replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times)
+
+    def _captured(self, call: Call) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of this GPU in this run: bytes a second, of a copy (read and written both counted) or of reading alone, whichever
+    is more, and products a second."""
+
+    bandwidth: float
+    flops: float
+
+    @staticmethod
+    def measured(timer: Timer) -> "Peaks":
+        one, other = (torch.zeros(4 * GIB, dtype=torch.int8, device=DEVICE) for _ in range(2))
+        copy = timer.milliseconds([lambda: other.copy_(one)])
+        numbers = one.view(torch.float32)
+        read = timer.milliseconds([lambda: numbers.sum()])
+        a, b = (random(seed, 8192, 8192, dtype=BF16) for seed in (1, 2))
+        product = timer.milliseconds([lambda: a @ b])
+        return Peaks(max(8 * GIB / copy, 4 * GIB / read) * 1e3, 2 * 8192**3 / product * 1e3)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case. `of_floor`: floor / time; `bound`: what makes the floor."""
+
+    operation: str
+    model: str
+    load: str
+    microseconds: float
+    floor_microseconds: float
+    of_floor: float
+    bound: str
+    peers: dict[str, float]
+
+
+def timing(case: Case, timer: Timer, peaks: Peaks) -> Timing:
+    seeds = range(1 if case.num_bytes > GIB else 3)
+    given = [case.operands(seed) for seed in seeds]
+    microseconds = 1e3 * timer.milliseconds([case.call(cuda, each) for each in given])
+    peers = {name: 1e3 * timer.milliseconds([make(given[0])]) for name, make in case.peers.items()}
+    by_bytes, by_flops = 1e6 * case.num_bytes / peaks.bandwidth, 1e6 * case.flops / peaks.flops
+    floor = max(by_bytes, by_flops)
+    return Timing(
+        case.operation, case.model, case.load.name, microseconds, floor, floor / microseconds,
+        "bytes" if by_bytes >= by_flops else "products", peers,
+    )  # fmt: skip
+
+
+def plot(timings: Sequence[Timing], path: Path) -> None:
+    """How near each kernel comes to its floor, a picture a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    for model in dict.fromkeys(each.model for each in timings):
+        own = [each for each in timings if each.model == model]
+        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.2 * len(own)), layout="constrained")
+        colours = ["tab:blue" if each.bound == "bytes" else "tab:orange" for each in own]
+        axes.barh([f"{each.operation}, {each.load}" for each in own], [each.of_floor for each in own], color=colours)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlabel("floor / time (blue: memory is the floor, orange: products)")
+        axes.set_title(model)
+        figure.savefig(path.with_name(f"{path.name}-{model}.svg"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="operations")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-kernels"))
+    chosen = parser.parse_args()
+    timer = Timer(chosen.repeats)
+    peaks = Peaks.measured(timer)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"memory {peaks.bandwidth / 1e12:.2f} TB/s, product {peaks.flops / 1e12:.0f} TFLOP/s", flush=True)
+    errors: dict[str, float] = {}
+    timings: list[Timing] = []
+    for case in cases(chosen.models):
+        if chosen.only and case.operation not in chosen.only:
+            continue
+        if case.load is MIXED:
+            errors[f"{case.model} {case.operation}"] = error(case)
+            print(f"{case.operation:15} error {errors[f'{case.model} {case.operation}']:.1e} {case.model}", flush=True)
+            continue
+        timings.append(timing(case, timer, peaks))
+        each = timings[-1]
+        beside = "".join(f"  {name} {time / each.microseconds:.2f}x" for name, time in each.peers.items())
+        print(
+            f"{each.operation:15} {each.load:28} {each.microseconds:10.1f} us  {each.of_floor:5.0%} of floor"
+            f" ({each.bound}){beside}", flush=True,
+        )  # fmt: skip
+        torch.cuda.empty_cache()
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    results = {
+        "machine": machine, "peaks": asdict(peaks), "errors": errors, "timings": [asdict(each) for each in timings]
+    }  # fmt: skip
+    chosen.out.with_name(f"{chosen.out.name}.json").write_text(json.dumps(results, indent=1))
+    plot(timings, chosen.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The CUDA backend: Triton kernels, and cuBLAS's products."""
+
+from cairn.kernels.cuda.attention import attention
+from cairn.kernels.cuda.conv import conv
+from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
+from cairn.kernels.cuda.experts import experts, gated_experts
+from cairn.kernels.cuda.gdn import gdn
+from cairn.kernels.cuda.metadata import prepare
+from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
+from cairn.kernels.cuda.products import embed, linear, lm_head, pack, warm_up
+from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
+from cairn.kernels.cuda.ssd import ssd
+from cairn.kernels.cuda.write_kv import write_kv
+
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "conv",
+    "embed",
+    "experts",
+    "gated_experts",
+    "gated_rms_norm",
+    "gdn",
+    "head_norm_gate",
+    "linear",
+    "lm_head",
+    "pack",
+    "prepare",
+    "rms_norm",
+    "rope",
+    "sigmoid_mul",
+    "sigmoid_router",
+    "silu_mul",
+    "softmax_router",
+    "squared_relu",
+    "ssd",
+    "warm_up",
+    "write_kv",
+]

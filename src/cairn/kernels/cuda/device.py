@@ -1,0 +1,48 @@
+"""Where the kernels run, and what they may assume of it."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether TRITON_INTERPRET=1 was set before triton was imported: kernels run on the CPU then, one program at a time."""
+
+MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a GPU has: `multiprocessors`, and the bytes of shared memory that a program may take."""
+
+    multiprocessors: int
+    shared_memory: int
+
+
+H100 = Limits(132, 232_448)
+
+
+@cache
+def limits() -> Limits:
+    """The current GPU's; an H100's where kernels are interpreted or only compiled."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return H100
+    properties = torch.cuda.get_device_properties(device())
+    return Limits(int(properties.multi_processor_count), int(properties.shared_memory_per_block_optin))  # type: ignore[attr-defined]
+
+
+def device() -> torch.device:
+    """The current GPU; the CPU where kernels are interpreted."""
+    return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+
+
+def power_of_2(n: int, least: int = 1) -> int:
+    """The smallest power of 2 that is at least n and `least`: what the extent of a block has to be."""
+    return max(least, int(triton.next_power_of_2(n)))
+
+
+def takes_tensor_cores(x: Tensor) -> bool:
+    """Whether products of a model with x's dtype are made of bfloat16 operands; in float32 they are exact."""
+    return x.dtype == torch.bfloat16

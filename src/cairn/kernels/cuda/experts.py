@@ -1,0 +1,447 @@
+"""Experts as products of groups of rows (the idea of MegaBlocks, arXiv 2211.15841, section 5), without padding.
+
+A `pair` is a token with one of its experts. Pairs are brought into the order of the experts; an expert's pairs make up
+blocks of rows, the last of which has rows to spare. Three launches then: the first product with its activation, the
+second product, and the sum of each token's terms. Nobody on the host knows how many blocks there are: as many programs
+are started as there might be, and those too many end at once. A term is, as every product with a weight, rounded to the
+model's dtype.
+
+With few tokens the bound is the reading of the weights, and most experts have but one row: there each pair is a product
+of a matrix and a vector, and two launches do.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from cairn.kernels.batch import Batch
+from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
+
+_FEW_TOKENS = 4
+"""Up to so many each pair reads its expert's weights, even if another one has just done so."""
+
+_COUNTED_PAIRS = 8192
+"""Up to so many are sorted by counting for each how many come before it."""
+
+_SORT_ROWS, _SORT_COLUMNS = 32, 512
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_kernel(choice, order, starts, num_pairs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pair i goes to the place that is the number of pairs that come before it; `starts` [experts + 1]: the number of
+    pairs with a lower expert, as of pairs that follow the last one and come before all others of their expert."""
+    item = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_pair = item < num_pairs
+    own = tl.load(choice + item, mask=is_pair, other=0).to(tl.int32)
+    own = tl.where(is_pair, own, item - num_pairs)
+    turn = tl.where(is_pair, item, 0)
+    before = tl.zeros((ROWS,), dtype=tl.int32)
+    for first in range(0, num_pairs, COLUMNS):
+        other = first + tl.arange(0, COLUMNS)
+        # Padding comes behind all.
+        experts = tl.load(choice + other, mask=other < num_pairs, other=2147483647).to(tl.int32)
+        lower = experts[None, :] < own[:, None]
+        earlier = (experts[None, :] == own[:, None]) & (other[None, :] < turn[:, None])
+        before += tl.sum((lower | earlier).to(tl.int32), axis=1)
+    tl.store(order + before, item, mask=is_pair)
+    tl.store(starts + (item - num_pairs), before, mask=(item >= num_pairs) & (item <= num_pairs + num_experts))
+
+
+@triton.jit
+def _block_of(starts, num_experts, block, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The expert of a block of rows, `num_experts` if there is no such block; its first pair; the end of its expert's
+    pairs."""
+    expert = tl.arange(0, EXPERTS)
+    first = tl.load(starts + expert, mask=expert < num_experts, other=0)
+    end = tl.load(starts + expert + 1, mask=expert < num_experts, other=0)
+    blocks = (end - first + (ROWS - 1)) // ROWS
+    last_blocks = tl.cumsum(blocks, axis=0)
+    own = tl.sum(((last_blocks <= block) & (expert < num_experts)).to(tl.int32), axis=0)
+    mine = expert == own
+    first_pair = tl.sum(tl.where(mine, first + (block - (last_blocks - blocks)) * ROWS, 0), axis=0)
+    return own, first_pair, tl.sum(tl.where(mine, end, 0), axis=0)
+
+
+@triton.jit
+def _product(a, b, total, TENSOR_CORES: tl.constexpr):
+    if TENSOR_CORES:
+        return tl.dot(a, b, total)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _activated(gate, up, GATED: tl.constexpr):
+    if GATED:
+        return gate * tl.sigmoid(gate) * up
+    return tl.where(up < 0, 0.0, up * up)
+
+
+@triton.jit
+def _up_kernel(
+    x,
+    weight,
+    inner,
+    order,
+    starts,
+    num_experts,
+    top_k,
+    inner_width,
+    width,
+    x_stride,
+    expert_stride,
+    weight_stride,
+    GATED: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """inner [pairs in the order of experts, inner_width]."""
+    expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
+    if expert >= num_experts:
+        return
+    pair = first + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    token = (tl.load(order + pair, mask=pair < end, other=0) // top_k).to(tl.int64)
+    a_pointers = x + (token * x_stride)[:, None] + depth[None, :]
+    b_pointers = weight + expert.to(tl.int64) * expert_stride
+    b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
+    # The rows of `up` lie behind those of `gate`.
+    half = inner_width.to(tl.int64) * weight_stride
+    gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, width, DEPTH):
+        a_mask = (pair < end)[:, None] & (depth < width - k)[None, :]
+        b_mask = (depth < width - k)[:, None] & (column < inner_width)[None, :]
+        a = tl.load(a_pointers, mask=a_mask, other=0)
+        b = tl.load(b_pointers, mask=b_mask, other=0)
+        if GATED:
+            gate = _product(a, b, gate, TENSOR_CORES)
+            b = tl.load(b_pointers + half, mask=b_mask, other=0)
+        up = _product(a, b, up, TENSOR_CORES)
+        a_pointers += DEPTH
+        b_pointers += DEPTH
+    result = _activated(gate, up, GATED).to(inner.dtype.element_ty)
+    places = (pair.to(tl.int64) * inner_width)[:, None] + column[None, :]
+    tl.store(inner + places, result, mask=(pair < end)[:, None] & (column < inner_width)[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    inner,
+    weight,
+    terms,
+    order,
+    starts,
+    num_experts,
+    inner_width,
+    width,
+    expert_stride,
+    weight_stride,
+    TENSOR_CORES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """terms [pairs in the order of tokens, width]."""
+    expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
+    if expert >= num_experts:
+        return
+    pair = first + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    a_pointers = inner + (pair.to(tl.int64) * inner_width)[:, None] + depth[None, :]
+    b_pointers = weight + expert.to(tl.int64) * expert_stride
+    b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, inner_width, DEPTH):
+        a_mask = (pair < end)[:, None] & (depth < inner_width - k)[None, :]
+        b_mask = (depth < inner_width - k)[:, None] & (column < width)[None, :]
+        a = tl.load(a_pointers, mask=a_mask, other=0)
+        b = tl.load(b_pointers, mask=b_mask, other=0)
+        total = _product(a, b, total, TENSOR_CORES)
+        a_pointers += DEPTH
+        b_pointers += DEPTH
+    place = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)
+    mask = (pair < end)[:, None] & (column < width)[None, :]
+    tl.store(terms + (place * width)[:, None] + column[None, :], total.to(terms.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(choice, share, terms, out, width, TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):
+    """A token's terms times their shares, in ascending order of the experts."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.arange(0, CHOSEN)
+    experts = tl.load(choice + token * TOP_K + place, mask=place < TOP_K, other=2147483647).to(tl.int32)
+    shares = tl.load(share + token * TOP_K + place, mask=place < TOP_K, other=0)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for _ in tl.static_range(TOP_K):
+        lowest = tl.min(experts, axis=0)
+        mine = experts == lowest
+        pair = token * TOP_K + tl.sum(tl.where(mine, place, 0), axis=0)
+        term = tl.load(terms + pair * width + column, mask=column < width, other=0).to(tl.float32)
+        total += tl.sum(tl.where(mine, shares, 0.0), axis=0) * term
+        experts = tl.where(mine, 2147483647, experts)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _up_of_one_kernel(
+    x,
+    weight,
+    choice,
+    inner,
+    top_k,
+    inner_width,
+    width,
+    x_stride,
+    expert_stride,
+    weight_stride,
+    GATED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """inner [pairs in the order of tokens, inner_width]."""
+    pair = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    expert = tl.load(choice + pair)
+    token = x + (pair // top_k).to(tl.int64) * x_stride
+    rows = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + depth[None, :]
+    half = inner_width.to(tl.int64) * weight_stride
+    gate = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
+    up = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
+    for k in range(0, width, DEPTH):
+        mask = (column < inner_width)[:, None] & (depth < width - k)[None, :]
+        values = tl.load(token + k + depth, mask=depth < width - k, other=0).to(tl.float32)[None, :]
+        weights = tl.load(rows + k, mask=mask, other=0)
+        if GATED:
+            # Both loads come before the sums, so that both are under way at once.
+            up_weights = tl.load(rows + half + k, mask=mask, other=0)
+            gate += weights.to(tl.float32) * values
+            up += up_weights.to(tl.float32) * values
+        else:
+            up += weights.to(tl.float32) * values
+    result = _activated(tl.sum(gate, axis=1), tl.sum(up, axis=1), GATED).to(inner.dtype.element_ty)
+    tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=column < inner_width)
+
+
+@triton.jit
+def _down_of_one_kernel(
+    inner,
+    weight,
+    choice,
+    share,
+    out,
+    inner_width,
+    width,
+    expert_stride,
+    weight_stride,
+    TOP_K: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A token's terms, all at once, and their sum, in ascending order of the experts."""
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    place = tl.arange(0, CHOSEN)
+    pairs = token * TOP_K + place
+    experts = tl.load(choice + pairs, mask=place < TOP_K, other=0)
+    shares = tl.load(share + pairs, mask=place < TOP_K, other=0)
+    vectors = inner + (pairs * inner_width)[:, None] + depth[None, :]
+    rows = weight + (experts * expert_stride)[None, :, None]
+    rows += (column.to(tl.int64) * weight_stride)[:, None, None] + depth[None, None, :]
+    sums = tl.zeros((COLUMNS, CHOSEN, DEPTH), dtype=tl.float32)
+    for k in range(0, inner_width, DEPTH):
+        known = (place < TOP_K)[:, None] & (depth < inner_width - k)[None, :]
+        mask = (column < width)[:, None, None] & known[None, :, :]
+        weights = tl.load(rows + k, mask=mask, other=0)
+        values = tl.load(vectors + k, mask=known, other=0)
+        sums += weights.to(tl.float32) * values.to(tl.float32)[None, :, :]
+    # Rounded as they are where there are more tokens.
+    terms = tl.sum(sums, axis=2).to(out.dtype.element_ty).to(tl.float32) * shares[None, :]
+    waiting = tl.where(place < TOP_K, experts.to(tl.int32), 2147483647)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for _ in range(TOP_K):
+        next_one = waiting == tl.min(waiting, axis=0)
+        total += tl.sum(tl.where(next_one[None, :], terms, 0.0), axis=1)
+        waiting = tl.where(next_one, 2147483647, waiting)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+def experts(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, batch: Batch) -> Tensor:
+    """See `Kernels.experts`."""
+    return _experts(x, choice, share, up, down, gated=False)
+
+
+def gated_experts(x: Tensor, choice: Tensor, share: Tensor, gate_up: Tensor, down: Tensor, batch: Batch) -> Tensor:
+    """See `Kernels.gated_experts`."""
+    return _experts(x, choice, share, gate_up, down, gated=True)
+
+
+def _experts(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
+    tokens, width = x.shape
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    choice, share = choice.contiguous(), share.contiguous()
+    if tokens <= _FEW_TOKENS:
+        _of_few(x, choice, share, up, down, out, gated=gated)
+    else:
+        _of_many(x, choice, share, up, down, out, gated=gated)
+    return out
+
+
+def _of_few(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool) -> None:
+    """A product of a matrix and a vector for each pair."""
+    (tokens, width), top_k, inner_width = x.shape, choice.shape[1], down.shape[2]
+    inner = torch.empty((tokens * top_k, inner_width), dtype=x.dtype, device=x.device)
+    tile, options = _few_up_tile(width, gated=gated)
+    _up_of_one_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), tokens * top_k)](
+        *(x, up, choice, inner, top_k, inner_width, width, x.stride(0), up.stride(0), up.stride(1)),
+        GATED=gated,
+        **tile,
+        **options,
+    )
+    tile, options = _few_down_tile(inner_width, top_k)
+    _down_of_one_kernel[(triton.cdiv(width, tile["COLUMNS"]), tokens)](
+        *(inner, down, choice, share, out, inner_width, width, down.stride(0), down.stride(1)),
+        TOP_K=top_k,
+        **tile,
+        **options,
+    )
+
+
+def _of_many(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool) -> None:
+    """Products of blocks of rows that go to the same expert."""
+    (tokens, width), top_k = x.shape, choice.shape[1]
+    num_experts, inner_width, pairs = down.shape[0], down.shape[2], tokens * top_k
+    order, starts = _sorted(choice, num_experts)
+    rows = _block_rows(pairs, num_experts, x.dtype)
+    blocks = min(pairs, pairs // rows + min(num_experts, pairs))
+    variant = {"TENSOR_CORES": takes_tensor_cores(x), "EXPERTS": power_of_2(num_experts)}
+
+    inner = torch.empty((pairs, inner_width), dtype=x.dtype, device=x.device)
+    tile, options = _tile(rows, inner_width, width, x.dtype, gated=gated)
+    _up_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), blocks)](
+        *(x, up, inner, order, starts, num_experts, top_k, inner_width, width),
+        *(x.stride(0), up.stride(0), up.stride(1)),
+        GATED=gated,
+        **variant,
+        **tile,
+        **options,
+    )
+
+    terms = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    tile, options = _tile(rows, width, inner_width, x.dtype, gated=False)
+    _down_kernel[(triton.cdiv(width, tile["COLUMNS"]), blocks)](
+        *(inner, down, terms, order, starts, num_experts, inner_width, width, down.stride(0), down.stride(1)),
+        **variant,
+        **tile,
+        **options,
+    )
+
+    columns = _sum_columns(width)
+    _sum_kernel[(tokens, triton.cdiv(width, columns))](
+        *(choice, share, terms, out, width),
+        TOP_K=top_k,
+        CHOSEN=power_of_2(top_k),
+        COLUMNS=columns,
+        num_warps=4,
+    )
+
+
+def _sorted(choice: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their experts, and for each expert and behind the last one the first of its places."""
+    pairs = choice.numel()
+    if pairs > _COUNTED_PAIRS:
+        by_expert, order = torch.sort(choice.flatten(), stable=True)
+        bounds = torch.arange(num_experts + 1, device=choice.device)
+        return order.int(), torch.searchsorted(by_expert, bounds, out_int32=True)
+    order = torch.empty(pairs, dtype=torch.int32, device=choice.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=choice.device)
+    _sort_kernel[(triton.cdiv(pairs + num_experts + 1, _SORT_ROWS),)](
+        choice, order, starts, pairs, num_experts, ROWS=_SORT_ROWS, COLUMNS=_SORT_COLUMNS, num_warps=4
+    )
+    return order, starts
+
+
+def _block_rows(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Rows of a block: about as many as an expert has."""
+    most = 128 if dtype == torch.bfloat16 else 32
+    return min(most, power_of_2(triton.cdiv(pairs, num_experts), 16))
+
+
+def _tile(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, *, gated: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The tile of a product of `depth`, and how it is launched. With few rows the bound is the reading of the weights,
+    for which tiles are narrow, so that there are enough of them, and deep, so that much is under way."""
+    if dtype != torch.bfloat16:
+        tile, warps, stages = (rows, 32, 32), 4, 2
+    elif rows == 16:
+        tile, warps, stages = (rows, 32 if gated else 64, 128), 4, 4
+    elif rows == 32:
+        tile, warps, stages = (rows, 64, 64), 4, 4
+    elif rows == 64:
+        tile, warps, stages = (rows, 64 if gated else 128, 64), 4, 4
+    else:
+        tile, warps, stages = (rows, 64 if gated else 128, 64), 8, 3
+    wanted = (tile[0], min(tile[1], power_of_2(columns, 16)), min(tile[2], power_of_2(depth, 16)))
+    return dict(zip(("ROWS", "COLUMNS", "DEPTH"), wanted, strict=True)), {"num_warps": warps, "num_stages": stages}
+
+
+def _few_up_tile(width: int, *, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """4 warps have 8 KB of bfloat16 weights at a time, or of each half."""
+    tile = {"COLUMNS": 8 if gated else 16, "DEPTH": min(512 if gated else 256, power_of_2(width, 16))}
+    return tile, {"num_warps": 4}
+
+
+def _few_down_tile(inner_width: int, top_k: int) -> tuple[dict[str, int], dict[str, int]]:
+    """4 warps have 16 KB of bfloat16 weights at a time, of all of a token's experts."""
+    chosen = power_of_2(top_k)
+    tile = {"COLUMNS": 4, "CHOSEN": chosen, "DEPTH": min(max(16, 2048 // chosen), power_of_2(inner_width, 16))}
+    return tile, {"num_warps": 4}
+
+
+def _sum_columns(width: int) -> int:
+    return min(1024, power_of_2(width))
+
+
+def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
+    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
+    sort = {"choice": "*i64", "order": "*i32", "starts": "*i32", "num_pairs": "i32", "num_experts": "i32"}
+    yield _sort_kernel, sort, {"ROWS": _SORT_ROWS, "COLUMNS": _SORT_COLUMNS}, {"num_warps": 4}
+    table = {"order": "*i32", "starts": "*i32", "num_experts": "i32"}
+    widths, strides = {"inner_width": "i32", "width": "i32"}, {"expert_stride": "i32", "weight_stride": "i32"}
+    chosen = {"choice": "*i64", "share": "*fp32"}
+    for dtype, model in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
+            variant: dict[str, Any] = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
+            up = {"x": model, "weight": model, "inner": model, **table, "top_k": "i32", **widths, "x_stride": "i32"}
+            down = {"inner": model, "weight": model, "terms": model, **table, **widths, **strides}
+            for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
+                tile, options = _tile(rows, inner_width, width, dtype, gated=gated)
+                yield _up_kernel, {**up, **strides}, {"GATED": gated, **variant, **tile}, options
+                tile, options = _tile(rows, width, inner_width, dtype, gated=False)
+                yield _down_kernel, down, {**variant, **tile}, options
+            token: dict[str, Any] = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k)}
+            terms = {**chosen, "terms": model, "out": model, "width": "i32"}
+            yield _sum_kernel, terms, {**token, "COLUMNS": _sum_columns(width)}, {"num_warps": 4}
+            tile, options = _few_up_tile(width, gated=gated)
+            up = {"x": model, "weight": model, "choice": "*i64", "inner": model, "top_k": "i32", **widths}
+            yield _up_of_one_kernel, {**up, "x_stride": "i32", **strides}, {"GATED": gated, **tile}, options
+            tile, options = _few_down_tile(inner_width, top_k)
+            down = {"inner": model, "weight": model, **chosen, "out": model, **widths, **strides}
+            yield _down_of_one_kernel, down, {"TOP_K": top_k, **tile}, options

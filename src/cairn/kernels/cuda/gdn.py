@@ -1,0 +1,458 @@
+"""The gated delta rule (arXiv 2412.06464), chunk by chunk (its section 3.3, and arXiv 2406.06484 for the inverse).
+
+Of a chunk of 64 tokens, with G the sum of the logarithms of its decays so far:
+
+    A = tril(w K K^T * exp(G_i - G_j), -1)          T = (1 + A)^-1 w
+    W = T (exp(G) K)            U = T V             for all chunks at once
+    N = U - W S                 S' = exp(G_last) S + K^T (exp(G_last - G) N)       chunk after chunk, state S
+    Y = exp(G) Q S + tril(Q K^T * exp(G_i - G_j)) N                                for all chunks at once
+
+    state after the first n tokens of a chunk: the second line with the tokens behind them masked, since N of a token
+    does not depend on later ones
+
+Decodes are one token each and take the recurrence as it is written.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cairn.kernels.batch import Batch
+from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.scalars import product, sigmoid, softplus, wide_product
+
+EPS = tl.constexpr(1e-6)
+
+
+_VARYING = ("num_rows", "num_decodes", "first_snapshot")
+"""Numbers of which a kernel is not to know whether they are multiples of 16: they are others at every step."""
+
+
+@triton.jit
+def _inverse(a, LOW: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangular [64, 64].
+
+    Its four diagonal blocks of 16 by forward substitution, all at a time: (1 + a) = D^-1 (1 + N) with D the blocks'
+    inverses and N = D (a without them), of which N^4 = 0, so that the inverse is (1 - N) (1 + N^2) D.
+    """
+    inner = tl.arange(0, 16)
+    block = tl.arange(0, 4)
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = -tl.sum(tl.where(on_diagonal, tl.reshape(a, [4, 16, 4, 16]), 0.0), axis=2)
+    for i in range(2, 16):
+        at_row = inner[None, :, None] == i
+        row = tl.sum(tl.where(at_row, blocks, 0.0), axis=1)
+        row += tl.sum(row[:, :, None] * blocks, axis=1)
+        blocks = tl.where(at_row, row[:, None, :], blocks)
+    blocks += tl.where(inner[None, :, None] == inner[None, None, :], 1.0, 0.0)
+    spread = tl.where(on_diagonal, tl.broadcast_to(blocks[:, :, None, :], [4, 16, 4, 16]), 0.0)
+    diagonal = tl.reshape(spread, [64, 64])
+    place = tl.arange(0, 64) // 16
+    below = tl.where(place[:, None] > place[None, :], a, 0.0)
+    n = wide_product(diagonal, below, LOW)
+    half = diagonal + wide_product(wide_product(n, n, LOW), diagonal, LOW)
+    return half - wide_product(n, half, LOW)
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _chunks_kernel(
+    k,
+    v,
+    beta,
+    dt,
+    a,
+    dt_bias,
+    totals,
+    unit_k,
+    w,
+    u,
+    cu_seqlens,
+    chunk_seqs,
+    chunk_rows,
+    num_rows,
+    k_stride,
+    v_stride,
+    beta_stride,
+    dt_stride,
+    H: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """What a chunk of a value head has without the state before it: G, W and U, and K over its length."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    sequence = tl.load(chunk_seqs + chunk)
+    row = tl.load(chunk_rows + chunk)
+    token = tl.arange(0, 64)
+    valid = (row + token >= tl.load(cu_seqlens + sequence)) & (row + token < tl.load(cu_seqlens + sequence + 1))
+    row = row.to(tl.int64)
+    rows = row + token
+
+    raw = tl.load(dt + rows * dt_stride + head, mask=valid, other=0.0).to(tl.float32)
+    decay = tl.load(a + head) * softplus(raw + tl.load(dt_bias + head))
+    total = tl.cumsum(tl.where(valid, decay, 0.0), axis=0)
+    tl.store(totals + head.to(tl.int64) * num_rows + rows, total, mask=valid)
+    weight = sigmoid(tl.load(beta + rows * beta_stride + head, mask=valid, other=0.0).to(tl.float32))
+    weight = tl.where(valid, weight, 0.0)
+
+    size = tl.arange(0, BS)
+    key_mask = valid[:, None] & (size < S)[None, :]
+    key_head = head // PER_KEY
+    keys = tl.load(k + rows[:, None] * k_stride + key_head * S + size[None, :], mask=key_mask, other=0.0)
+    keys = keys.to(tl.float32)
+    keys = (keys * (1.0 / tl.sqrt(tl.sum(keys * keys, axis=1) + EPS))[:, None]).to(unit_k.dtype.element_ty)
+    if head % PER_KEY == 0:
+        tl.store(unit_k + rows[:, None] * (H // PER_KEY * S) + key_head * S + size[None, :], keys, mask=key_mask)
+
+    nothing = tl.zeros((64, 64), tl.float32)
+    alike = product(keys, tl.trans(keys), nothing, LOW)
+    before = token[:, None] > token[None, :]
+    fade = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
+    inverse = _inverse(tl.where(before, weight[:, None] * alike * fade, 0.0), LOW) * weight[None, :]
+    if LOW:
+        inverse = inverse.to(tl.bfloat16)
+
+    out = product(inverse, keys.to(tl.float32) * tl.exp(total)[:, None], tl.zeros((64, BS), tl.float32), LOW)
+    places = w + rows[:, None] * (H * S) + head * S + size[None, :]
+    tl.store(places, out.to(w.dtype.element_ty), mask=key_mask)
+    for begin in tl.static_range(0, P, BP):
+        dim = begin + tl.arange(0, BP)
+        mask = valid[:, None] & (dim < P)[None, :]
+        values = tl.load(v + rows[:, None] * v_stride + head * P + dim[None, :], mask=mask, other=0.0)
+        out = product(inverse, values, tl.zeros((64, BP), tl.float32), LOW)
+        tl.store(u + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(u.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _states_kernel(
+    k,
+    w,
+    u,
+    totals,
+    chunk_states,
+    states,
+    snapshots,
+    cu_seqlens,
+    seq_starts,
+    slots,
+    seq_chunks,
+    seq_snapshots,
+    snapshot_offsets,
+    num_decodes,
+    num_rows,
+    slot_stride,
+    H: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    LOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One sequence's states of a part of a value head, chunk after chunk, and its snapshots.
+
+    In a program of its own, so that it may write N where it has read U: nobody else reads that part of these rows.
+    """
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    sequence = num_decodes + tl.program_id(0) // (parts * H)
+    first, last = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+    start = tl.load(seq_starts + sequence)
+    first_chunk = tl.load(seq_chunks + sequence)
+    num_chunks = tl.load(seq_chunks + sequence + 1) - first_chunk
+
+    token, size, dim = tl.arange(0, 64), tl.arange(0, BS), part * BP + tl.arange(0, BP)
+    mask = (size < S)[:, None] & (dim < P)[None, :]
+    inside = head * (S * P) + size[:, None] * P + dim[None, :]
+    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
+    state = tl.load(live, mask=mask & (start > 0), other=0.0)
+
+    snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
+    kept = snapshots + snapshot.to(tl.int64) * (H * S * P) + inside
+    for index in range(snapshot, end_of_snapshots + 1):
+        # Where the snapshot before has ended is read again: Triton 3.6 takes a bound that the outer loop carries for 0.
+        before = tl.load(snapshot_offsets + index - 1, mask=index > snapshot, other=-(start % 64))
+        here = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=0)
+        stop = tl.where(index < end_of_snapshots, (start % 64 + here) // 64, num_chunks)
+        for c in tl.range((start % 64 + before) // 64, stop, num_stages=STAGES):
+            at = chunk_states + (first_chunk + c).to(tl.int64) * (H * S * P) + inside
+            tl.store(at, state.to(chunk_states.dtype.element_ty), mask=mask)
+            begin = first - start % 64 + c * 64
+            end = tl.minimum(begin + 64, last)
+            rows = begin + token
+            valid = (rows >= first) & (rows < end)
+            per_row = totals + head.to(tl.int64) * num_rows
+            final = tl.load(per_row + end - 1)
+            left = tl.exp(tl.where(valid, final - tl.load(per_row + rows, mask=valid, other=0.0), 0.0))
+            rows = rows.to(tl.int64)
+            key_mask = valid[:, None] & (size < S)[None, :]
+            reads = tl.load(w + rows[:, None] * (H * S) + head * S + size[None, :], mask=key_mask, other=0.0)
+            places = u + rows[:, None] * (H * P) + head * P + dim[None, :]
+            new = tl.load(places, mask=valid[:, None] & (dim < P)[None, :], other=0.0).to(tl.float32)
+            keys_at = k + rows[:, None] * (H // PER_KEY * S) + (head // PER_KEY) * S + size[None, :]
+            keys = tl.load(keys_at, mask=key_mask, other=0.0)
+            new -= product(reads, state, tl.zeros((64, BP), tl.float32), LOW)
+            tl.store(places, new.to(u.dtype.element_ty), mask=valid[:, None] & (dim < P)[None, :])
+            state = product(tl.trans(keys), new * left[:, None], state * tl.exp(final), LOW)
+        if index < end_of_snapshots:
+            # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
+            tl.store(kept, state, mask=mask)
+            kept += H * S * P
+    tl.store(live, state, mask=mask)
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _snapshots_kernel(
+    k,
+    u,
+    totals,
+    snapshots,
+    cu_seqlens,
+    seq_starts,
+    snapshot_rows,
+    snapshot_offsets,
+    first_snapshot,
+    num_rows,
+    H: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Takes a part of a head of a prefill's snapshot from its chunk's first position to its own; N stands in U."""
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    snapshot = first_snapshot + tl.program_id(0) // (parts * H)
+    sequence = tl.load(snapshot_rows + snapshot)
+    start, first = tl.load(seq_starts + sequence), tl.load(cu_seqlens + sequence)
+    position = start % 64 + tl.load(snapshot_offsets + snapshot)
+    if position % 64 > 0:
+        token, size, dim = tl.arange(0, 64), tl.arange(0, BS), part * BP + tl.arange(0, BP)
+        begin = first - start % 64 + position // 64 * 64
+        end = begin + position % 64
+        rows = begin + token
+        valid = (rows >= first) & (rows < end)
+        per_row = totals + head.to(tl.int64) * num_rows
+        final = tl.load(per_row + end - 1)
+        left = tl.where(valid, final - tl.load(per_row + rows, mask=valid, other=0.0), 0.0)
+        rows = rows.to(tl.int64)
+        new_at = u + rows[:, None] * (H * P) + head * P + dim[None, :]
+        new = tl.load(new_at, mask=valid[:, None] & (dim < P)[None, :], other=0.0).to(tl.float32)
+        keys_at = k + rows[:, None] * (H // PER_KEY * S) + (head // PER_KEY) * S + size[None, :]
+        keys = tl.load(keys_at, mask=valid[:, None] & (size < S)[None, :], other=0.0)
+        mask = (size < S)[:, None] & (dim < P)[None, :]
+        kept = snapshots + snapshot.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
+        state = tl.load(kept, mask=mask, other=0.0) * tl.exp(final)
+        tl.store(kept, product(tl.trans(keys), new * tl.exp(left)[:, None], state, LOW), mask=mask)
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _outputs_kernel(
+    q,
+    k,
+    u,
+    totals,
+    chunk_states,
+    y,
+    cu_seqlens,
+    chunk_seqs,
+    chunk_rows,
+    num_rows,
+    q_stride,
+    H: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """What the queries of a chunk read, of a part of a value head."""
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    chunk = tl.program_id(0) // (parts * H)
+    sequence = tl.load(chunk_seqs + chunk)
+    row = tl.load(chunk_rows + chunk)
+    token = tl.arange(0, 64)
+    valid = (row + token >= tl.load(cu_seqlens + sequence)) & (row + token < tl.load(cu_seqlens + sequence + 1))
+    rows = row.to(tl.int64) + token
+    size, dim = tl.arange(0, BS), part * BP + tl.arange(0, BP)
+    key_mask = valid[:, None] & (size < S)[None, :]
+    mask = valid[:, None] & (dim < P)[None, :]
+
+    key_head = head // PER_KEY
+    queries = tl.load(q + rows[:, None] * q_stride + key_head * S + size[None, :], mask=key_mask, other=0.0)
+    queries = queries.to(tl.float32)
+    queries = queries * (1.0 / tl.sqrt(tl.sum(queries * queries, axis=1) + EPS))[:, None]
+    keys = tl.load(k + rows[:, None] * (H // PER_KEY * S) + key_head * S + size[None, :], mask=key_mask, other=0.0)
+    total = tl.load(totals + head.to(tl.int64) * num_rows + rows, mask=valid, other=0.0)
+    inside = head * (S * P) + size[:, None] * P + dim[None, :]
+    state_mask = (size < S)[:, None] & (dim < P)[None, :]
+    state = tl.load(chunk_states + chunk.to(tl.int64) * (H * S * P) + inside, mask=state_mask, other=0.0)
+    new = tl.load(u + rows[:, None] * (H * P) + head * P + dim[None, :], mask=mask, other=0.0)
+
+    nothing = tl.zeros((64, BP), tl.float32)
+    out = product(queries, state, nothing, LOW) * tl.exp(total)[:, None]
+    alike = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
+    sees = (token[:, None] >= token[None, :]) & valid[:, None]
+    alike = tl.where(sees, alike * tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)), 0.0)
+    out = product(alike, new, out, LOW) * (S**-0.5)
+    tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    k,
+    v,
+    beta,
+    dt,
+    a,
+    dt_bias,
+    states,
+    y,
+    snapshots,
+    seq_starts,
+    slots,
+    seq_snapshots,
+    q_stride,
+    k_stride,
+    v_stride,
+    beta_stride,
+    dt_stride,
+    slot_stride,
+    H: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """One token of a part of a value head."""
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    sequence = tl.program_id(0) // (parts * H)
+    row = sequence.to(tl.int64)
+    size, dim = tl.arange(0, BS), part * BP + tl.arange(0, BP)
+    mask = (size < S)[:, None] & (dim < P)[None, :]
+    inside = head * (S * P) + size[:, None] * P + dim[None, :]
+    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
+    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
+
+    raw = tl.load(dt + row * dt_stride + head).to(tl.float32)
+    decay = tl.exp(tl.load(a + head) * softplus(raw + tl.load(dt_bias + head)))
+    weight = sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
+    key_head = head // PER_KEY
+    query = tl.load(q + row * q_stride + key_head * S + size, mask=size < S, other=0.0).to(tl.float32)
+    query = query * (S**-0.5 / tl.sqrt(tl.sum(query * query, axis=0) + EPS))
+    key = tl.load(k + row * k_stride + key_head * S + size, mask=size < S, other=0.0).to(tl.float32)
+    key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + EPS))
+    value = tl.load(v + row * v_stride + head * P + dim, mask=dim < P, other=0.0).to(tl.float32)
+
+    state = state * decay
+    written = weight * (value - tl.sum(state * key[:, None], axis=0))
+    state += key[:, None] * written[None, :]
+    out = tl.sum(state * query[:, None], axis=0)
+    tl.store(y + row * (H * P) + head * P + dim, out.to(y.dtype.element_ty), mask=dim < P)
+    tl.store(live, state, mask=mask)
+    index = tl.load(seq_snapshots + sequence)
+    if index < tl.load(seq_snapshots + sequence + 1):
+        tl.store(snapshots + index.to(tl.int64) * (H * S * P) + inside, state, mask=mask)
+
+
+def gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    batch: Batch,
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.gdn`."""
+    metadata, host = batch.metadata, batch.host
+    assert isinstance(metadata, Metadata)
+    heads, dim = v.shape[1:]
+    size = q.shape[2]
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    snapshots = torch.empty((host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
+    shape: dict[str, Any] = {"H": heads, "PER_KEY": heads // q.shape[1], "S": size, "P": dim}
+    if host.num_decodes:
+        tile = _decode_tile(size, dim)
+        parts = triton.cdiv(dim, tile["BP"])
+        _decode_kernel[(host.num_decodes * heads * parts,)](
+            q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch.seq_starts, batch.slots, metadata.seq_snapshots,
+            q.stride(0), k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), states.stride(0), **shape, **tile,
+        )  # fmt: skip
+    if metadata.num_chunks:
+        low = takes_tensor_cores(dt)
+        dtype = torch.bfloat16 if low else torch.float32
+        num_rows = v.shape[0]
+        totals = torch.empty((heads, num_rows), dtype=torch.float32, device=v.device)
+        unit_k = torch.empty(k.shape, dtype=dtype, device=v.device)
+        w = torch.empty((num_rows, heads, size), dtype=dtype, device=v.device)
+        u = torch.empty(v.shape, dtype=dtype, device=v.device)
+        chunk_states = torch.empty((metadata.num_chunks, heads, size, dim), dtype=dtype, device=v.device)
+        chunks = (batch.cu_seqlens, metadata.chunk_seqs, metadata.chunk_rows, num_rows)
+        _chunks_kernel[(metadata.num_chunks * heads,)](
+            k, v, beta, dt, a, dt_bias, totals, unit_k, w, u, *chunks,
+            k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), **shape, **_chunks_tile(size, dim, low),
+        )  # fmt: skip
+        tile = _states_tile(size, dim, low)
+        programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
+        _states_kernel[(programs,)](
+            unit_k, w, u, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.slots,
+            metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
+            states.stride(0), **shape, **tile,
+        )  # fmt: skip
+        first = int(np.searchsorted(host.snapshot_rows, host.num_decodes))
+        if host.num_snapshots > first:
+            tile = _snapshots_tile(size, dim, low)
+            programs = (host.num_snapshots - first) * heads * triton.cdiv(dim, tile["BP"])
+            _snapshots_kernel[(programs,)](
+                unit_k, u, totals, snapshots, batch.cu_seqlens, batch.seq_starts, metadata.snapshot_seqs,
+                metadata.snapshot_offsets, first, num_rows, **shape, **tile,
+            )  # fmt: skip
+        tile = _outputs_tile(size, dim, low)
+        _outputs_kernel[(metadata.num_chunks * heads * triton.cdiv(dim, tile["BP"]),)](
+            q, unit_k, u, totals, chunk_states, y, *chunks, q.stride(0), **shape, **tile
+        )
+    return y, snapshots
+
+
+def _decode_tile(size: int, dim: int) -> dict[str, Any]:
+    """16 KiB of state a program: enough loads in flight, and programs for every multiprocessor at one sequence."""
+    return {"BS": power_of_2(size), "BP": min(32, power_of_2(dim)), "num_warps": 4}
+
+
+def _chunks_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
+    tile = {"BS": power_of_2(size, 16), "BP": min(64 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
+    # A third program fits onto a multiprocessor of 65,536 registers.
+    return {**tile, "maxnreg": 168} if low else tile
+
+
+def _states_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
+    """Narrow, because nothing but heads and parts of them are at work at a time."""
+    tile = {"BS": power_of_2(size, 16), "BP": min(32 if low else 16, power_of_2(dim, 16)), "LOW": low}
+    return {**tile, "STAGES": 4 if low else 1, "num_warps": 4}
+
+
+def _snapshots_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
+    return {"BS": power_of_2(size, 16), "BP": min(32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
+
+
+def _outputs_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
+    return {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}

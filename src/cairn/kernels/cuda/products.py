@@ -1,0 +1,41 @@
+"""Products with weights [out, in], by cuBLAS through torch; weights stay as they are.
+
+float32 products are exact ones: torch uses TF32 for them only where somebody asks it to.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cairn.kernels.batch import Batch
+
+_WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
+"""Whether torch gives a product's float32 sums out before they are rounded; it does so on CUDA only."""
+
+
+def pack(weight: Tensor) -> Tensor:
+    """See `Kernels.pack`."""
+    return weight
+
+
+def warm_up(dtype: torch.dtype | None = None) -> int:
+    """See `Kernels.warm_up`. Kernels are compiled when they are first launched, and Triton keeps them on disk."""
+    return 0
+
+
+def embed(tokens: Tensor, weight: Tensor) -> Tensor:
+    """See `Kernels.embed`."""
+    return F.embedding(tokens, weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+    """See `Kernels.linear`."""
+    return F.linear(x, weight, bias)
+
+
+def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """See `Kernels.lm_head`."""
+    if _WIDE_PRODUCTS and hidden.is_cuda and hidden.dtype != torch.float32:
+        logits: Tensor = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return logits
+    return F.linear(hidden, weight).float()

@@ -1,0 +1,394 @@
+"""Mamba2's state space scan, chunk by chunk (arXiv 2405.21060, section 6).
+
+Of a chunk of 64 tokens, with G the sum of step * a so far:
+
+    S' = exp(G_last) S + B^T (step exp(G_last - G) X)              chunk after chunk, state S
+    Y = exp(G) C S + tril(C B^T * exp(G_i - G_j) step_j) X + d X   for all chunks at once
+
+    state after the first n tokens of a chunk: the first line with the tokens behind them masked
+
+Decodes are one token each and take the recurrence as it is written.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cairn.kernels.batch import Batch
+from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.scalars import product, softplus
+
+_VARYING = ("num_rows", "num_decodes", "first_snapshot")
+"""Numbers of which a kernel is not to know whether they are multiples of 16: they are others at every step."""
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _steps_kernel(
+    dt,
+    a,
+    dt_bias,
+    steps,
+    totals,
+    cu_seqlens,
+    chunk_seqs,
+    chunk_rows,
+    num_rows,
+    dt_stride,
+    limit_low,
+    limit_high,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """How far each token of a chunk moves its states, and G: both [H, T], so that a chunk's lie side by side."""
+    parts: tl.constexpr = (H + BH - 1) // BH
+    chunk = tl.program_id(0) // parts
+    head = tl.program_id(0) % parts * BH + tl.arange(0, BH)
+    sequence = tl.load(chunk_seqs + chunk)
+    row = tl.load(chunk_rows + chunk) + tl.arange(0, 64)
+    valid = (row >= tl.load(cu_seqlens + sequence)) & (row < tl.load(cu_seqlens + sequence + 1))
+    mask = valid[:, None] & (head < H)[None, :]
+    raw = tl.load(dt + row.to(tl.int64)[:, None] * dt_stride + head[None, :], mask=mask, other=0.0).to(tl.float32)
+    step = softplus(raw + tl.load(dt_bias + head, mask=head < H, other=0.0)[None, :])
+    step = tl.where(mask, tl.minimum(tl.maximum(step, limit_low), limit_high), 0.0)
+    total = tl.cumsum(step * tl.load(a + head, mask=head < H, other=0.0)[None, :], axis=0)
+    at = head.to(tl.int64)[None, :] * num_rows + row[:, None]
+    tl.store(steps + at, step, mask=mask)
+    tl.store(totals + at, total, mask=mask)
+
+
+@triton.jit
+def _chunk_update(
+    state, x, b, steps, totals, base, chunk, first, last, head, dim, seen, num_rows, x_stride, b_stride,
+    PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """The state [S, P] after the first `seen` tokens of a chunk."""
+    size = tl.arange(0, BS)
+    begin = base + chunk * 64
+    end = tl.minimum(begin + seen, last)
+    rows = begin + tl.arange(0, 64)
+    valid = (rows >= first) & (rows < end)
+    per_row = head.to(tl.int64) * num_rows
+    final = tl.load(totals + per_row + end - 1)
+    step = tl.load(steps + per_row + rows, mask=valid, other=0.0)
+    total = tl.load(totals + per_row + rows, mask=valid, other=0.0)
+    moves = step * tl.exp(tl.where(valid, final - total, 0.0))
+    rows = rows.to(tl.int64)
+    mask = valid[:, None] & (dim < P)[None, :]
+    inputs = tl.load(x + rows[:, None] * x_stride + head * P + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_mask = valid[:, None] & (size < S)[None, :]
+    group = head // PER_GROUP
+    writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=b_mask, other=0.0)
+    return product(tl.trans(writes), inputs * moves[:, None], state * tl.exp(final), LOW)
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _states_kernel(
+    x,
+    b,
+    steps,
+    totals,
+    chunk_states,
+    states,
+    snapshots,
+    cu_seqlens,
+    seq_starts,
+    slots,
+    seq_chunks,
+    seq_snapshots,
+    snapshot_offsets,
+    num_decodes,
+    num_rows,
+    x_stride,
+    b_stride,
+    slot_stride,
+    H: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    LOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One sequence's states of a part of a head, chunk after chunk, and its snapshots."""
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    sequence = num_decodes + tl.program_id(0) // (parts * H)
+    first, last = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+    start = tl.load(seq_starts + sequence)
+    first_chunk = tl.load(seq_chunks + sequence)
+    num_chunks = tl.load(seq_chunks + sequence + 1) - first_chunk
+    base = first - start % 64
+
+    dim, size = part * BP + tl.arange(0, BP), tl.arange(0, BS)
+    # Transposed: products want at least 64 rows, and P may be cut into less.
+    mask = (size < S)[:, None] & (dim < P)[None, :]
+    kept_at = head * (P * S) + dim[:, None] * S + size[None, :]
+    passed_at = head * (S * P) + size[:, None] * P + dim[None, :]
+    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + kept_at
+    state = tl.trans(tl.load(live, mask=tl.trans(mask) & (start > 0), other=0.0))
+
+    snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
+    kept = snapshots + snapshot.to(tl.int64) * (H * P * S) + kept_at
+    for index in range(snapshot, end_of_snapshots + 1):
+        # Where the snapshot before has ended is read again: Triton 3.6 takes a bound that the outer loop carries for 0.
+        before = tl.load(snapshot_offsets + index - 1, mask=index > snapshot, other=-(start % 64))
+        here = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=0)
+        stop = tl.where(index < end_of_snapshots, (start % 64 + here) // 64, num_chunks)
+        for c in tl.range((start % 64 + before) // 64, stop, num_stages=STAGES):
+            at = chunk_states + (first_chunk + c).to(tl.int64) * (H * S * P) + passed_at
+            tl.store(at, state.to(chunk_states.dtype.element_ty), mask=mask)
+            state = _chunk_update(
+                state, x, b, steps, totals, base, c, first, last, head, dim, 64, num_rows, x_stride, b_stride,
+                PER_GROUP, P, S, BS, LOW,
+            )  # fmt: skip
+        if index < end_of_snapshots:
+            # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
+            tl.store(kept, tl.trans(state), mask=tl.trans(mask))
+            kept += H * P * S
+    tl.store(live, tl.trans(state), mask=tl.trans(mask))
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _snapshots_kernel(
+    x,
+    b,
+    steps,
+    totals,
+    snapshots,
+    cu_seqlens,
+    seq_starts,
+    snapshot_rows,
+    snapshot_offsets,
+    first_snapshot,
+    num_rows,
+    x_stride,
+    b_stride,
+    H: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Takes a part of a head of a prefill's snapshot from its chunk's first position to its own."""
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    snapshot = first_snapshot + tl.program_id(0) // (parts * H)
+    sequence = tl.load(snapshot_rows + snapshot)
+    start, first = tl.load(seq_starts + sequence), tl.load(cu_seqlens + sequence)
+    position = start % 64 + tl.load(snapshot_offsets + snapshot)
+    if position % 64 > 0:
+        dim, size = part * BP + tl.arange(0, BP), tl.arange(0, BS)
+        mask = (size < S)[:, None] & (dim < P)[None, :]
+        at = head * (P * S) + dim[None, :] * S + size[:, None]
+        kept = snapshots + snapshot.to(tl.int64) * (H * P * S) + at
+        last = tl.load(cu_seqlens + sequence + 1)
+        state = _chunk_update(
+            tl.load(kept, mask=mask, other=0.0), x, b, steps, totals, first - start % 64, position // 64, first, last,
+            head, dim, position % 64, num_rows, x_stride, b_stride, PER_GROUP, P, S, BS, LOW,
+        )  # fmt: skip
+        tl.store(kept, state, mask=mask)
+
+
+@triton.jit(do_not_specialize=list(_VARYING))
+def _outputs_kernel(
+    x,
+    b,
+    c,
+    d,
+    steps,
+    totals,
+    chunk_states,
+    y,
+    cu_seqlens,
+    chunk_seqs,
+    chunk_rows,
+    num_rows,
+    x_stride,
+    b_stride,
+    c_stride,
+    H: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    HEADS: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+    LOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What a chunk reads of its states, for some heads that share b and c."""
+    parts: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
+    groups: tl.constexpr = H // PER_GROUP
+    part, group = tl.program_id(0) % parts, tl.program_id(0) // parts % groups
+    chunk = tl.program_id(0) // (parts * groups)
+    sequence = tl.load(chunk_seqs + chunk)
+    row = tl.load(chunk_rows + chunk)
+    token = tl.arange(0, 64)
+    valid = (row + token >= tl.load(cu_seqlens + sequence)) & (row + token < tl.load(cu_seqlens + sequence + 1))
+    rows = row.to(tl.int64) + token
+
+    dim, size = tl.arange(0, BP), tl.arange(0, BS)
+    size_mask = valid[:, None] & (size < S)[None, :]
+    writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=size_mask, other=0.0)
+    reads = tl.load(c + rows[:, None] * c_stride + group * S + size[None, :], mask=size_mask, other=0.0)
+    alike = product(reads, tl.trans(writes), tl.zeros((64, 64), tl.float32), LOW)
+    alike = tl.where(token[:, None] >= token[None, :], alike, 0.0)
+    mask = valid[:, None] & (dim < P)[None, :]
+    state_mask = (size < S)[:, None] & (dim < P)[None, :]
+    first = group * PER_GROUP + part * HEADS
+    for head in tl.range(first, tl.minimum(first + HEADS, (group + 1) * PER_GROUP), num_stages=STAGES):
+        per_row = head * num_rows
+        step = tl.load(steps + per_row + rows, mask=valid, other=0.0)
+        total = tl.load(totals + per_row + rows, mask=valid, other=0.0)
+        inputs = tl.load(x + rows[:, None] * x_stride + head * P + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        at = chunk.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
+        state = tl.load(chunk_states + at, mask=state_mask, other=0.0)
+        out = product(reads, state, tl.zeros((64, BP), tl.float32), LOW) * tl.exp(total)[:, None]
+        fade = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * step[None, :]
+        out = product(alike * fade, inputs, out, LOW)
+        out += tl.load(d + head) * inputs
+        tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode_kernel(
+    x,
+    dt,
+    b,
+    c,
+    a,
+    d,
+    dt_bias,
+    states,
+    y,
+    snapshots,
+    seq_starts,
+    slots,
+    seq_snapshots,
+    x_stride,
+    dt_stride,
+    b_stride,
+    c_stride,
+    slot_stride,
+    limit_low,
+    limit_high,
+    H: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+):
+    """One token of a part of a head."""
+    parts: tl.constexpr = (P + BP - 1) // BP
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
+    sequence = tl.program_id(0) // (parts * H)
+    row = sequence.to(tl.int64)
+    dim, size = part * BP + tl.arange(0, BP), tl.arange(0, BS)
+    mask = (dim < P)[:, None] & (size < S)[None, :]
+    inside = head * (P * S) + dim[:, None] * S + size[None, :]
+    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
+    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
+
+    step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + tl.load(dt_bias + head))
+    step = tl.minimum(tl.maximum(step, limit_low), limit_high)
+    group = head // PER_GROUP
+    writes = tl.load(b + row * b_stride + group * S + size, mask=size < S, other=0.0).to(tl.float32)
+    reads = tl.load(c + row * c_stride + group * S + size, mask=size < S, other=0.0).to(tl.float32)
+    inputs = tl.load(x + row * x_stride + head * P + dim, mask=dim < P, other=0.0).to(tl.float32)
+    state = state * tl.exp(step * tl.load(a + head)) + (step * inputs)[:, None] * writes[None, :]
+    out = tl.sum(state * reads[None, :], axis=1) + tl.load(d + head) * inputs
+    tl.store(y + row * (H * P) + head * P + dim, out.to(y.dtype.element_ty), mask=dim < P)
+    tl.store(live, state, mask=mask)
+    index = tl.load(seq_snapshots + sequence)
+    if index < tl.load(seq_snapshots + sequence + 1):
+        tl.store(snapshots + index.to(tl.int64) * (H * P * S) + inside, state, mask=mask)
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    states: Tensor,
+    batch: Batch,
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.ssd`."""
+    metadata, host = batch.metadata, batch.host
+    assert isinstance(metadata, Metadata)
+    heads, dim = x.shape[1:]
+    size = b.shape[2]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    snapshots = torch.empty((host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
+    shape: dict[str, Any] = {"H": heads, "PER_GROUP": heads // b.shape[1], "P": dim, "S": size}
+    if host.num_decodes:
+        tile = _decode_tile(dim, size)
+        _decode_kernel[(host.num_decodes * heads * triton.cdiv(dim, tile["BP"]),)](
+            x, dt, b, c, a, d, dt_bias, states, y, snapshots, batch.seq_starts, batch.slots, metadata.seq_snapshots,
+            x.stride(0), dt.stride(0), b.stride(0), c.stride(0), states.stride(0), *dt_limit, **shape, **tile,
+        )  # fmt: skip
+    if metadata.num_chunks:
+        low = takes_tensor_cores(dt)
+        dtype = torch.bfloat16 if low else torch.float32
+        num_rows = x.shape[0]
+        steps, totals = (torch.empty((heads, num_rows), dtype=torch.float32, device=x.device) for _ in range(2))
+        chunk_states = torch.empty((metadata.num_chunks, heads, size, dim), dtype=dtype, device=x.device)
+        chunks = (batch.cu_seqlens, metadata.chunk_seqs, metadata.chunk_rows, num_rows)
+        tile = {"BH": min(32, power_of_2(heads))}
+        _steps_kernel[(metadata.num_chunks * triton.cdiv(heads, tile["BH"]),)](
+            dt, a, dt_bias, steps, totals, *chunks, dt.stride(0), *dt_limit, H=heads, **tile
+        )
+        tile = _states_tile(dim, size, low)
+        programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
+        _states_kernel[(programs,)](
+            x, b, steps, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.slots,
+            metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
+            x.stride(0), b.stride(0), states.stride(0), **shape, **tile,
+        )  # fmt: skip
+        first = int(np.searchsorted(host.snapshot_rows, host.num_decodes))
+        if host.num_snapshots > first:
+            tile = _snapshots_tile(dim, size, low)
+            programs = (host.num_snapshots - first) * heads * triton.cdiv(dim, tile["BP"])
+            _snapshots_kernel[(programs,)](
+                x, b, steps, totals, snapshots, batch.cu_seqlens, batch.seq_starts, metadata.snapshot_seqs,
+                metadata.snapshot_offsets, first, num_rows, x.stride(0), b.stride(0), **shape, **tile,
+            )  # fmt: skip
+        tile = _outputs_tile(dim, size, shape["PER_GROUP"], low)
+        programs = metadata.num_chunks * b.shape[1] * triton.cdiv(shape["PER_GROUP"], tile["HEADS"])
+        _outputs_kernel[(programs,)](
+            x, b, c, d, steps, totals, chunk_states, y, *chunks, x.stride(0), b.stride(0), c.stride(0), **shape, **tile
+        )
+    return y, snapshots
+
+
+def _decode_tile(dim: int, size: int) -> dict[str, Any]:
+    """16 KiB of state a program: enough loads in flight, and programs for every multiprocessor at one sequence."""
+    return {"BP": min(32, power_of_2(dim)), "BS": power_of_2(size), "num_warps": 4}
+
+
+def _states_tile(dim: int, size: int, low: bool) -> dict[str, Any]:
+    """Narrow, because nothing but heads and parts of them are at work at a time."""
+    tile = {"BP": min(32 if low else 16, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "LOW": low}
+    return {**tile, "STAGES": 4 if low else 1, "num_warps": 8 if low else 4}
+
+
+def _snapshots_tile(dim: int, size: int, low: bool) -> dict[str, Any]:
+    return {"BP": min(32, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "LOW": low, "num_warps": 4}
+
+
+def _outputs_tile(dim: int, size: int, per_group: int, low: bool) -> dict[str, Any]:
+    """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
+    tile = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16), "LOW": low}
+    return {**tile, "STAGES": 3 if low else 1, "num_warps": 4}
