@@ -86,7 +86,7 @@ def test_products_in_both_layouts(dtype: torch.dtype, reordered: bool, monkeypat
     if reordered and not products.can_reorder(dtype):
         pytest.skip("not on this CPU")
     monkeypatch.setattr(products, "can_reorder", lambda _: reordered)
-    for rows in (1, 5, 64, 130):
+    for rows in (1, 5, 17, 64, 130):
         batch = RandomBatch((), (SequenceRows(0, 0, rows),))
         x = batch.numbers(rows, 96).to(dtype)
         weight = batch.numbers(160, 96, salt=1).mul(0.1).to(dtype)
@@ -95,6 +95,15 @@ def test_products_in_both_layouts(dtype: torch.dtype, reordered: bool, monkeypat
             call = Call("linear", batch, {"x": x, "weight": weight, "bias": given})
             check_against_reference(cpu, call, dtype)
         assert cpu.pack(weight).reordered is reordered
+
+
+def test_products_have_few_heights() -> None:
+    heights = {rows: products.height_of(rows) for rows in range(1, 16_385)}
+    assert len(set(heights.values())) <= 160
+    assert all(height >= rows for rows, height in heights.items())
+    assert all(height == products.height_of(height) for height in heights.values())
+    assert all(height - rows < 8 for rows, height in heights.items() if rows <= 64)
+    assert all(height <= rows * 17 / 16 for rows, height in heights.items() if rows > 64)
 
 
 def test_weights_stay_as_they_are_where_onednn_fails(

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.runner.penalties import TokenCounts, penalize
-from cairn.runner.slots import Sample
 from cairn.types import SamplingParams
 
 VOCAB = 31
@@ -24,10 +23,6 @@ def anew(prompt: list[int], answer: list[int]) -> list[float]:
     counts = TokenCounts(1, VOCAB)
     counts.admit(0, np.array(prompt, np.int64), np.array(answer, np.int64))
     return penalties(counts, 0)[0]
-
-
-def sample(history: list[int], start: int) -> Sample:
-    return Sample(PARAMS, len(history), history=np.array(history, np.int64), num_prompt_tokens=start)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -65,43 +60,6 @@ def test_histories_may_be_long() -> None:
     assert times[5:].tolist() == np.bincount(answer)[answer].tolist()
 
 
-@pytest.mark.parametrize(
-    ("then", "start", "calls"),
-    [
-        ([1, 2, 3, 4], 2, []),  # asked twice
-        ([1, 2, 3, 4, 9], 2, ["append"]),
-        ([1, 2, 3, 4, 9, 9], 2, ["admit"]),  # tokens that nobody told of
-        ([1, 2, 3, 5, 9], 2, ["admit"]),  # another sequence in the slot
-        ([1, 2, 3, 4, 9], 3, ["admit"]),  # the same tokens, more of them the prompt's
-        ([1, 2, 3], 2, ["admit"]),
-    ],
-)
-def test_a_history_is_followed(then, start, calls, monkeypatch) -> None:
-    """Only what is new is counted; whatever does not go on from what is known begins anew."""
-    counts, seen = TokenCounts(4, VOCAB), []
-    counts.follow(2, sample([1, 2, 3, 4], 2))
-    for name in ("append", "admit"):
-        inner = getattr(counts, name)
-        monkeypatch.setattr(counts, name, lambda *told, name=name, inner=inner: (seen.append(name), inner(*told)))
-    counts.follow(2, sample(then, start))
-    assert seen == calls
-    assert penalties(counts, 2)[0] == anew(then[:start], then[start:])
-    longer = [*then, 11]
-    counts.follow(2, sample(longer, start))
-    assert penalties(counts, 2)[0] == anew(longer[:start], longer[start:])
-
-
-def test_a_history_that_changes_later_is_not_what_was_followed() -> None:
-    history = np.array([1, 2, 3, 4])
-    counts = TokenCounts(1, VOCAB)
-    counts.follow(0, Sample(PARAMS, 4, history=history, num_prompt_tokens=2))
-    history[3] = 8
-    counts.follow(0, sample([1, 2, 3, 8, 5], 2))
-    assert penalties(counts, 0)[0] == anew([1, 2], [3, 8, 5])
-
-
 def test_what_was_never_admitted_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="never admitted"):
         penalties(TokenCounts(2, VOCAB), 1)
-    with pytest.raises(AssertionError, match="position 3"):
-        TokenCounts(2, VOCAB).follow(0, Sample(PARAMS, 3))

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.runner.slots import Sample
 from cairn.types import Keys, SamplingParams
 
 _LEAST = 1e-30
@@ -26,7 +25,6 @@ class TokenCounts:
         self._tokens = torch.empty(num_slots, _CAPACITY, dtype=torch.int64, device=device)
         self._answer_starts = np.zeros(num_slots, np.int64)
         self._lengths = np.full(num_slots, -1, np.int64)
-        self._histories: dict[int, tuple[int, Keys]] = {}
 
     def admit(self, slot: int, prompt: Keys, answer: Keys) -> None:
         """A sequence begins, or begins again, in `slot`. Ids below 0 have no logit and are passed over."""
@@ -46,18 +44,6 @@ class TokenCounts:
         self._tokens[rows, places] = tokens
         self._times[rows, tokens] += 1
         self._lengths[own] += 1
-
-    def follow(self, slot: int, sample: Sample) -> None:
-        """`append` or `admit`, whichever makes the sample's history of what is known of the slot."""
-        assert sample.history is not None, f"position {sample.position}: a penalty without what it looks at"
-        history, start = sample.history, sample.num_prompt_tokens
-        known_start, known = self._histories.get(slot, (-1, history))
-        same = known_start == start and np.array_equal(known, history[: len(known)])
-        if same and len(history) == len(known) + 1:
-            self.append([slot], torch.from_numpy(history[-1:].astype("<i8")).to(self._tokens.device))
-        elif not same or len(history) != len(known):
-            self.admit(slot, history[:start], history[start:])
-        self._histories[slot] = (start, history.copy())
 
     def used(self, slots: Sequence[int], with_prompt: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
         """Used tokens of `slots`, one after the other, of prompt and answer or of the answer alone, some more than

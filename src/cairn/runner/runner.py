@@ -169,6 +169,7 @@ class Runner:
         """Carry a plan out, in the order that `cairn.step` gives."""
         with torch.inference_mode():
             self._slots.apply(plan)
+            self._count_histories(plan)
             staged = _Staged(plan, self.layout, self._max_pages, self._contents(plan), self._device)
             self._move(plan, staged)
             scored = self._forward(plan, staged) if plan.num_rows else ()
@@ -183,6 +184,14 @@ class Runner:
 
     def close(self) -> None:
         """Nothing runs beside it."""
+
+    def _count_histories(self, plan: StepPlan) -> None:
+        """Only rank 0 draws, and only penalties look at what was drawn before."""
+        for admit in plan.admits:
+            if admit.sampling.has_penalties and self._model.communicator.rank == 0:
+                history = admit.history
+                assert history is not None, f"slot {admit.slot}: penalties without what they look at"
+                self._counts.admit(admit.slot, history[: admit.num_prompt_tokens], history[admit.num_prompt_tokens :])
 
     def _move(self, plan: StepPlan, staged: _Staged) -> None:
         if plan.copies:
@@ -250,13 +259,14 @@ class Runner:
         told: list[Logprobs | None] = [None] * len(wanted)
         if communicator.rank == 0:
             slots, samples = zip(*wanted, strict=True)
-            for slot, sample in wanted:
-                if sample.params.has_penalties:
-                    self._counts.follow(slot, sample)
             drawn = draw(logits, SamplingBatch.of(slots, samples, logits.shape[1]), self._counts)
             told = logprobs_of_drawn(logits, drawn, [sample.logprobs for sample in samples])
         tokens, sampled = communicator.broadcast(drawn), []
-        self._last_tokens[staged.sampled.tensor] = torch.tensor(tokens, device=self._device)
+        on_device = torch.tensor(tokens, device=self._device)
+        self._last_tokens[staged.sampled.tensor] = on_device
+        penalized = [row for row, (_, sample) in enumerate(wanted) if sample.params.has_penalties]
+        if penalized and communicator.rank == 0:
+            self._counts.append([wanted[row][0] for row in penalized], on_device[penalized])
         for (slot, own), token, logprobs in zip(wanted, tokens, told, strict=True):
             self._slots.add_token(slot, own.position, token)
             sampled.append(SampledToken(slot, token, logprobs))
