@@ -1,15 +1,16 @@
 """The package's sources as syntax trees, and what they import: what the tests of the house rules look at."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """One module: its dotted name, and its tree."""
 
@@ -36,7 +37,8 @@ class Import:
     eager: bool
 
 
-def sources() -> list[Source]:
+@cache
+def sources() -> Sequence[Source]:
     """All modules of the package."""
     return [_read(path) for path in sorted((SRC / "cairn").rglob("*.py"))]
 
@@ -46,7 +48,8 @@ def source(name: str, text: str) -> Source:
     return Source(name, ast.parse(text))
 
 
-def imports(module: Source) -> list[Import]:
+@cache
+def imports(module: Source) -> Sequence[Import]:
     """Every import, wherever it stands."""
     return list(_imports(module, module.tree, eager=True))
 

@@ -172,6 +172,7 @@ def test_a_server_is_ended_when_a_load_fails(healthy, tmp_path):
     assert gone(pids)
 
 
+@pytest.mark.more
 def test_ctrl_c_ends_the_servers(healthy, tiny_model):
     """The script as a process of its own, interrupted while its server owes it an answer."""
     flags = ["--server", f"mine={healthy.line}", "--model", str(tiny_model)]
@@ -296,14 +297,11 @@ def test_the_same_seed_sends_the_same(name):
     assert first == again != other
 
 
-def test_decode_rate_counts_tokens_while_all_decode():
-    slow = Outcome(0, 9, 4, token_times=(1.0, 3.0, 5.0, 7.0, 9.0), output_tokens=5)
-    late = Outcome(0, 6, 4, token_times=(3.0, 4.0, 5.0, 6.0), output_tokens=8)
-    # from 3 to 6: one token of the slow one, three events of two tokens of the other one
-    assert decode_rate([slow, late]) == pytest.approx(7 / 3)
-    assert decode_rate([slow]) == pytest.approx(4 / 8)
-    with pytest.raises(PeerError, match="never decoded together"):
-        decode_rate([slow, replace(slow, token_times=(9.0, 10.0))])
+def test_decode_rate_counts_all_tokens_until_the_last():
+    slow = Outcome(0.5, 9, 4, token_times=(1.0, 3.0, 5.0, 7.0, 9.0), output_tokens=5)
+    late = Outcome(1, 6, 4, token_times=(3.0, 4.0, 5.0, 6.0), output_tokens=8)
+    assert decode_rate([slow, late]) == pytest.approx(13 / 8.5)
+    assert decode_rate([late]) == pytest.approx(8 / 5)
 
 
 def test_an_answer_that_is_missing_or_short_ends_the_comparison():
@@ -362,6 +360,7 @@ def test_table_and_plot(tmp_path):
 # -- checkpoints and the peer's environment --------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_the_peers_checkpoint_has_the_vocabulary_that_is_asked_for(tmp_path):
     folder = tmp_path / "model"
     make_peer_model(folder, size="tiny", vocab_size=5000, seed=0)

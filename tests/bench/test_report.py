@@ -187,6 +187,7 @@ def test_what_plots_show(ran):
     assert [len(part) for part in cached_shares({})] == [0, 0, 0] and len(first_tokens({})) == 0
 
 
+@pytest.mark.more
 def test_plots_are_pictures(ran, tmp_path):
     pytest.importorskip("matplotlib")
     for number, result in enumerate((as_json(ran), {})):

@@ -41,6 +41,7 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.more
 def test_every_step_has_all_sequences_and_no_more_than_that(model):
     cases = measure_steps(model, 3, (16, 80), 1, seed=0)
     assert [(case.context, len(case.windows)) for case in cases] == [(16, 1), (80, 1)]
@@ -51,6 +52,7 @@ def test_every_step_has_all_sequences_and_no_more_than_that(model):
     assert len(context_ratios(cases)) == 1 and min(context_ratios(cases)) > 0
 
 
+@pytest.mark.more
 def test_steps_of_the_engine_without_a_model_are_real_ones(model):
     engine = build_engine(config_of(model, 3, 200, 100))
     decoding = Decoding(engine, 3, 200, 1, seed=0)
@@ -65,6 +67,7 @@ def test_steps_of_the_engine_without_a_model_are_real_ones(model):
     assert len({tuple(answer) for answer in answers}) == 3
 
 
+@pytest.mark.more
 def test_a_context_that_does_not_fit_is_refused(model):
     with pytest.raises(InvalidRequest, match="32768"):
         measure_steps(model, 1, (32_760,), 1, seed=0)

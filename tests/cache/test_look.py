@@ -175,6 +175,7 @@ def test_what_answers_to_one_prompt_start_from_is_held_by_requests():
     assert (0, 0) in seen and any(holds and pages for holds, pages in seen)
 
 
+@pytest.mark.more
 def test_many_nodes_are_folded():
     cache = grown(12_000)
     slices = list(look(cache, 500))

@@ -175,6 +175,7 @@ def test_the_exit_code_says_whether_the_promises_were_kept(tmp_path, monkeypatch
     assert result["requests"][program.EXACT][0]["hit"] == 0
 
 
+@pytest.mark.more
 @pytest.mark.timeout(120)
 def test_a_server_that_cannot_start_fails_the_demo_and_names_its_log(tmp_path, capsys):
     assert program.main(["--model", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 1

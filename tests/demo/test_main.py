@@ -8,6 +8,7 @@ from demo.shared_prefix import Shared
 from demo import __main__ as program
 
 
+@pytest.mark.more
 @pytest.mark.timeout(120)
 def test_a_server_that_cannot_start_fails_the_demo_and_names_its_log(tmp_path, capsys):
     assert program.main(["--model", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 1

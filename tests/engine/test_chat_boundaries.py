@@ -164,6 +164,7 @@ class Counting:
         return self._apply(messages, **arguments)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [*TEMPLATES, "resists"])
 def test_a_long_chat_costs_a_few_renderings(folder_of: Any, tokenizers: dict[str, ModelTokenizer], name: str) -> None:
     tokenizer = folder_of(name)

@@ -262,7 +262,7 @@ PIECES = (TEXT[:64], TEXT[:65], OTHER[:30], OTHER[:1], OTHER[64:180])
 
 
 @pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     num_pages=st.sampled_from([26, 40, 90]),
     ahead=st.sampled_from([1, 2]),
@@ -287,6 +287,7 @@ def test_random_mixes_in_a_tiny_pool(loaded, num_pages, ahead, mixes):
     assert engine.cache.clear(), "a page leaked"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
 def test_the_tiny_pool_really_preempts_and_evicts(loaded):
     engine = Engine(loaded, num_pages=26)

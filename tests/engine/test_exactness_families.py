@@ -67,6 +67,7 @@ def test_a_preempted_request(loaded):
     assert_same(engine.logits[number], loaded.alone(TEXT[:150], 12))
 
 
+@pytest.mark.more
 def test_a_chat_that_grows_to_the_end_of_the_pool(loaded):
     """Each turn leaves a copy of the page that it ends in, and all of them are on the path of the last one."""
     engine = Engine(loaded, num_pages=4)

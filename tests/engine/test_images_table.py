@@ -31,6 +31,7 @@ def shared(tiny_vl_model):
     return prompts.shared
 
 
+@pytest.mark.more
 def test_steps_of_8192_tokens(tiny_vl_model, shared):
     rows = by_policy(measure(tiny_vl_model, [8192], 0, ("align", "auto")))
     check(rows, shared)
@@ -49,6 +50,7 @@ def test_steps_of_2048_tokens_and_of_a_block(tiny_vl_model, shared):
     assert [asked.cached for asked in rows["auto, blocks of 544"]] == [asked.cached for asked in rows["auto"]]
 
 
+@pytest.mark.more
 def test_text_alone_hits_the_same_with_and_without_the_vision_model(tiny_vl_model):
     with_it, without = measure_text(tiny_vl_model, 0).values()
     assert [asked.cached for asked in with_it] == [asked.cached for asked in without]

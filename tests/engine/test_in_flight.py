@@ -65,6 +65,7 @@ def test_the_default_numerics_share_to_the_token(loaded, shared):
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.more
 def test_random_arrivals_are_bit_for_bit_those_of_a_server_alone(loaded):
     draw = np.random.default_rng(5)
     engine = Engine(loaded, num_pages=60, budget=100, ahead=2)

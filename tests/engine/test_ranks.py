@@ -52,6 +52,7 @@ from cairn.types import SamplingParams
 from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
+from tiers import more
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
 GREEDY = SamplingParams(temperature=0.0)
@@ -296,7 +297,7 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
 # A rank that is stopped may have given its share of the step's last exchange already; then it is missed later.
 @pytest.mark.parametrize(
     ("sent", "text"),
-    [(signal.SIGKILL, "rank 1 has ended: killed by SIGKILL"), (signal.SIGSTOP, "(waited|not done .* within) 1 s")],
+    [(signal.SIGKILL, "rank 1 has ended: killed by SIGKILL"), more(signal.SIGSTOP, "(waited|not done .* within) 1 s")],
 )
 def test_a_rank_that_is_lost_in_a_step_ends_the_engine(tiny_model, started, sent, text):
     def strike(_sample, _logits):
@@ -311,6 +312,7 @@ def test_a_rank_that_is_lost_in_a_step_ends_the_engine(tiny_model, started, sent
         ranked.run(prefill(2))
 
 
+@pytest.mark.more
 def test_a_rank_that_is_lost_between_steps_ends_the_engine(tiny_model, started):
     started.append(build_ranked(config_of(tiny_model), None, DEADLINES))
     ranked = started[0]
@@ -349,6 +351,7 @@ def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model):
     assert not Path(folder).exists()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -110,7 +110,7 @@ LONG = pytest.mark.long
     ("concurrency", "pool", "mode", "exact"),
     [
         (8, 4 << 20, "auto", False),
-        (1, 4 << 20, "auto", False),
+        pytest.param(1, 4 << 20, "auto", False, marks=pytest.mark.more),
         pytest.param(8, 64 << 20, "auto", False, marks=LONG),
         pytest.param(1, 64 << 20, "auto", False, marks=LONG),
         pytest.param(8, 3 << 20, "auto", True, marks=LONG),
@@ -207,6 +207,7 @@ def test_flops_of_the_log_are_those_of_the_models_folder(tiny_model, tmp_path):
         }
 
 
+@pytest.mark.more
 def test_flops_are_of_the_whole_model_on_several_ranks(tiny_model, tmp_path):
     headers = []
     for size in (1, 2):

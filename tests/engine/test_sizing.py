@@ -76,7 +76,7 @@ def test_more_threads_than_cores_are_refused(asked, num_ranks, most):
 
 def test_threads_wait_asleep_unless_the_environment_says_otherwise():
     threads = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
-    assert thread_variables(3, {}) == threads | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+    assert thread_variables(3, {}) == threads | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
     assert thread_variables(3, {"OMP_NUM_THREADS": "9"}) == thread_variables(3, {})
     assert thread_variables(3, {"OMP_WAIT_POLICY": "active"}) == threads
     assert thread_variables(3, {"GOMP_SPINCOUNT": "7"}) == threads

@@ -88,6 +88,7 @@ def test_small_has_about_300_million_parameters() -> None:
     assert set(config.layers()) == {"Mamba2", "attention", "MLP", "mixture of experts"}
 
 
+@pytest.mark.more
 def test_same_seed_same_bytes(tiny: Path, tmp_path: Path) -> None:
     """In another process with another hash seed, so that no iteration order is taken from memory addresses."""
     code = (

@@ -44,6 +44,7 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
     settle(p, d)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("family", ["qwen3", more("lfm2")])
 def test_the_second_turn_comes_back_for_the_answer(made_model, family):
     """Also that of a model without states, of which keys and values are all there is: it computes the last token."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 ROUNDS = 3
 MORE_ROUNDS = 12
 LEASE_SECONDS = 51.0
-_FIRST = (nixl_faults.p_killed_mid_read, nixl_faults.client_gone, nixl_faults.hand_over_after_a_restart)
+_FIRST = (nixl_faults.client_gone, nixl_faults.hand_over_after_a_restart)
 ORDER = sorted(FAULTS, key=lambda fault: fault not in _FIRST)
 
 
@@ -35,7 +35,7 @@ def world(tiny_model):
         yield made
 
 
-@pytest.mark.parametrize("fault", first(3, ORDER), ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", first(2, ORDER), ids=lambda fault: fault.__name__)
 def test_nothing_hangs_and_nothing_is_wrong(world, fault):
     times = Counter()
     for seed in range(ROUNDS + MORE_ROUNDS):

@@ -137,6 +137,7 @@ SERVICE = ProxyService(ProxyOptions(prefill=(), decode=(), version="1"))
 NAMES = ("model", "prompt", "messages", "stream", "stream_options", "cache_salt", "prompt_cache_key", "max_tokens")
 
 
+@pytest.mark.more
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from((*NAMES, "kv_transfer_params")) | st.text(max_size=5), JSON, max_size=8))
 def test_any_object_is_refused_or_forwarded_whole(body):

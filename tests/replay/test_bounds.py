@@ -81,6 +81,7 @@ def tight_schedules(seeds):
     return tight
 
 
+@pytest.mark.more
 def test_a_schedule_keeps_the_rules():
     assert tight_schedules(range(40, 48)) > 10
 

@@ -1,15 +1,13 @@
 """The pool of pages: there when it has been made, or refused."""
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cairn.errors import ConfigError
 from cairn.machine import Machine
 from cairn.runner import memory
-from cairn.runner.memory import new_pool
+from cairn.runner.memory import ALIGNMENT, new_pool, set_aside
 
 MIB = 1 << 20
 
@@ -20,11 +18,24 @@ def resident_bytes():
     return int(status["RssAnon"].split()[0]) << 10
 
 
-def test_a_pool_is_memory_that_has_been_written_to():
+def test_a_pool_takes_memory_when_it_is_set_aside():
     before = resident_bytes()
     pool = new_pool(2048, 100_000)
-    assert pool.shape == (2048, 100_000) and not pool.any()
+    assert pool.shape == (2048, 100_000) and pool.data_ptr() % ALIGNMENT == 0
+    assert resident_bytes() - before < MIB
+    pool[7] = 5
+    set_aside(pool)
     assert resident_bytes() - before >= 2048 * 100_000 * 0.95
+    assert (pool[7] == 5).all() and pool.sum() == 500_000
+
+
+def test_a_pool_is_as_good_where_it_cannot_be_set_aside(monkeypatch, caplog):
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", 9999)
+    pool = new_pool(3, 100)
+    with caplog.at_level("INFO"):
+        set_aside(pool)
+    assert "cannot be had before: Invalid argument" in caplog.text
+    assert not pool.any()
 
 
 def test_a_pool_beyond_the_memory_that_the_weights_have_left(tmp_path):
@@ -36,13 +47,3 @@ def test_a_pool_beyond_the_memory_that_the_weights_have_left(tmp_path):
     with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: .* does not fit into memory: .* 102400$"):
         new_pool(1 << 20, 4096, machine=machine)
     assert resident_bytes() - before < MIB
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "least_shown", "shown"), [(True, 0, True), (False, 0, False), (True, MIB, False)]
-)
-def test_a_terminal_shows_how_far_a_large_pool_is(monkeypatch, is_terminal, least_shown, shown):
-    monkeypatch.setattr(memory, "_SHOWN_BYTES", least_shown)
-    output = io.StringIO()
-    new_pool(10, 4096, Console(file=output, force_terminal=is_terminal))
-    assert ("setting memory aside" in output.getvalue()) == shown

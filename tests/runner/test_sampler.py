@@ -15,6 +15,7 @@ from cairn.runner.slots import Sample
 from cairn.runner.token_logprobs import logprobs_of, logprobs_of_drawn, score
 from cairn.step import Score
 from cairn.types import SamplingParams
+from tiers import more
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, position: int = 0, **fields) -> int:
@@ -51,7 +52,7 @@ def test_the_same_seed_and_position_draw_the_same_token() -> None:
     assert draw(logits, SamplingParams(seed=1), 23) != draw(logits, SamplingParams(seed=12), 3)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, more(1.0), more(2.0)])
 def test_tokens_are_drawn_in_proportion_to_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     count = 4000
@@ -157,8 +158,8 @@ def any_sample(rng: np.random.Generator, row: int, vocab_size: int) -> Sample:
     return Sample(params, 60 + row, allowed, pick((), tuple(tokens[3:5].tolist())), tokens, 30)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("vocab_size", "rounded"), [(40, False), (1000, True), (1000, False), (5003, False)])
+@pytest.mark.parametrize("threads", [1, more(2)])
+@pytest.mark.parametrize(("vocab_size", "rounded"), [(40, False), (1000, True), more(1000, False), more(5003, False)])
 def test_a_row_s_token_is_the_same_alone_and_in_any_batch(vocab_size: int, rounded: bool, threads: int) -> None:
     rng, before = np.random.default_rng(vocab_size), torch.get_num_threads()
     logits = torch.from_numpy(rng.standard_normal((250, vocab_size)).astype(np.float32) * 3)

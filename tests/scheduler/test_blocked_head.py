@@ -125,6 +125,7 @@ def plain(value):
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
+@pytest.mark.more
 @settings(
     max_examples=60,
     derandomize=True,

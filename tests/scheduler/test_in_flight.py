@@ -543,6 +543,7 @@ def check_mix(**mix):
         assert prefilled(driver) <= prefilled(played(False, **mix)[0])
 
 
+@pytest.mark.more
 @example(
     mode="all",
     exact=True,

@@ -1,6 +1,7 @@
 """The bar: with free memory every request hits within 63 tokens of all it shares with any earlier path, and exactly
 there where that is a declared boundary, an earlier prompt, or an earlier prompt with its computed answer."""
 
+import pytest
 from driver import Driver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,13 +21,31 @@ def common(one, other) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    turns=st.lists(TURN, min_size=2, max_size=7),
-    block_size=st.sampled_from([1, 16, 48]),
-    budget=st.sampled_from([70, 128, 2048]),
-)
+def runs(max_examples):
+    """A test of random turns."""
+    given_turns = given(
+        turns=st.lists(TURN, min_size=2, max_size=7),
+        block_size=st.sampled_from([1, 16, 48]),
+        budget=st.sampled_from([70, 128, 2048]),
+    )
+    how = settings(
+        max_examples=max_examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    return lambda test: how(given_turns(test))
+
+
+@runs(20)
 def test_every_request_hits_within_63_tokens(turns, block_size, budget):
+    check_hits(turns, block_size, budget)
+
+
+@pytest.mark.more
+@runs(100)
+def test_every_request_of_more_turns_hits_within_63_tokens(turns, block_size, budget):
+    check_hits(turns, block_size, budget)
+
+
+def check_hits(turns, block_size, budget):
     driver = Driver(num_pages=20_000, block_size=block_size, max_num_batched_tokens=budget)
     paths, exact_ends = [()], set()
     for start, share, parts, max_tokens, boundary in turns:

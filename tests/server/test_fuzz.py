@@ -3,6 +3,7 @@
 import json
 import string
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": VALUES}), m
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5)
 
 
+@pytest.mark.more
 @settings(
     max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -101,6 +101,7 @@ def test_a_stream_by_openais_client(client):
     assert pieces[-1].choices[0].finish_reason in ("length", "stop")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("marker", ["<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<|video_pad|>"])
 def test_placeholders_typed_as_text(client, marker):
     response = chat(client, text("see"), text(f"this {marker} one"), image(1))

@@ -246,6 +246,7 @@ def test_align_shows_the_old_behaviour_and_start_up_speaks_in_words(tiny_model, 
     assert "2048 bytes per token" in log.replace(",", "") and "checkpoint" in log
 
 
+@pytest.mark.more
 def test_the_death_of_the_core_answers_everybody_and_ends_the_server(tiny_model, tmp_path):
     server = Served(tiny_model, tmp_path / "log").wait_healthy()
     try:

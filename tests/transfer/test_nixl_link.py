@@ -216,6 +216,7 @@ def test_a_killed_peer_is_an_error_at_once_and_its_successor_another_peer(source
     assert np.array_equal(mine[2], pool(7)[4])
 
 
+@pytest.mark.more
 def test_a_frozen_peer_over_tcp_keeps_the_read_open_until_the_late_write_has_come():
     """The trap: releasing the handle would report an end, and the bytes would come all the same."""
     source = RemoteSource(tls="tcp")

@@ -24,9 +24,9 @@ _STATES_SHARE = 0.1
 _TOKENS_PER_SEQ = 1024
 """What a running request should find room for in the pool, besides a checkpoint."""
 
-_SPINS = "1000"
-"""How often GNU OpenMP's threads look before they sleep, some 10 microseconds: enough for the next loop of the same
-operation, which a sleeping thread would begin 50 to 100 microseconds later, and short beside any time slice."""
+_SPINS = "10000"
+"""How often GNU OpenMP's threads look before they sleep, some 100 microseconds: enough for the next operation's loop,
+which a sleeping thread would begin 50 to 100 microseconds later, and short beside any time slice."""
 
 _LEAST_CHUNK = 64
 """Tokens of prompts for which a step must have room besides one token a request."""

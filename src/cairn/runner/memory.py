@@ -4,11 +4,12 @@ pool   uint8 [num_pages, page_bytes]; a page of keys and values is [kv head][lay
 live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer, heads, ...]; the last slot is scratch
 """
 
+import ctypes
 import logging
+import os
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
@@ -20,44 +21,47 @@ from cairn.types import Clock, SystemClock
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives, and as wide as any vector register."""
 
-_TOUCHED_BYTES = 64 << 20
-"""Written to at a time, by all threads together."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of madvise(2), since Linux 5.14: memory comes as if it were written to, and stays as it is."""
 
-_SHOWN_BYTES = 1 << 30
-"""A smaller pool is there before anybody wonders."""
+_POPULATED_BYTES = 64 << 20
+"""Asked for at a time."""
 
 logger = logging.getLogger(__name__)
 
 
-def new_pool(
-    num_pages: int,
-    page_bytes: int,
-    console: Console | None = None,
-    machine: Machine | None = None,
-    clock: Clock | None = None,
-) -> Tensor:
-    """Empty pages, uint8 [num_pages, page_bytes], that have been written to: memory that is not there is missed now,
-    and the first requests wait for no page faults. `console` shows how far that is, if it is a terminal.
+def new_pool(num_pages: int, page_bytes: int, machine: Machine | None = None) -> Tensor:
+    """Empty pages, uint8 [num_pages, page_bytes], zeros. Nothing of it takes memory before it is written to or
+    `set_aside`.
 
     Raises ConfigError where the machine does not give so much memory.
     """
-    clock = clock or SystemClock()
-    num_bytes, started = num_pages * page_bytes, clock.now()
+    num_bytes = num_pages * page_bytes
     asked = f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_bytes} in all"
     # What the weights have really taken is known only now, and a process that writes too much is killed.
     available = (machine or Machine()).available_memory()
     if available is not None and num_bytes > available:
         raise ConfigError(f"{asked}, does not fit into memory: lower it to at most {available}")
     try:
-        pool = torch.empty(num_pages, page_bytes, dtype=torch.uint8)
-    except RuntimeError as error:  # torch's allocator has no kind of its own
+        memory = mmap(-1, -(-num_bytes // PAGESIZE) * PAGESIZE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
         raise ConfigError(f"{asked}, does not fit into memory: lower it") from error
-    parts = torch.split(pool.view(-1), _TOUCHED_BYTES)
-    shown = console is not None and console.is_terminal and num_bytes >= _SHOWN_BYTES
-    for part in track(parts, "setting memory aside", console=console, transient=True, disable=not shown):
-        part.zero_()
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(num_pages, page_bytes)
+
+
+def set_aside(pool: Tensor, clock: Clock | None = None) -> None:
+    """Has the machine give all of the pool's memory, so that nobody has to wait for page faults later on. May run while
+    the pool is used."""
+    clock = clock or SystemClock()
+    started, begin, num_bytes = clock.now(), pool.data_ptr(), pool.nbytes
+    advise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own it lets other threads go on
+    for offset in range(0, num_bytes, _POPULATED_BYTES):
+        length = min(_POPULATED_BYTES, num_bytes - offset)
+        if advise(ctypes.c_void_p(begin + offset), ctypes.c_size_t(length), _POPULATE_WRITE):
+            reason = os.strerror(ctypes.get_errno())
+            logger.info("the pool's memory comes as it is first written to: it cannot be had before: %s", reason)
+            return
     logger.info("a pool of %d bytes was set aside in %.1f s", num_bytes, clock.now() - started)
-    return pool
 
 
 def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[PagedLayer, ...]:

@@ -3,11 +3,11 @@
 Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
@@ -17,7 +17,7 @@ from cairn.runner.batch_builder import BatchBuilder, RowContent
 from cairn.runner.block_tables import table_entries
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
-from cairn.runner.memory import LiveStates, new_pool, paged_layers
+from cairn.runner.memory import LiveStates, new_pool, paged_layers, set_aside
 from cairn.runner.penalties import TokenCounts
 from cairn.runner.sampler import SamplingBatch, draw
 from cairn.runner.self_test import check_row_independence
@@ -140,8 +140,7 @@ class Runner:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
         self.forward_passes = 0
         self.steps = 0
-        console = Console(stderr=True) if model.communicator.rank == 0 else None
-        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes, console)
+        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes)
         device = self._device = self.pool.device
         self._max_pages, self.num_slots = num_pages, num_slots
         self._model = model
@@ -161,6 +160,8 @@ class Runner:
     def get_ready(self) -> None:
         """Before the first plan: kernels are compiled, and in exact mode this rank's weights show that fixed tiles make
         rows independent. Raises ConfigError if they do not."""
+        # Nothing waits for it: what is used before it is there comes by page faults.
+        threading.Thread(target=set_aside, args=(self.pool,), name="set_aside", daemon=True).start()
         self._model.kernels.warm_up(self._model.spec.dtype)
         if self._exact:
             check_row_independence(self._model.linears)

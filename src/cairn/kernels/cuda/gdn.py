@@ -68,7 +68,7 @@ def _chunks_kernel(
     a,
     dt_bias,
     totals,
-    unit_k,
+    scales,
     w,
     u,
     cu_seqlens,
@@ -87,7 +87,8 @@ def _chunks_kernel(
     BP: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    """What a chunk of a value head has without the state before it: G, W and U, and K over its length."""
+    """What a chunk of a value head has without the state before it: G, W and U, and what K is multiplied with to have
+    length 1: products are made of it as it came, rows and columns of their results are scaled."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     sequence = tl.load(chunk_seqs + chunk)
     row = tl.load(chunk_rows + chunk)
@@ -107,27 +108,27 @@ def _chunks_kernel(
     key_mask = valid[:, None] & (size < S)[None, :]
     key_head = head // PER_KEY
     keys = tl.load(k + rows[:, None] * k_stride + key_head * S + size[None, :], mask=key_mask, other=0.0)
-    keys = keys.to(tl.float32)
-    keys = (keys * (1.0 / tl.sqrt(tl.sum(keys * keys, axis=1) + EPS))[:, None]).to(unit_k.dtype.element_ty)
-    if head % PER_KEY == 0:
-        tl.store(unit_k + rows[:, None] * (H // PER_KEY * S) + key_head * S + size[None, :], keys, mask=key_mask)
+    wide = keys.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) + EPS)
+    tl.store(scales + head.to(tl.int64) * num_rows + rows, scale, mask=valid)
 
-    nothing = tl.zeros((64, 64), tl.float32)
-    alike = product(keys, tl.trans(keys), nothing, LOW)
+    alike = product(keys, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
     before = token[:, None] > token[None, :]
-    fade = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0))
-    inverse = _inverse(tl.where(before, weight[:, None] * alike * fade, 0.0), LOW) * weight[None, :]
-    if LOW:
-        inverse = inverse.to(tl.bfloat16)
+    fade = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0)) * scale[None, :]
+    inverse = _inverse(tl.where(before, (weight * scale)[:, None] * alike * fade, 0.0), LOW)
 
-    out = product(inverse, keys.to(tl.float32) * tl.exp(total)[:, None], tl.zeros((64, BS), tl.float32), LOW)
+    of_keys = inverse * (weight * scale * tl.exp(total))[None, :]
+    of_values = inverse * weight[None, :]
+    if LOW:
+        of_keys, of_values = of_keys.to(tl.bfloat16), of_values.to(tl.bfloat16)
+    out = product(of_keys, keys, tl.zeros((64, BS), tl.float32), LOW)
     places = w + rows[:, None] * (H * S) + head * S + size[None, :]
     tl.store(places, out.to(w.dtype.element_ty), mask=key_mask)
     for begin in tl.static_range(0, P, BP):
         dim = begin + tl.arange(0, BP)
         mask = valid[:, None] & (dim < P)[None, :]
         values = tl.load(v + rows[:, None] * v_stride + head * P + dim[None, :], mask=mask, other=0.0)
-        out = product(inverse, values, tl.zeros((64, BP), tl.float32), LOW)
+        out = product(of_values, values, tl.zeros((64, BP), tl.float32), LOW)
         tl.store(u + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(u.dtype.element_ty), mask=mask)
 
 
@@ -137,6 +138,7 @@ def _states_kernel(
     w,
     u,
     totals,
+    scales,
     chunk_states,
     states,
     snapshots,
@@ -148,6 +150,7 @@ def _states_kernel(
     snapshot_offsets,
     num_decodes,
     num_rows,
+    k_stride,
     slot_stride,
     H: tl.constexpr,
     PER_KEY: tl.constexpr,
@@ -190,15 +193,16 @@ def _states_kernel(
             end = tl.minimum(begin + 64, last)
             rows = begin + token
             valid = (rows >= first) & (rows < end)
-            per_row = totals + head.to(tl.int64) * num_rows
-            final = tl.load(per_row + end - 1)
-            left = tl.exp(tl.where(valid, final - tl.load(per_row + rows, mask=valid, other=0.0), 0.0))
+            per_row = head.to(tl.int64) * num_rows
+            final = tl.load(totals + per_row + end - 1)
+            left = tl.where(valid, final - tl.load(totals + per_row + rows, mask=valid, other=0.0), 0.0)
+            left = tl.exp(left) * tl.load(scales + per_row + rows, mask=valid, other=0.0)
             rows = rows.to(tl.int64)
             key_mask = valid[:, None] & (size < S)[None, :]
             reads = tl.load(w + rows[:, None] * (H * S) + head * S + size[None, :], mask=key_mask, other=0.0)
             places = u + rows[:, None] * (H * P) + head * P + dim[None, :]
             new = tl.load(places, mask=valid[:, None] & (dim < P)[None, :], other=0.0).to(tl.float32)
-            keys_at = k + rows[:, None] * (H // PER_KEY * S) + (head // PER_KEY) * S + size[None, :]
+            keys_at = k + rows[:, None] * k_stride + (head // PER_KEY) * S + size[None, :]
             keys = tl.load(keys_at, mask=key_mask, other=0.0)
             new -= product(reads, state, tl.zeros((64, BP), tl.float32), LOW)
             tl.store(places, new.to(u.dtype.element_ty), mask=valid[:, None] & (dim < P)[None, :])
@@ -215,6 +219,7 @@ def _snapshots_kernel(
     k,
     u,
     totals,
+    scales,
     snapshots,
     cu_seqlens,
     seq_starts,
@@ -222,6 +227,7 @@ def _snapshots_kernel(
     snapshot_offsets,
     first_snapshot,
     num_rows,
+    k_stride,
     H: tl.constexpr,
     PER_KEY: tl.constexpr,
     S: tl.constexpr,
@@ -243,18 +249,19 @@ def _snapshots_kernel(
         end = begin + position % 64
         rows = begin + token
         valid = (rows >= first) & (rows < end)
-        per_row = totals + head.to(tl.int64) * num_rows
-        final = tl.load(per_row + end - 1)
-        left = tl.where(valid, final - tl.load(per_row + rows, mask=valid, other=0.0), 0.0)
+        per_row = head.to(tl.int64) * num_rows
+        final = tl.load(totals + per_row + end - 1)
+        left = tl.where(valid, final - tl.load(totals + per_row + rows, mask=valid, other=0.0), 0.0)
+        left = tl.exp(left) * tl.load(scales + per_row + rows, mask=valid, other=0.0)
         rows = rows.to(tl.int64)
         new_at = u + rows[:, None] * (H * P) + head * P + dim[None, :]
         new = tl.load(new_at, mask=valid[:, None] & (dim < P)[None, :], other=0.0).to(tl.float32)
-        keys_at = k + rows[:, None] * (H // PER_KEY * S) + (head // PER_KEY) * S + size[None, :]
+        keys_at = k + rows[:, None] * k_stride + (head // PER_KEY) * S + size[None, :]
         keys = tl.load(keys_at, mask=valid[:, None] & (size < S)[None, :], other=0.0)
         mask = (size < S)[:, None] & (dim < P)[None, :]
         kept = snapshots + snapshot.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
         state = tl.load(kept, mask=mask, other=0.0) * tl.exp(final)
-        tl.store(kept, product(tl.trans(keys), new * tl.exp(left)[:, None], state, LOW), mask=mask)
+        tl.store(kept, product(tl.trans(keys), new * left[:, None], state, LOW), mask=mask)
 
 
 @triton.jit(do_not_specialize=list(_VARYING))
@@ -263,6 +270,7 @@ def _outputs_kernel(
     k,
     u,
     totals,
+    scales,
     chunk_states,
     y,
     cu_seqlens,
@@ -270,6 +278,7 @@ def _outputs_kernel(
     chunk_rows,
     num_rows,
     q_stride,
+    k_stride,
     H: tl.constexpr,
     PER_KEY: tl.constexpr,
     S: tl.constexpr,
@@ -293,21 +302,25 @@ def _outputs_kernel(
 
     key_head = head // PER_KEY
     queries = tl.load(q + rows[:, None] * q_stride + key_head * S + size[None, :], mask=key_mask, other=0.0)
-    queries = queries.to(tl.float32)
-    queries = queries * (1.0 / tl.sqrt(tl.sum(queries * queries, axis=1) + EPS))[:, None]
-    keys = tl.load(k + rows[:, None] * (H // PER_KEY * S) + key_head * S + size[None, :], mask=key_mask, other=0.0)
-    total = tl.load(totals + head.to(tl.int64) * num_rows + rows, mask=valid, other=0.0)
+    keys = tl.load(k + rows[:, None] * k_stride + key_head * S + size[None, :], mask=key_mask, other=0.0)
+    per_row = head.to(tl.int64) * num_rows + rows
+    total = tl.load(totals + per_row, mask=valid, other=0.0)
+    scale = tl.load(scales + per_row, mask=valid, other=0.0)
+    alike = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
+    sees = (token[:, None] >= token[None, :]) & valid[:, None]
+    fade = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)) * scale[None, :]
+    alike = tl.where(sees, alike * fade, 0.0)
+    if LOW:
+        alike = alike.to(tl.bfloat16)
     inside = head * (S * P) + size[:, None] * P + dim[None, :]
     state_mask = (size < S)[:, None] & (dim < P)[None, :]
     state = tl.load(chunk_states + chunk.to(tl.int64) * (H * S * P) + inside, mask=state_mask, other=0.0)
+    out = product(queries, state, tl.zeros((64, BP), tl.float32), LOW) * tl.exp(total)[:, None]
     new = tl.load(u + rows[:, None] * (H * P) + head * P + dim[None, :], mask=mask, other=0.0)
-
-    nothing = tl.zeros((64, BP), tl.float32)
-    out = product(queries, state, nothing, LOW) * tl.exp(total)[:, None]
-    alike = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
-    sees = (token[:, None] >= token[None, :]) & valid[:, None]
-    alike = tl.where(sees, alike * tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)), 0.0)
-    out = product(alike, new, out, LOW) * (S**-0.5)
+    out = product(alike, new, out, LOW)
+    # A query's length divides all of its row: products are made of it as it came.
+    wide = queries.to(tl.float32)
+    out *= (S**-0.5 / tl.sqrt(tl.sum(wide * wide, axis=1) + EPS))[:, None]
     tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -401,34 +414,33 @@ def gdn(
         low = takes_tensor_cores(dt)
         dtype = torch.bfloat16 if low else torch.float32
         num_rows = v.shape[0]
-        totals = torch.empty((heads, num_rows), dtype=torch.float32, device=v.device)
-        unit_k = torch.empty(k.shape, dtype=dtype, device=v.device)
+        totals, scales = (torch.empty((heads, num_rows), dtype=torch.float32, device=v.device) for _ in range(2))
         w = torch.empty((num_rows, heads, size), dtype=dtype, device=v.device)
         u = torch.empty(v.shape, dtype=dtype, device=v.device)
         chunk_states = torch.empty((metadata.num_chunks, heads, size, dim), dtype=dtype, device=v.device)
         chunks = (batch.cu_seqlens, metadata.chunk_seqs, metadata.chunk_rows, num_rows)
         _chunks_kernel[(metadata.num_chunks * heads,)](
-            k, v, beta, dt, a, dt_bias, totals, unit_k, w, u, *chunks,
+            k, v, beta, dt, a, dt_bias, totals, scales, w, u, *chunks,
             k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), **shape, **_chunks_tile(size, dim, low),
         )  # fmt: skip
         tile = _states_tile(size, dim, low)
         programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
-            unit_k, w, u, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.slots,
+            k, w, u, totals, scales, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.slots,
             metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
-            states.stride(0), **shape, **tile,
+            k.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
         first = int(np.searchsorted(host.snapshot_rows, host.num_decodes))
         if host.num_snapshots > first:
             tile = _snapshots_tile(size, dim, low)
             programs = (host.num_snapshots - first) * heads * triton.cdiv(dim, tile["BP"])
             _snapshots_kernel[(programs,)](
-                unit_k, u, totals, snapshots, batch.cu_seqlens, batch.seq_starts, metadata.snapshot_seqs,
-                metadata.snapshot_offsets, first, num_rows, **shape, **tile,
+                k, u, totals, scales, snapshots, batch.cu_seqlens, batch.seq_starts, metadata.snapshot_seqs,
+                metadata.snapshot_offsets, first, num_rows, k.stride(0), **shape, **tile,
             )  # fmt: skip
         tile = _outputs_tile(size, dim, low)
         _outputs_kernel[(metadata.num_chunks * heads * triton.cdiv(dim, tile["BP"]),)](
-            q, unit_k, u, totals, chunk_states, y, *chunks, q.stride(0), **shape, **tile
+            q, k, u, totals, scales, chunk_states, y, *chunks, q.stride(0), k.stride(0), **shape, **tile
         )
     return y, snapshots
 
@@ -455,4 +467,5 @@ def _snapshots_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
 
 
 def _outputs_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
-    return {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
+    tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
+    return {**tile, "maxnreg": 168} if low else tile
