@@ -2,6 +2,9 @@
 #
 #   make test    lint, types and the tests that every change needs, in some six minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
+#   make test-kernels the CUDA kernels without a GPU: interpreted, and compiled for three generations; some minutes
+#   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
+#   make gpu-wheels what a GPU machine without a network lacks to run cairn, in build/gpu-wheels
 #   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
 #   make demo    a tiny model, real servers, and a table of what the prefix cache did
 #   make demo-pd the same for a prefill and a decode server behind a proxy
@@ -10,11 +13,15 @@
 # SERVE_ARGS           more flags for `make serve`
 # TEST_ARGS            more arguments for pytest
 # TEST_WORKERS         processes that run tests at a time, 2 unless given; 0 runs all in one
+# GPU_PYTHON           what runs `make test-gpu`, python3 unless given: with torch for CUDA, pytest, hypothesis, numba
+# GPU_SECONDS          after how many it begins no further test, 420 unless given
 
 PYTHON ?= python3
 PORT ?= 8000
 TEST_WORKERS ?= 2
 TORCH_INSTALL_ARGS ?= -c constraints.txt
+GPU_PYTHON ?= python3
+GPU_SECONDS ?= 420
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,13 +30,17 @@ NIXL := $(VENV)/.installed-nixl
 UI := $(VENV)/.installed-ui
 MODEL := build/model
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Beside the environment, not in it: torch and transformers are others where Triton can be imported.
+TRITON_FOLDER := build/triton
+TRITON := $(TRITON_FOLDER)/.installed
+WITH_TRITON := PYTHONPATH=$(CURDIR)/$(TRITON_FOLDER) TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache
 
 # Tests count on one thread: tiny models are slower with more, and float sums then have one order.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-more test-ui test-long soak soak-server lint demo demo-pd serve benchmarks bench-vllm clean
+.PHONY: test test-more test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd serve benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -39,6 +50,26 @@ test-ui: $(UI)
 
 test-more: $(NIXL)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+# "cuda" is in the names of the backend's files and of its parameter: what other backends are asked is asked elsewhere.
+test-kernels: $(TRITON)
+	@$(WITH_TRITON) TRITON_INTERPRET=1 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal -k cuda tests/kernels $(TEST_ARGS)
+	@$(WITH_TRITON) $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal tests/kernels/test_cuda_compiles.py $(TEST_ARGS)
+
+# Tests that have passed are not run again before one of these files changes.
+GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py))
+GPU_TESTS := test_cuda_real_shapes test_cuda_rows test_cuda_attention test_scans test_sequences_in_parts \
+	test_against_reference
+
+test-gpu:
+	@PYTHONPATH=src:tests:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) \
+	  GPU_TESTS_PASSED=build/gpu-tests/$$(cat $(GPU_SOURCES) | sha256sum | cut -c 1-16) \
+	  GPU_TESTS_SECONDS=$(GPU_SECONDS) $(GPU_PYTHON) -m pytest -q --durations=10 --maxfail=5 -c /dev/null --rootdir=. \
+	  --confcutdir=tests/kernels --import-mode=importlib -p no:cacheprovider -p kernels.gpu_progress \
+	  -k cuda $(GPU_TESTS:%=tests/kernels/%.py) $(TEST_ARGS)
+
+gpu-wheels: $(INSTALLED)
+	@$(BIN)/python deploy/gpu_wheels.py build/gpu-wheels
 
 test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
@@ -118,4 +149,11 @@ $(NIXL): $(INSTALLED)
 # It brings no browser: that is the system's.
 $(UI): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,dev]'
+	@touch $@
+
+# 700 MB; the compiler in it needs no GPU.
+$(TRITON): constraints.txt | $(INSTALLED)
+	@rm -rf $(TRITON_FOLDER)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON_FOLDER) \
+	  $$(grep '^triton==' constraints.txt)
 	@touch $@

@@ -30,12 +30,16 @@ number they may be."""
 INTERPRETED = False
 """Whether kernels are run by Triton's interpreter, some milliseconds each: a few examples must do."""
 
+ON_GPU = False
+"""Whether they are compiled, some seconds each."""
+
 if find_spec("triton") is not None:
     from cairn.kernels import cuda
     from cairn.kernels.cuda import device
 
     INTERPRETED = device.INTERPRETED
-    if INTERPRETED or torch.cuda.is_available():
+    ON_GPU = torch.cuda.is_available() and not INTERPRETED
+    if INTERPRETED or ON_GPU:
         # Where it can run, nothing else has to be shown: the other ones are tested everywhere.
         BACKENDS = {cuda: (F32, BF16)}
         DEVICES[cuda] = device.device()

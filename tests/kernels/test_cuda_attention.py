@@ -9,7 +9,7 @@ import torch
 
 from kernels.backends import BACKENDS, name_of
 from kernels.comparison import check_against_reference, same_bits
-from kernels.kernel_calls import Call
+from kernels.fixed_calls import Heads, paged_call
 from kernels.random_batches import OUT_OF_RANGE, RandomBatch, SequenceRows
 
 pytest.importorskip("triton")
@@ -24,22 +24,6 @@ writing = import_module("cairn.kernels.cuda.write_kv")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 GARBAGE = pytest.mark.parametrize("garbage", [None, -OUT_OF_RANGE, OUT_OF_RANGE], ids=str)
-
-Heads = tuple[int, int, int]
-"""Query heads, key heads, head dim."""
-
-
-def paged_call(
-    name: str, batch: RandomBatch, heads: Heads, page_size: int, dtype: torch.dtype, garbage: int | None = None
-) -> Call:
-    num_heads, kv_heads, dim = heads
-    pages = batch.pages(page_size, garbage)
-    keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
-    if name == "attention":
-        rows = {"q": batch.numbers(batch.num_rows, num_heads, dim).mul(2).to(dtype)}
-    else:
-        rows = {part: batch.numbers(batch.num_rows, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
-    return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (pages.table,))
 
 
 def check(batch: RandomBatch, heads: Heads, page_size: int, dtype: torch.dtype, garbage: int | None = None) -> None:

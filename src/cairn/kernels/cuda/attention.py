@@ -22,8 +22,7 @@ from triton.runtime import JITFunction
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cuda.device import limits, power_of_2
 from cairn.kernels.cuda.metadata import Metadata
-
-MAX_DIM = 256
+from cairn.kernels.cuda_support import MAX_HEAD_DIM
 
 _TILE_ROWS = (64, 128)
 """Of a prefill tile in bfloat16, tokens times the group's query heads: with heads of at most 128, and with wider ones,
@@ -424,8 +423,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     if q.dtype not in (torch.bfloat16, torch.float32) or not q.dtype == keys.dtype == values.dtype:
         dtypes = f"{q.dtype}, {keys.dtype} and {values.dtype}"
         raise ValueError(f"attention takes queries, keys and values in bfloat16 or all in float32, not {dtypes}")
-    if q.shape[2] > MAX_DIM:
-        raise ValueError(f"attention takes heads of at most {MAX_DIM} elements, not {q.shape[2]}")
+    if q.shape[2] > MAX_HEAD_DIM:
+        raise ValueError(f"attention takes heads of at most {MAX_HEAD_DIM} elements, not {q.shape[2]}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     metadata: Metadata = batch.metadata  # type: ignore[assignment]
     if metadata.num_chunks:

@@ -10,8 +10,6 @@ from torch import Tensor
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether TRITON_INTERPRET=1 was set before triton was imported: kernels run on the CPU then, one program at a time."""
 
-MIN_CAPABILITY = (8, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -155,6 +155,6 @@ def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, ob
                     yield _activation_kernel, {**operands, **sizes}, {"FUNCTION": function, **_tile(width)}, options
         rope_sizes = ("num_rows", "heads", "pairs", "width", "x_stride", "x_head_stride", "cos_stride", "sin_stride")
         operands = {"x": model, "cos": "*fp32", "sin": "*fp32", "out": model}
-        for pairs, width in ((32, 64), (64, 128), (32, 256), (128, 256)):
+        for pairs, width in ((32, 64), (16, 128), (64, 128), (32, 256), (128, 256)):
             signature = {**operands, **dict.fromkeys(rope_sizes, "i32")}
             yield _rope_kernel, signature, dict(_rope_tile(pairs, width)), options

@@ -13,6 +13,7 @@ Of a chunk of 64 tokens, with G the sum of the logarithms of its decays so far:
 Decodes are one token each and take the recurrence as it is written.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
@@ -469,3 +471,31 @@ def _snapshots_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
 def _outputs_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
     tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
     return {**tile, "maxnreg": 168} if low else tile
+
+
+_FLOAT32 = ("a", "dt_bias", "totals", "scales", "states", "snapshots")
+_TABLES = (
+    "cu_seqlens", "chunk_seqs", "chunk_rows", "seq_starts", "slots", "seq_chunks", "seq_snapshots", "snapshot_rows",
+    "snapshot_offsets",
+)  # fmt: skip
+_STRIDES = ("q_stride", "k_stride", "v_stride", "beta_stride", "dt_stride", "slot_stride")
+
+
+def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
+    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
+    known = dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_TABLES, "*i32")
+    known |= dict.fromkeys(_STRIDES + _VARYING, "i32")
+    for low, model in ((True, "*bf16"), (False, "*fp32")):
+        for heads, per_key, size, dim in ((32, 2, 128, 128), (16, 1, 64, 64)):
+            shape: dict[str, object] = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
+            for kernel, tile in (
+                (_decode_kernel, _decode_tile(size, dim)),
+                (_chunks_kernel, _chunks_tile(size, dim, low)),
+                (_states_kernel, _states_tile(size, dim, low)),
+                (_snapshots_kernel, _snapshots_tile(size, dim, low)),
+                (_outputs_kernel, _outputs_tile(size, dim, low)),
+            ):
+                signature = {name: known.get(name, model) for name in kernel.arg_names if name.islower()}
+                options = {name: value for name, value in tile.items() if name.islower()}
+                constants = {name: value for name, value in tile.items() if not name.islower()}
+                yield kernel, signature, {**shape, **constants}, options

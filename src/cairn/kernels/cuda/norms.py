@@ -180,7 +180,7 @@ def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, ob
     strides = {"x_stride": "i32", "x_part_stride": "i32"}
     for model in ("*bf16", "*fp32"):
         for weight in {model, "*fp32"}:
-            for width in (64, 128, 256, 1024, 2048, 4096, 8192):
+            for width in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
                 tile, options = _tile(width)
                 operands = {"x": model, "weight": weight, "out": model}
                 yield _rms_norm_kernel, {**operands, **sizes, **strides, "eps": "fp32"}, dict(tile), options

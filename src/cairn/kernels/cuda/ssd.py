@@ -10,6 +10,7 @@ Of a chunk of 64 tokens, with G the sum of step * a so far:
 Decodes are one token each and take the recurrence as it is written.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
@@ -346,7 +348,7 @@ def ssd(
         steps, totals = (torch.empty((heads, num_rows), dtype=torch.float32, device=x.device) for _ in range(2))
         chunk_states = torch.empty((metadata.num_chunks, heads, size, dim), dtype=dtype, device=x.device)
         chunks = (batch.cu_seqlens, metadata.chunk_seqs, metadata.chunk_rows, num_rows)
-        tile = {"BH": min(32, power_of_2(heads))}
+        tile = _steps_tile(heads)
         _steps_kernel[(metadata.num_chunks * triton.cdiv(heads, tile["BH"]),)](
             dt, a, dt_bias, steps, totals, *chunks, dt.stride(0), *dt_limit, H=heads, **tile
         )
@@ -378,6 +380,10 @@ def _decode_tile(dim: int, size: int) -> dict[str, Any]:
     return {"BP": min(32, power_of_2(dim)), "BS": power_of_2(size), "num_warps": 4}
 
 
+def _steps_tile(heads: int) -> dict[str, Any]:
+    return {"BH": min(32, power_of_2(heads)), "num_warps": 4}
+
+
 def _states_tile(dim: int, size: int, low: bool) -> dict[str, Any]:
     """Narrow, because nothing but heads and parts of them are at work at a time."""
     tile = {"BP": min(32 if low else 16, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "LOW": low}
@@ -392,3 +398,31 @@ def _outputs_tile(dim: int, size: int, per_group: int, low: bool) -> dict[str, A
     """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
     tile = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16), "LOW": low}
     return {**tile, "STAGES": 3 if low else 1, "num_warps": 4}
+
+
+_FLOAT32 = ("a", "d", "dt_bias", "steps", "totals", "states", "snapshots")
+_TABLES = (
+    "cu_seqlens", "chunk_seqs", "chunk_rows", "seq_starts", "slots", "seq_chunks", "seq_snapshots", "snapshot_rows",
+    "snapshot_offsets",
+)  # fmt: skip
+_STRIDES = ("x_stride", "dt_stride", "b_stride", "c_stride", "slot_stride")
+
+
+def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
+    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
+    known = dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_TABLES, "*i32")
+    known |= dict.fromkeys(_STRIDES + _VARYING, "i32") | dict.fromkeys(("limit_low", "limit_high"), "fp32")
+    for low, model in ((True, "*bf16"), (False, "*fp32")):
+        for heads, per_group, dim, size in ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64)):
+            shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
+            for kernel, sizes, tile in (
+                (_steps_kernel, {"H": heads}, _steps_tile(heads)),
+                (_decode_kernel, shape, _decode_tile(dim, size)),
+                (_states_kernel, shape, _states_tile(dim, size, low)),
+                (_snapshots_kernel, shape, _snapshots_tile(dim, size, low)),
+                (_outputs_kernel, shape, _outputs_tile(dim, size, per_group, low)),
+            ):
+                signature = {name: known.get(name, model) for name in kernel.arg_names if name.islower()}
+                options = {name: value for name, value in tile.items() if name.islower()}
+                constants = {name: value for name, value in tile.items() if not name.islower()}
+                yield kernel, signature, {**sizes, **constants}, options

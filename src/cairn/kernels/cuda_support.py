@@ -1,0 +1,56 @@
+"""What the CUDA backend asks of a machine and of a model. Can be imported where there is neither a GPU nor Triton."""
+
+import torch
+
+from cairn.errors import ConfigError
+
+MIN_CAPABILITY = (8, 0)
+"""Products of bfloat16 on tensor cores, and copies into shared memory that do not wait: from Ampere on."""
+
+MAX_HEAD_DIM = 256
+"""What a program of attention can keep of its queries and sums."""
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_device(dtype: torch.dtype, head_dim: int) -> None:
+    """Raises ConfigError if the current GPU cannot run a model of `dtype` whose attention heads have `head_dim` numbers
+    (0 if it has none); the text names the limit and the fix. Where kernels are interpreted there is no GPU to ask."""
+    try:
+        import triton
+    except ImportError as error:
+        raise ConfigError(
+            f"the CUDA backend needs Triton, which cannot be imported ({error}): install torch for CUDA, which brings "
+            "it, or 'triton>=3.6,<4' beside the torch that is installed"
+        ) from error
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"the CUDA backend computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}: ask for "
+            "one of them with --dtype"
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"the CUDA backend's attention takes heads of at most {MAX_HEAD_DIM} numbers, and the model's have "
+            f"{head_dim} (head_dim in its config.json): serve it with the CPU's kernels"
+        )
+    if triton.knobs.runtime.interpret:
+        return
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"torch {torch.__version__} is built without CUDA: install one that is (https://pytorch.org/get-started)"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} sees no NVIDIA GPU: see what nvidia-smi lists, whether its driver is new "
+            f"enough for CUDA {torch.version.cuda}, and whether CUDA_VISIBLE_DEVICES hides it"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name()} has compute capability {_dotted(capability)}, and the CUDA backend needs "
+            f"{_dotted(MIN_CAPABILITY)} (Ampere) or newer: choose another one with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

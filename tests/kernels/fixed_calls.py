@@ -1,0 +1,95 @@
+"""Calls at given shapes, on batches of given sequences: for tests whose cases are written down, not drawn."""
+
+from typing import Any
+
+import torch
+
+from kernels.kernel_calls import Call
+from kernels.random_batches import RandomBatch, SequenceRows
+
+F32 = torch.float32
+
+Heads = tuple[int, int, int]
+"""Query heads, key heads, head dim."""
+
+
+def fresh_sequence(num_tokens: int, snapshots: tuple[int, ...] = ()) -> RandomBatch:
+    return RandomBatch((), (SequenceRows(2, 0, num_tokens, snapshots=snapshots),), seed=9)
+
+
+MIXED = RandomBatch(
+    (SequenceRows(3, 77, 1, snapshots=(1,)), SequenceRows(7, 0, 1), SequenceRows(1, 64, 1)),
+    (
+        SequenceRows(0, 0, 130, snapshots=(64, 100, 128, 130)),
+        SequenceRows(5, 61, 3, snapshots=(2, 3)),
+        SequenceRows(4, 100, 95, snapshots=(28, 92)),
+        SequenceRows(6, 1, 1, snapshots=(1,)),
+    ),
+    seed=4,
+)
+
+
+def conv_call(batch: RandomBatch, shape: tuple[int, int], model: torch.dtype = F32) -> Call:
+    """`shape`: width and channels."""
+    width, channels = shape
+    operands = {
+        "x": batch.numbers(batch.num_rows, channels).to(model),
+        "weight": batch.numbers(width, channels, salt=1).float(),
+        "bias": batch.numbers(channels, salt=2).float(),
+        "states": batch.states(width - 1, channels, salt=3).to(model),
+    }
+    return Call("conv", batch, operands)
+
+
+def ssd_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
+    """`shape`: groups, heads of a group, head dim, state size."""
+    groups, per_group, dim, size = shape
+    heads, rows = groups * per_group, batch.num_rows
+    operands: dict[str, Any] = {
+        "x": batch.numbers(rows, heads, dim).float(),
+        "dt": batch.numbers(rows, heads, salt=1).to(model),
+        "b": batch.numbers(rows, groups, size, salt=2).float(),
+        "c": batch.numbers(rows, groups, size, salt=3).float(),
+        "a": batch.numbers(heads, salt=4).exp().neg().float(),
+        "d": batch.numbers(heads, salt=5).float(),
+        "dt_bias": batch.numbers(heads, salt=6).sub(2).float(),
+        "dt_limit": (0.0, float("inf")),
+        "states": batch.states(heads, dim, size, salt=7).float(),
+    }
+    return Call("ssd", batch, operands)
+
+
+def gdn_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
+    """`shape`: key heads, value heads of each, head dim, state size."""
+    key_heads, per_key, dim, size = shape
+    heads, rows = key_heads * per_key, batch.num_rows
+    operands = {
+        "q": batch.numbers(rows, key_heads, size).float(),
+        "k": batch.numbers(rows, key_heads, size, salt=1).float(),
+        "v": batch.numbers(rows, heads, dim, salt=2).float(),
+        "beta": batch.numbers(rows, heads, salt=3).to(model),
+        "dt": batch.numbers(rows, heads, salt=4).to(model),
+        "a": batch.numbers(heads, salt=5).exp().neg().float(),
+        "dt_bias": batch.numbers(heads, salt=6).sub(2).float(),
+        "states": batch.states(heads, size, dim, salt=7).float(),
+    }
+    return Call("gdn", batch, operands)
+
+
+def small_call(name: str, batch: RandomBatch) -> Call:
+    if name == "conv":
+        return conv_call(batch, (4, 40))
+    return ssd_call(batch, (2, 2, 24, 16)) if name == "ssd" else gdn_call(batch, (2, 2, 24, 16))
+
+
+def paged_call(
+    name: str, batch: RandomBatch, heads: Heads, page_size: int, dtype: torch.dtype, garbage: int | None = None
+) -> Call:
+    num_heads, kv_heads, dim = heads
+    pages = batch.pages(page_size, garbage)
+    keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
+    if name == "attention":
+        rows = {"q": batch.numbers(batch.num_rows, num_heads, dim).mul(2).to(dtype)}
+    else:
+        rows = {part: batch.numbers(batch.num_rows, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
+    return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (pages.table,))

@@ -1,0 +1,118 @@
+"""Every variant of every kernel that models of usual sizes ask for compiles, without a GPU, for the three generations
+that the backend takes, and fits their shared memory. What the interpreter cannot see: types, layouts, sizes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from cairn.kernels.cuda.device import Limits  # noqa: E402
+from cairn.kernels.cuda_support import MIN_CAPABILITY  # noqa: E402
+
+MODULES = ("attention", "conv", "elementwise", "experts", "gdn", "norms", "routers", "ssd", "write_kv")
+
+GPUS: Mapping[int, Limits] = {80: Limits(108, 166_912), 90: Limits(132, 232_448), 100: Limits(148, 232_448)}
+"""By compute capability: an A100's, an H100's and a B200's multiprocessors and shared memory."""
+
+TENSOR_CORES = ("attention", "experts", "gdn", "ssd")
+"""Modules that are compiled for all of them: tensor cores are others in each, and so is what has to lie in shared
+memory. The others' kernels are loads, stores and sums, and are compiled for one of them."""
+
+EVERYTHING = 90
+"""The capability for which all is compiled; for the other ones pages are of 64 tokens only."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as it is asked for: types of arguments, values of constants, how many warps and the like."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, object], ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def sort_key(self) -> str:
+        return f"{self.kernel.fn.__name__} {self.signature} {self.constants} {self.options}"
+
+    def compiled(self, capability: int) -> Any:
+        """As it is launched by a layer: memory and strides are multiples of 16 where a launch may know it."""
+        types, constants, names = dict(self.signature), dict(self.constants), self.kernel.arg_names
+        assert set(types) | set(constants) == set(names) and not set(types) & set(constants)
+        aligned = [
+            (index,)
+            for index, parameter in enumerate(self.kernel.params)
+            if parameter.name in types and not parameter.do_not_specialize and _is_aligned(parameter.name, types)
+        ]
+        source = ASTSource(
+            self.kernel,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={place: [["tt.divisibility", 16]] for place in aligned},
+        )
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(self.options))
+
+
+def _is_aligned(name: str, types: Mapping[str, str]) -> bool:
+    by_16 = ("_stride", "_row", "_head", "_page", "_token", "split_length", "width", "channels")
+    return types[name].startswith("*") or name.endswith(by_16)
+
+
+def variants(name: str, gpu: Limits) -> list[Variant]:
+    """A module's on a GPU, each once, in an order that does not depend on the process."""
+    module = import_module(f"cairn.kernels.cuda.{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(module, "limits"):
+            patch.setattr(module, "limits", lambda: gpu)
+        found = {
+            Variant(kernel, *(tuple(sorted(part.items())) for part in parts))
+            for kernel, *parts in module.configurations()
+        }
+    return sorted(found, key=lambda each: each.sort_key)
+
+
+def every_variant() -> Iterator[Any]:
+    for capability, gpu in GPUS.items():
+        for name in MODULES if capability == EVERYTHING else TENSOR_CORES:
+            for number, variant in enumerate(variants(name, gpu)):
+                if capability == EVERYTHING or ("PAGE_SIZE", 16) not in variant.constants:
+                    label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
+                    marks = [TOO_LARGE] if is_known_to_be_too_large(capability, label, variant) else []
+                    yield pytest.param(capability, variant, id=label, marks=marks)
+
+
+TOO_LARGE = pytest.mark.xfail(strict=True, reason="exact products of 256 numbers a head: 262,152 bytes of 232,448")
+
+
+def is_known_to_be_too_large(capability: int, label: str, variant: Variant) -> bool:
+    """float32 models with Mamba2 states of 256 do not run on GPUs of capability 10.0."""
+    exact = {("S", 256), ("LOW", False)} <= set(variant.constants)
+    return capability == 100 and exact and "ssd_outputs_kernel" in label
+
+
+@pytest.mark.parametrize(("capability", "variant"), list(every_variant()))
+def test_a_variant_compiles_and_fits(capability: int, variant: Variant) -> None:
+    compiled = variant.compiled(capability)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= GPUS[capability].shared_memory
+
+
+def test_every_kernel_has_variants() -> None:
+    """A kernel that is launched but not named by `configurations` would be compiled nowhere."""
+    for name in MODULES:
+        module = import_module(f"cairn.kernels.cuda.{name}")
+        kernels = {key for key, value in vars(module).items() if key.endswith("_kernel") and hasattr(value, "params")}
+        assert kernels == {each.kernel.fn.__name__ for each in variants(name, GPUS[90])}
+
+
+def test_the_least_capability_is_among_them() -> None:
+    assert divmod(min(GPUS), 10) == MIN_CAPABILITY

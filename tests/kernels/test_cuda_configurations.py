@@ -1,0 +1,68 @@
+"""No kernel is launched at the shapes of Nemotron-3-Nano-30B-A3B and Qwen3.5-35B-A3B with constants or options that its
+module's `configurations` does not name: what is compiled without a GPU is what a GPU will be asked for."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backends import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("kernels are not interpreted", allow_module_level=True)
+
+from benchmarks import gpu_kernels
+
+from cairn.kernels import cuda
+
+MODULES = ("attention", "conv", "elementwise", "experts", "gdn", "norms", "routers", "ssd", "write_kv")
+
+Launch = tuple[str, frozenset[tuple[str, object]]]
+"""A kernel's name behind its module's, its constants and options."""
+
+
+class Recorder:
+    """Stands where a kernel stood, and is launched like one."""
+
+    def __init__(self, name: str, launches: set[Launch]) -> None:
+        self._name = name
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*operands: object, **more: object) -> None:
+            self._launches.add((self._name, frozenset(more.items())))
+
+        return launch
+
+
+def named(module: Any, name: str) -> set[Launch]:
+    return {
+        (f"{name}.{kernel.fn.__name__}", frozenset({**constants, **options}.items()))
+        for kernel, _, constants, options in module.configurations()
+    }
+
+
+def one_number(seed: int, *shape: int, dtype: torch.dtype = torch.float32, **_: float) -> Tensor:
+    """In the place of random ones: of any shape, in no memory."""
+    return torch.zeros(1, dtype=dtype).expand(shape)
+
+
+def test_every_launch_at_models_shapes_is_a_named_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(gpu_kernels, "random", one_number)
+    known: set[Launch] = set()
+    launches: set[Launch] = set()
+    for name in MODULES:
+        module = import_module(f"cairn.kernels.cuda.{name}")
+        known |= named(module, name)
+        for key in [key for key in vars(module) if key.endswith("_kernel")]:
+            monkeypatch.setattr(module, key, Recorder(f"{name}.{key}", launches))
+    for case in gpu_kernels.cases(tuple(gpu_kernels.MODELS)):
+        if case.load.num_rows <= 8192:
+            case.call(cuda, case.operands(0))()
+    assert {name.partition(".")[0] for name, _ in launches} == {*MODULES}
+    unknown = launches - known
+    assert not unknown, unknown

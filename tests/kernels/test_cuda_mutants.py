@@ -1,0 +1,254 @@
+"""Whether the tests would find what goes wrong in such kernels: each mutant has one place of the source changed, and a
+few fixed calls have to find it, which the source as it is passes."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels.backends import BACKENDS, DEVICES, name_of
+from kernels.comparison import check_against_reference
+from kernels.fixed_calls import MIXED, paged_call, small_call
+from kernels.kernel_calls import Call
+from kernels.random_batches import RandomBatch, SequenceRows
+
+CUDA = next((backend for backend in BACKENDS if name_of(backend) == "cuda"), ModuleType("none"))
+
+pytestmark = [
+    pytest.mark.skipif(CUDA not in BACKENDS, reason="there is nothing that runs Triton's kernels"),
+    # numpy computes for Triton's interpreter, and warns of infinity and NaN.
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
+
+F32 = torch.float32
+
+SEVERAL_SPLITS = RandomBatch((SequenceRows(2, 299, 1), SequenceRows(5, 40, 1), SequenceRows(1, 128, 1)), (), seed=3)
+PAGES = RandomBatch(
+    (SequenceRows(3, 70, 1),),
+    (SequenceRows(6, 0, 70, kv_write_from=9), SequenceRows(2, 61, 40, kv_write_from=64)),
+    seed=5,
+)
+
+CALLS: Mapping[str, Callable[[], tuple[Call, ...]]] = {
+    "ssd": lambda: (small_call("ssd", MIXED),),
+    "gdn": lambda: (small_call("gdn", MIXED),),
+    "conv": lambda: (small_call("conv", MIXED),),
+    "attention": lambda: (
+        paged_call("attention", SEVERAL_SPLITS, (4, 2, 16), 16, F32),
+        paged_call("attention", PAGES, (4, 2, 16), 64, F32),
+    ),
+    "write_kv": lambda: (paged_call("write_kv", PAGES, (4, 2, 16), 16, F32),),
+}
+"""What a function is held to."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A module of the backend with `text` replaced wherever it stands. `found_by`: functions whose calls must fail."""
+
+    name: str
+    module: str
+    text: str
+    replacement: str
+    found_by: tuple[str, ...]
+
+
+MUTANTS = (
+    *(
+        Mutant(
+            "a snapshot is of the token before",
+            scan,
+            "position = start % 64 + tl.load(snapshot_offsets + snapshot)",
+            "position = start % 64 + tl.load(snapshot_offsets + snapshot) - 1",
+            (scan,),
+        )
+        for scan in ("ssd", "gdn")
+    ),
+    *(
+        Mutant(
+            "a snapshot at a chunk's end is of the chunk before",
+            scan,
+            "(start % 64 + here) // 64, num_chunks",
+            "(start % 64 + here - 1) // 64, num_chunks",
+            (scan,),
+        )
+        for scan in ("ssd", "gdn")
+    ),
+    *(
+        Mutant(
+            "every snapshot's loop begins at chunk 0",
+            scan,
+            "tl.range((start % 64 + before) // 64, stop",
+            "tl.range(0, stop",
+            (scan,),
+        )
+        for scan in ("ssd", "gdn")
+    ),
+    *(
+        Mutant(
+            "the state of the neighbour's slot",
+            scan,
+            "tl.load(slots + sequence)",
+            "(tl.load(slots + sequence) + 1)",
+            (scan,),
+        )
+        for scan in ("ssd", "gdn")
+    ),
+    Mutant("a fresh sequence begins with its slot's old state", "gdn", "mask & (start > 0)", "mask", ("gdn",)),
+    Mutant(
+        "a fresh sequence begins with its slot's old state",
+        "ssd",
+        "tl.trans(mask) & (start > 0)",
+        "tl.trans(mask)",
+        ("ssd",),
+    ),
+    *(
+        Mutant("a chunk's decay counts twice", scan, "tl.exp(final), LOW)", "tl.exp(2 * final), LOW)", (scan,))
+        for scan in ("ssd", "gdn")
+    ),
+    Mutant("a decode's decay counts twice", "gdn", "state = state * decay", "state = state * decay * decay", ("gdn",)),
+    Mutant(
+        "a decode's decay counts twice",
+        "ssd",
+        "state * tl.exp(step * tl.load(a + head))",
+        "state * tl.exp(2 * step * tl.load(a + head))",
+        ("ssd",),
+    ),
+    Mutant(
+        "rows of the sequence before are in the first chunk",
+        "ssd",
+        "valid = (rows >= first) & (rows < end)",
+        "valid = rows < end",
+        ("ssd",),
+    ),
+    Mutant(
+        "rows of the sequence before are in the first chunk",
+        "gdn",
+        "valid = (rows >= first) & (rows < end)",
+        "valid = rows < end",
+        ("gdn",),
+    ),
+    Mutant(
+        "later tokens of the chunk are seen",
+        "ssd",
+        "tl.where(token[:, None] >= token[None, :], alike, 0.0)",
+        "alike",
+        ("ssd",),
+    ),
+    Mutant(
+        "the token itself is not seen",
+        "gdn",
+        "sees = (token[:, None] >= token[None, :])",
+        "sees = (token[:, None] > token[None, :])",
+        ("gdn",),
+    ),
+    Mutant(
+        "chunks lie on the batch's grid, not on their sequence's",
+        "metadata",
+        "host.cu_seqlens[chunk_seqs] - host.seq_starts[chunk_seqs] % CHUNK + within * CHUNK",
+        "host.cu_seqlens[chunk_seqs] // CHUNK * CHUNK + within * CHUNK",
+        ("ssd", "gdn"),
+    ),
+    Mutant(
+        "snapshots are the next sequence's",
+        "metadata",
+        "np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1))",
+        'np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1), side="right")',
+        ("ssd", "gdn", "conv"),
+    ),
+    Mutant("a later key is seen", "attention", "positions[None, :] < seen[:, None]", "positions[None, :] < end", ()),
+    Mutant(
+        "keys behind the sequence's end are read", "attention", "there = positions < end", "there = positions >= 0", ()
+    ),
+    Mutant(
+        "the last part of a decode is dropped",
+        "attention",
+        "count = tl.cdiv(tl.load(seq_lens + seq), split_length)",
+        "count = tl.maximum(1, tl.load(seq_lens + seq) // split_length)",
+        (),
+    ),
+    Mutant(
+        "parts of a decode weigh the same",
+        "attention",
+        "tl.store(part_weights + rows, largest + tl.log2(weight), mask=members < GROUP)",
+        "tl.store(part_weights + rows, largest * 0, mask=members < GROUP)",
+        (),
+    ),
+    Mutant(
+        "a window reaches into the sequence before",
+        "conv",
+        "old = (started & (before + tap < W - 1))[:, None] & inside[None, :]",
+        "old = (started & (before + tap < W))[:, None] & inside[None, :]",
+        ("conv",),
+    ),
+    Mutant(
+        "the window ends a token early",
+        "conv",
+        "token = seen - (W - 1) + tap",
+        "token = seen - W + tap",
+        ("conv",),
+    ),
+    Mutant(
+        "keys before kv_write_from are written",
+        "write_kv",
+        "wanted = there & (positions >= tl.load(kv_write_from + seqs))",
+        "wanted = there",
+        ("write_kv",),
+    ),
+)
+
+
+def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> ModuleType:
+    """The CUDA backend with one module's source changed. Triton reads kernels' sources from files."""
+    original = sys.modules[f"cairn.kernels.cuda.{name}"]
+    path = folder / f"changed_{name}.py"
+    path.write_text(change(Path(str(original.__file__)).read_text()))
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    changed = module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    if name == "metadata":
+        # The other modules ask for theirs.
+        changed.__dict__["Metadata"] = original.__dict__["Metadata"]
+    backend = ModuleType("changed")
+    backend.__dict__.update({each: getattr(CUDA, each) for each in CUDA.__all__})
+    backend.__dict__.update({each: value for each, value in vars(changed).items() if each in CUDA.__all__})
+    return backend
+
+
+@pytest.fixture
+def build_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[str], str]], ModuleType]:
+    def build(name: str, change: Callable[[str], str]) -> ModuleType:
+        backend = backend_with(tmp_path, name, change)
+        monkeypatch.setitem(DEVICES, backend, DEVICES[CUDA])
+        return backend
+
+    return build
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.module}: {mutant.name}")
+def test_a_mutant_is_found(mutant: Mutant, build_backend: Callable[[str, Callable[[str], str]], ModuleType]) -> None:
+    def changed(source: str) -> str:
+        assert mutant.text in source, f"{mutant.module} no longer has {mutant.text!r}"
+        return source.replace(mutant.text, mutant.replacement)
+
+    backend = build_backend(mutant.module, changed)
+    for function in mutant.found_by or (mutant.module,):
+        with pytest.raises(AssertionError, match="Tensor-likes are not"):
+            for call in CALLS[function]():
+                check_against_reference(backend, call, F32)
+
+
+@pytest.mark.parametrize("name", [*CALLS, "metadata"])
+def test_the_source_as_it_is_passes(
+    name: str, build_backend: Callable[[str, Callable[[str], str]], ModuleType]
+) -> None:
+    backend = build_backend(name, lambda source: source)
+    for function in CALLS if name == "metadata" else (name,):
+        for call in CALLS[function]():
+            check_against_reference(backend, call, F32)
