@@ -26,7 +26,7 @@ from triton.runtime import JITFunction
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
 from cairn.kernels.cuda.metadata import Metadata
-from cairn.kernels.cuda.scalars import product, sigmoid, softplus, wide_product
+from cairn.kernels.cuda.scalars import LEAST_DECAY, product, sigmoid, softplus, wide_product
 
 EPS = tl.constexpr(1e-6)
 
@@ -101,7 +101,7 @@ def _chunks_kernel(
 
     raw = tl.load(dt + rows * dt_stride + head, mask=valid, other=0.0).to(tl.float32)
     decay = tl.load(a + head) * softplus(raw + tl.load(dt_bias + head))
-    total = tl.cumsum(tl.where(valid, decay, 0.0), axis=0)
+    total = tl.cumsum(tl.where(valid, tl.maximum(decay, LEAST_DECAY), 0.0), axis=0)
     tl.store(totals + head.to(tl.int64) * num_rows + rows, total, mask=valid)
     weight = sigmoid(tl.load(beta + rows * beta_stride + head, mask=valid, other=0.0).to(tl.float32))
     weight = tl.where(valid, weight, 0.0)

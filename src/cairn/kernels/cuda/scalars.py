@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+LEAST_DECAY = tl.constexpr(-30.0)
+"""Of a token's logarithm of decay in a chunked scan: what e^-30 leaves is far below float32's last digit, and sums over
+a chunk stay so small that differences of two have four digits and more."""
+
 
 @triton.jit
 def softplus(x):

@@ -23,7 +23,7 @@ from triton.runtime import JITFunction
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
 from cairn.kernels.cuda.metadata import Metadata
-from cairn.kernels.cuda.scalars import product, softplus
+from cairn.kernels.cuda.scalars import LEAST_DECAY, product, softplus
 
 _VARYING = ("num_rows", "num_decodes", "first_snapshot")
 """Numbers of which a kernel is not to know whether they are multiples of 16: they are others at every step."""
@@ -57,7 +57,8 @@ def _steps_kernel(
     raw = tl.load(dt + row.to(tl.int64)[:, None] * dt_stride + head[None, :], mask=mask, other=0.0).to(tl.float32)
     step = softplus(raw + tl.load(dt_bias + head, mask=head < H, other=0.0)[None, :])
     step = tl.where(mask, tl.minimum(tl.maximum(step, limit_low), limit_high), 0.0)
-    total = tl.cumsum(step * tl.load(a + head, mask=head < H, other=0.0)[None, :], axis=0)
+    rate = tl.load(a + head, mask=head < H, other=0.0)
+    total = tl.cumsum(tl.maximum(step * rate[None, :], LEAST_DECAY), axis=0)
     at = head.to(tl.int64)[None, :] * num_rows + row[:, None]
     tl.store(steps + at, step, mask=mask)
     tl.store(totals + at, total, mask=mask)
