@@ -42,5 +42,5 @@ def power_of_2(n: int, least: int = 1) -> int:
 
 
 def takes_tensor_cores(x: Tensor) -> bool:
-    """Whether products of a model with x's dtype are made of bfloat16 operands; in float32 they are exact."""
+    """Whether products of a model with x's dtype are made of bfloat16 operands, and not of float32 ones."""
     return x.dtype == torch.bfloat16

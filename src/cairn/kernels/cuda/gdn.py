@@ -1,13 +1,13 @@
 """The gated delta rule (arXiv 2412.06464), chunk by chunk (its section 3.3, and arXiv 2406.06484 for the inverse).
 
-Of a chunk of 64 tokens, with G the sum of the logarithms of its decays so far:
+Of a chunk of 64 tokens, with Q and K over their lengths and G the sum of the logarithms of its decays so far:
 
     A = tril(w K K^T * exp(G_i - G_j), -1)          T = (1 + A)^-1 w
     W = T (exp(G) K)            U = T V             for all chunks at once
     N = U - W S                 S' = exp(G_last) S + K^T (exp(G_last - G) N)       chunk after chunk, state S
     Y = exp(G) Q S + tril(Q K^T * exp(G_i - G_j)) N                                for all chunks at once
 
-    state after the first n tokens of a chunk: the second line with the tokens behind them masked, since N of a token
+    state after the first n tokens of a chunk: the third line with the tokens behind them masked, since N of a token
     does not depend on later ones
 
 Decodes are one token each and take the recurrence as it is written.
@@ -29,7 +29,6 @@ from cairn.kernels.cuda.metadata import Metadata
 from cairn.kernels.cuda.scalars import LEAST_DECAY, product, sigmoid, softplus, wide_product
 
 EPS = tl.constexpr(1e-6)
-
 
 _VARYING = ("num_rows", "num_decodes", "first_snapshot")
 """Numbers of which a kernel is not to know whether they are multiples of 16: they are others at every step."""
