@@ -118,6 +118,7 @@ def test_more_threads_than_cores(flags, most, capsys):
     assert f"there are {NUM_CORES} cores" in said and said.endswith(f"set at most {most}")
 
 
+@pytest.mark.more
 def test_a_pool_that_the_machine_has_no_memory_for(tiny_model):
     done = subprocess.run(
         [sys.executable, "-m", "cairn", "serve", str(tiny_model), "--port", "0", "--kv-cache-memory-bytes", "900TiB"],

@@ -228,6 +228,7 @@ def test_beside_others_preempted_and_alone_are_the_same(turned):
     jsonschema.validate(json.loads(alone.text("x")), SCHEMA)
 
 
+@pytest.mark.more
 def test_several_answers_to_one_prompt_each_have_the_form(turned):
     engine = turned()
     engine.ask("x", form("json", SCHEMA), n=4)

@@ -44,6 +44,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scale", ["F32", pytest.param("BF16", marks=pytest.mark.long)])
 def test_fp8(tmp_path: Path, scale: str) -> None:
     headers = fp8_headers(scale)

@@ -17,7 +17,10 @@ from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST
 from nixl_world import world_of
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
+pytestmark = [
+    pytest.mark.more,  # a prefill server of their own
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,6 @@ def hand_over(world, p, d, rng, **changed) -> None:
     assert d.stats().external_prefix_cache_hits == before + 100
 
 
-@pytest.mark.more
 def test_more_connections_than_descriptors(world, pair):
     """And then a request that names a new producer."""
     p, d, rng = pair
@@ -132,7 +134,6 @@ def test_a_silent_port_is_waited_for_once(world, pair):
     p.advance(20.0)
 
 
-@pytest.mark.more
 def test_offers_that_nobody_fetches_take_their_pages_once(world, pair):
     """One client's: what it may have at a time, each page counted once, and a plain request is answered meanwhile."""
     p, _, rng = pair
@@ -150,7 +151,6 @@ def test_offers_that_nobody_fetches_take_their_pages_once(world, pair):
         assert 8000 // 16 <= pages <= 8000 // 16 + 64, "63 leases of the same pages"
 
 
-@pytest.mark.more
 def test_without_a_secret_one_line_says_who_is_believed(world):
     server = world.server("no-secret", transfer={"secret_file": None})
     lines = [line for line in server.log.read_text().splitlines() if "without --kv-secret-file" in line]

@@ -194,6 +194,7 @@ def test_two_processes(source, reader):
     assert not mine[[3, 4, *range(6, NUM_PAGES)]].any()
 
 
+@pytest.mark.more
 def test_a_killed_peer_is_an_error_at_once_and_its_successor_another_peer(source, reader):
     link, mine = reader
     peer = link.connect(source.description)
