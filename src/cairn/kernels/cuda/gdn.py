@@ -16,7 +16,6 @@ Decodes are one token each and take the recurrence as it is written.
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -431,7 +430,7 @@ def gdn(
             metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
             k.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
-        first = int(np.searchsorted(host.snapshot_rows, host.num_decodes))
+        first = metadata.num_decode_snapshots
         if host.num_snapshots > first:
             tile = _snapshots_tile(size, dim, low)
             programs = (host.num_snapshots - first) * heads * triton.cdiv(dim, tile["BP"])

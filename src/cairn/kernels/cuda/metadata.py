@@ -19,8 +19,9 @@ from cairn.kernels.cuda.device import device
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """`Batch.metadata` of this backend: int32 on the device.
+    """`Batch.metadata` of this backend: int32 on the device, and one number.
 
+    `num_decode_snapshots`: how many of the snapshots are decodes', the first ones.
     `row_seqs` [T]: the sequence of each row.
     `chunk_seqs` [num_chunks]: the prefill sequence (its index in the batch) of each chunk.
     `chunk_rows` [num_chunks]: the row of each chunk's first position, which lies before the sequence's own rows if the
@@ -30,6 +31,7 @@ class Metadata:
     `snapshot_seqs`, `snapshot_offsets` [N]: `HostBatch.snapshot_rows` and `snapshot_offsets`.
     """
 
+    num_decode_snapshots: int
     row_seqs: Tensor
     chunk_seqs: Tensor
     chunk_rows: Tensor
@@ -54,16 +56,17 @@ def prepare(host: HostBatch) -> Metadata:
     within = np.arange(len(chunk_seqs)) - seq_chunks[chunk_seqs]
     chunk_rows = host.cu_seqlens[chunk_seqs] - host.seq_starts[chunk_seqs] % CHUNK + within * CHUNK
 
+    first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1))
     tables = _to_device(
         np.repeat(np.arange(host.num_seqs), counts),
         chunk_seqs,
         chunk_rows,
         seq_chunks,
-        np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1)),
+        first_snapshots,
         host.snapshot_rows,
         host.snapshot_offsets,
     )
-    return Metadata(*tables)
+    return Metadata(int(first_snapshots[host.num_decodes]), *tables)
 
 
 def _to_device(*arrays: NDArray[Any]) -> list[Tensor]:

@@ -23,12 +23,6 @@ def sigmoid(x):
 
 
 @triton.jit
-def silu(x):
-    """x sigmoid(x)."""
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def product(a, b, total, LOW: tl.constexpr):
     """total + a b: of bfloat16 operands if LOW, of float32 ones (three TF32 products each) if not."""
     if LOW:
