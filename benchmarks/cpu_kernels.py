@@ -28,6 +28,7 @@ from torch import Tensor
 from cairn.kernels import cpu
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.cpu.warm_up import warm_up
+from cairn.kernels.staging import Staging
 
 CONTEXT, LONG_CONTEXT, PAGE_SIZE = 1000, 32_768, 16
 BUDGET_SECONDS = 2.0
@@ -105,8 +106,8 @@ def batch_of(load: Load) -> Batch:
     table = torch.randperm((count + 1) * pages).view(count + 1, pages).int()
     tokens = torch.zeros(host.num_rows, dtype=torch.int64)
     positions = torch.cat([torch.arange(start, end) for start, end in load.sequences]).expand(3, -1)
-    arrays = [torch.from_numpy(array) for array in (cu_seqlens, slots, starts, ends, zeros)]
-    return Batch(tokens, positions, *arrays, [table], host, cpu.prepare(host))
+    arrays = [torch.from_numpy(array) for array in (cu_seqlens, slots, slots, starts, ends, zeros)]
+    return Batch(tokens, positions, *arrays, [table], host, cpu.prepare(host, Staging()))
 
 
 def products(shape: Shape, rows: int, dtype: torch.dtype, batch: Batch) -> Iterator[Pair]:
@@ -220,7 +221,7 @@ def paged(shape: Shape, load: Load, dtype: torch.dtype, batch: Batch) -> Iterato
             )
 
     yield Pair("attention", "gather and SDPA", lambda: cpu.attention(q, keys, values, 0, batch), attended)
-    yield Pair("prepare, once a step", "nothing", lambda: cpu.prepare(batch.host), lambda: None)
+    yield Pair("prepare, once a step", "nothing", lambda: cpu.prepare(batch.host, Staging()), lambda: None)
 
 
 def seconds(run: Callable[[], object]) -> float:

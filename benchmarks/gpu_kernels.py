@@ -31,6 +31,7 @@ from torch import Tensor
 from cairn.kernels import cuda, reference
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
+from cairn.kernels.staging import Staging
 
 PAGE_SIZE = 64
 SNAPSHOT_EVERY = 1024
@@ -123,7 +124,9 @@ class Load:
         )
 
     def batch(self, kernels: Kernels) -> Batch:
-        host = self.host()
+        host, staging = self.host(), Staging()
+        metadata = kernels.prepare(host, staging)
+        staging.send(DEVICE)
         pages = -(-host.seq_lens // PAGE_SIZE)
         order = np.random.default_rng(1).permutation(int(pages.sum())).astype(np.int32)
         table = np.zeros((len(host.slots) + 1, int(pages.max())), np.int32)
@@ -141,12 +144,13 @@ class Load:
             positions=moved(np.stack([positions] * 3)),
             cu_seqlens=moved(host.cu_seqlens),
             slots=moved(host.slots),
+            state_slots=moved(host.slots),
             seq_starts=moved(host.seq_starts),
             seq_lens=moved(host.seq_lens),
             kv_write_from=moved(host.kv_write_from),
             block_tables=[moved(table)],
             host=host,
-            metadata=kernels.prepare(host),
+            metadata=metadata,
         )
 
     @property

@@ -29,8 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from cairn.kernels.staging import Staging
 from cairn.runner.penalties import TokenCounts
-from cairn.runner.sampler import SamplingBatch, draw
+from cairn.runner.sampler import Sampler
 from cairn.runner.slots import Sample
 from cairn.types import SamplingParams
 
@@ -106,13 +107,19 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
     told = {"num_prompt_tokens": PROMPT} if params.has_penalties else {}
     samples = [Sample(params, HISTORY + row, history=histories[row] if told else None, **told) for row in range(rows)]
     counts, slots = TokenCounts(rows, vocab_size), range(rows)
-    for slot in slots if told else ():
-        counts.admit(slot, histories[slot, :PROMPT], histories[slot, PROMPT:])
+    staging = Staging()
+    admitted = [
+        counts.admit(slot, histories[slot, :PROMPT], histories[slot, PROMPT:], staging) for slot in slots if told
+    ]
+    staging.send(batches[0].device)
+    for admit in admitted:
+        admit()
 
     def together(repeat: int) -> None:
-        tokens = draw(batches[repeat % len(batches)], SamplingBatch.of(slots, samples, vocab_size), counts)
-        if told:
-            counts.append(slots, torch.tensor(tokens))
+        staging = Staging()
+        sampler = Sampler([params] * rows, [sample.position for sample in samples], vocab_size, staging)
+        staging.send(batches[0].device)
+        sampler.draw(batches[repeat % len(batches)], slots, samples, counts).tolist()
 
     few = min(rows, baseline_rows)
 

@@ -98,7 +98,7 @@ EXPORTED = {
     "Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
-    "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask",
+    "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",
     "cairn.cache.checkpoint": "Checkpoint Kind Origin",
     "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
@@ -132,7 +132,8 @@ EXPORTED = {
     "MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
     "Pixels RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
     "Timings TokenLogprobs TransferReport",
-    "cairn.engine.core": "Core StepRunner",
+    "cairn.engine.core": "Core",
+    "cairn.engine.step_pipeline": "StepPipeline StepRunner",
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",

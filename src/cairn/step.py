@@ -1,7 +1,9 @@
 """The step: all that scheduler and runner tell each other. Plain data, no behaviour.
 
-One step is `plan = scheduler.plan()`, `result = runner.run(plan)`, `scheduler.apply(result)`. The runner carries a
-plan out in this order:
+One step is `plan = scheduler.plan()`, `runner.launch(plan)`, `runner.draw(plan.step, scheduler.masks())`,
+`result = runner.collect(plan.step)`, `scheduler.apply(result)`. The next plan may be launched before this one is
+collected: of this one it needs on the device what was drawn, and nothing on the host. The runner carries a plan out in
+this order:
 
     admits -> copies -> restores -> saves -> table updates -> rows (one forward pass, which also fills snapshots)
     -> samples
@@ -13,7 +15,7 @@ plan out in this order:
     table updates  pages into a slot's block tables: growth and copy on write
     rows           the batch of the forward pass: decode rows, then prefill rows
     snapshots      (row, position) -> file, the state as it was at `position` inside the pass
-    samples        tokens drawn from slots' final hidden states, with or without a row in this step
+    samples        tokens drawn from slots' final hidden states, with or without a row in this step (`draw`)
 
 A *slot* is one place of the live arrays (recurrent state and last hidden state of one running sequence) and of the
 block tables. A *file* is the list of pages that holds one checkpoint. Neither slot, page nor file is reused before the
@@ -22,7 +24,7 @@ step that last names it has been applied. What a slot's admit said is not said a
 Plans go to the other ranks as they are (`cairn.engine.rank_wire`), so integers have the ranges that are read there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -52,16 +54,21 @@ __all__ = [
     "StepResult",
     "TableUpdate",
     "TokenMask",
+    "TokenMasks",
 ]
 
 GRID = 64
 """Prefill computes in chunks of this many tokens on an absolute grid; states at its points are exact."""
 
 SAMPLED = -1
-"""As a decode row's token: the one that was sampled last in its slot."""
+"""As a decode row's token: the one that was sampled last in its slot, by a step that may still be out. Where it is one
+of the slot's stop tokens the sequence has ended: the row is computed, and the slot's state stays as it was."""
 
 TokenMask = NDArray[np.int32]
 """Which tokens may come, one bit each, shape [(vocab + 31) // 32]: token t is bit t % 32 of word t // 32."""
+
+TokenMasks = Mapping[int, TokenMask]
+"""By slot: the tokens that may come, before anything else is looked at; all where a slot has none."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A slot, page, position or count."""
@@ -227,14 +234,12 @@ class Samples:
     rows are through, or was restored (a full hit).
 
     `positions`: the absolute position of the token that is drawn. `bans_stop_tokens`: whether the slot's stop tokens
-    may not come here. `masks`: by slot, the tokens that may come, before anything else is looked at; all where a slot
-    has none.
+    may not come here.
     """
 
     slots: NDArray[np.int32] = field(default_factory=_no_slots)
     positions: NDArray[np.int32] = field(default_factory=_no_slots)
     bans_stop_tokens: NDArray[np.bool_] = field(default_factory=_no_flags)
-    masks: dict[Index, TokenMask] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.slots)

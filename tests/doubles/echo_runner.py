@@ -12,7 +12,7 @@ from cairn.engine.specs import SpecMaker
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.slots import Sample, Slots
 from cairn.scheduler.request import Spec
-from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult
+from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult, TokenMasks
 from cairn.types import SamplingParams
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE
 
@@ -53,24 +53,32 @@ class EchoRunner:
     """Draws the prompt's byte tokens one by one, then end-of-sequence, and with `ignore_eos` all over again; answer
     number i begins with byte i. What may not come is left out. Where an image stands, byte 0 is said.
 
-    Token t has the logarithm -1 - t / 1024, so the best ones are 0, 1, 2, ..., and its rank is t + 1.
+    One step is out at a time. Token t has the logarithm -1 - t / 1024, so the best ones are 0, 1, 2, ..., and its rank
+    is t + 1.
     """
 
     def __init__(self) -> None:
         self.forward_passes = 0
         self.steps = 0
         self._slots = Slots()
+        self._plan = StepPlan(0)
+        self._masks: TokenMasks = {}
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
         """Needs plans whose requests come from `EchoSpecs`."""
-        self.steps += 1
         self.forward_passes += bool(plan.num_rows)
-        self._slots.apply(plan)
+        self._slots.launch(plan)
+        self._plan = plan
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        self._masks = masks
+
+    def collect(self, step: int) -> StepResult:
+        self.steps += 1
+        plan = self._plan
         scores = [(row.slot, row.start, row.score) for row in plan.prefills if row.score is not None]
-        sampled = []
-        for slot, sample in self._slots.samples(plan):
-            sampled.append(_drawn(slot, sample))
-            self._slots.add_token(slot, sample.position, sampled[-1].token)
+        sampled = [_drawn(slot, sample) for slot, sample in self._slots.samples(plan, self._masks)]
+        self._slots.collect(sampled)
         scored = tuple(
             Scored(slot, start + 1 + i, _logprobs(target, score.top))
             for slot, start, score in scores

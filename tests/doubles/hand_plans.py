@@ -20,10 +20,11 @@ from cairn.step import (
     Snapshot,
     StepPlan,
     TableUpdate,
+    TokenMask,
 )
 from cairn.types import Keys, Pages, SamplingParams
 
-__all__ = ["PlanWriter", "SampleOnly", "WholeRow", "slots_without_row"]
+__all__ = ["PlanWriter", "SampleOnly", "WholeRow", "masks_of", "slots_without_row"]
 
 
 def slots_without_row(plan: StepPlan) -> set[int]:
@@ -131,12 +132,16 @@ def decode_rows(rows: Sequence[WholeRow]) -> DecodeRows:
     )
 
 
+def masks_of(rows: Sequence[WholeRow]) -> dict[int, TokenMask]:
+    """By slot, what rows that are drawn allow."""
+    return {row.slot: row.sample.allowed for row in rows if row.sample is not None and row.sample.allowed is not None}
+
+
 def sample_columns(samples: Sequence[tuple[int, Sample]]) -> Samples:
     return Samples(
         np.array([slot for slot, _ in samples], np.int32),
         np.array([sample.position for _, sample in samples], np.int32),
         np.array([bool(sample.banned) for _, sample in samples], np.bool_),
-        {slot: sample.allowed for slot, sample in samples if sample.allowed is not None},
     )
 
 

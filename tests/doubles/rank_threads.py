@@ -1,11 +1,11 @@
 """All ranks of a model as threads of one process, behind the face of one runner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Any, Protocol
 
 from cairn.errors import EngineDead
-from cairn.step import StepPlan, StepResult
+from cairn.step import StepPlan, StepResult, TokenMasks
 
 __all__ = ["RankThreads", "Runs"]
 
@@ -16,13 +16,17 @@ class Runs(Protocol):
     forward_passes: int
     steps: int
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def draw(self, step: int, masks: TokenMasks) -> None: ...
+
+    def collect(self, step: int) -> StepResult: ...
 
 
 class RankThreads:
     """Gives every plan to all ranks at once; their communicators are those of one `thread_ranks`.
 
-    `runners`: in rank order. Whatever a rank raises comes out of `run`, rank 0's first. After an error that one rank
+    `runners`: in rank order. Whatever a rank raises comes out of the call, rank 0's first. After an error that one rank
     alone had, the others give up when their communicator's time is over.
     """
 
@@ -32,14 +36,29 @@ class RankThreads:
         self._threads = ThreadPoolExecutor(len(self.runners), thread_name_prefix="cairn-rank")
 
     def run(self, plan: StepPlan) -> StepResult:
+        """A step from its launch to its end."""
+        self.launch(plan)
+        self.draw(plan.step, {})
+        return self.collect(plan.step)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._on_all(lambda runner: runner.launch(plan))
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        self._on_all(lambda runner: runner.draw(step, masks if runner is self.runners[0] else {}))
+
+    def collect(self, step: int) -> StepResult:
         """Raises EngineDead when the ranks' results differ, which would be a bug of cairn's."""
-        futures = [self._threads.submit(runner.run, plan) for runner in self.runners]
-        wait(futures)
-        results = [future.result() for future in futures]
+        results = self._on_all(lambda runner: runner.collect(step))
         if any(result != results[0] for result in results):
-            raise EngineDead(f"step {plan.step}: the ranks have drawn different tokens: {results}")
+            raise EngineDead(f"step {step}: the ranks have drawn different tokens: {results}")
         self.forward_passes, self.steps = self.runners[0].forward_passes, self.runners[0].steps
         return results[0]
+
+    def _on_all(self, call: Callable[[Runs], Any]) -> list[Any]:
+        futures = [self._threads.submit(call, runner) for runner in self.runners]
+        wait(futures)
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """Ends the threads."""

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -72,5 +72,5 @@ class _ThreadRank:
     def gather_columns(self, part: Tensor) -> Tensor:
         return self._meeting.exchange(self._rank, part, lambda parts: torch.cat(parts, dim=-1))
 
-    def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        return self._meeting.exchange(self._rank, numbers, lambda parts: list(parts[0]))
+    def broadcast(self, numbers: Tensor) -> Tensor:
+        return self._meeting.exchange(self._rank, numbers, lambda parts: parts[0].clone())

@@ -20,6 +20,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.step_pipeline import StepPipeline
 from cairn.errors import ConfigError
 from cairn.layers.model import Model
 from cairn.machine import Machine
@@ -32,6 +33,8 @@ from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
+from doubles.counted_device import counted_device, counted_kernels
+from tiers import more
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())
 OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 500).tolist())
@@ -56,8 +59,31 @@ class Loaded:
         return self._alone[key]
 
 
+class OnDevice(Loaded):
+    """The same on a device that counts copies, but for the answers that it gives alone: they are the host's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        device, self.copies = counted_device()
+        self._host = Loaded(folder)
+        self.models = {
+            exact: self.opened.build(exact=exact, backend=counted_kernels(backend), device=device)
+            for exact, backend in ((False, "cpu"), (True, "exact"))
+        }
+
+    def alone(self, prompt, max_tokens=ANSWER, exact=True) -> list[torch.Tensor]:
+        return self._host.alone(prompt, max_tokens, exact)
+
+
+def load(name: str, made_model) -> Loaded:
+    """`name`: a family, and "@device" behind it for one that is not on the host."""
+    family, _, place = name.partition("@")
+    return OnDevice(made_model(family)) if place else Loaded(made_model(family))
+
+
 class Engine:
-    """Scheduler and runner turned by hand; collects the logits of every request by its seed."""
+    """Scheduler and runner turned by hand; collects the logits of every request by its seed. On a device that counts
+    them, each step has one copy in, and one out where something was drawn."""
 
     def __init__(self, loaded, mode="auto", num_pages=400, block_size=BLOCK, exact=True, budget=512, ahead=1):
         layout = loaded.opened.layout(block_size)
@@ -68,13 +94,13 @@ class Engine:
         self.cache = PrefixCache(layout, num_pages, CachePolicy(placement, eviction_for("value"), exact))
         self.scheduler = Scheduler(config, self.cache, ManualClock())
         self.runner = Runner(loaded.models[exact], layout, num_pages, 4, exact, observe=self._observe)
+        self._copies = getattr(loaded, "copies", None)
         self._limits = PlanLimits(
             layout, num_pages, 4, loaded.models[exact].vocab_size, exact and layout.state_bytes > 0
         )
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.requests: dict[int, Request] = {}
         self._numbers = count(1)
-        self._results: list = []
 
     def _observe(self, sample: Sample, logits: torch.Tensor) -> None:
         self.logits[sample.params.seed].append(logits.clone())
@@ -98,14 +124,19 @@ class Engine:
         return number
 
     @cached_property
-    def checked(self) -> CheckedRunner:
+    def pipeline(self) -> StepPipeline:
         """Of the runner that is there at the first step: engines of several ranks put theirs in its place."""
-        return CheckedRunner(self.runner, self._limits)
+        return StepPipeline(self.scheduler, CheckedRunner(self.runner, self._limits))
 
     def step(self) -> None:
-        while self.scheduler.can_plan:
-            self._results.append(self.checked.run(self.scheduler.plan()))
-        self.scheduler.apply(self._results.pop(0))
+        if self._copies is not None:
+            self._copies.take()
+        plans = []
+        while self.pipeline.can_launch:
+            plans.append(self.pipeline.launch())
+        self.pipeline.collect()
+        if self._copies is not None:
+            assert self._copies.take() == (len(plans), sum(bool(len(plan.samples)) for plan in plans))
         audit(self.cache)
 
     def run(self) -> None:
@@ -128,15 +159,20 @@ LONG_FAMILIES = ("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"
 
 
 @pytest.fixture(
-    scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_FAMILIES)]
+    scope="module",
+    params=[
+        *FAMILIES,
+        *(more(f"{name}@device") for name in FAMILIES),
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG_FAMILIES),
+    ],
 )
 def loaded(request: pytest.FixtureRequest, made_model) -> Loaded:
-    return Loaded(made_model(request.param))
+    return load(request.param, made_model)
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(found) == len(expected)
-    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+    for step, (one, other) in enumerate(zip(map(torch.Tensor.cpu, found), expected, strict=True)):
         assert torch.equal(one, other), f"token {step} differs by {(one - other).abs().max():.1e}"
 
 
@@ -310,7 +346,7 @@ def test_default_numerics_stay_within_the_tolerance(loaded, shared):
     engine = Engine(loaded, exact=False)
     engine.ask(TEXT[: shared + 60], boundaries=(shared,))
     prompt = TEXT[:shared] + OTHER[:70]
-    found, expected = engine.ask(prompt, 12), loaded.alone(prompt, 12, exact=False)
+    found, expected = [each.cpu() for each in engine.ask(prompt, 12)], loaded.alone(prompt, 12, exact=False)
     assert engine.requests[2].first.hit == shared
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= TOLERANCE * other.std()

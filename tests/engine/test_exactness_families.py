@@ -10,7 +10,7 @@ import pytest
 
 from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
-from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same
+from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
 from tiers import first
 
@@ -21,9 +21,12 @@ def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-@pytest.fixture(scope="module", params=first(2, FAMILIES))
+NAMES = [*FAMILIES[:2], "nemotron_h@device", *FAMILIES[2:], *(f"{name}@device" for name in (*FAMILIES, "qwen3_5_moe"))]
+
+
+@pytest.fixture(scope="module", params=first(3, NAMES))
 def loaded(request, made_model) -> Loaded:
-    return Loaded(made_model(request.param))
+    return load(request.param, made_model)
 
 
 @pytest.mark.parametrize("shared", [64, 129])
@@ -85,7 +88,7 @@ def test_default_numerics_stay_within_the_tolerance(loaded):
     prompt = TEXT[:37] + OTHER[:70]
     (found, *_), (expected, *_) = engine.ask(prompt), loaded.alone(prompt, exact=False)
     assert engine.requests[2].first.hit == 37
-    assert (found - expected).abs().max() <= TOLERANCE * expected.std()
+    assert (found.cpu() - expected).abs().max() <= TOLERANCE * expected.std()
 
 
 def test_every_shared_prefix_is_hit_within_63_tokens(loaded):

@@ -87,7 +87,7 @@ FULL_PLAN = StepPlan(
         PrefillRow(2, 0, -PROMPT[:3], 0, Score(PROMPT[1:4], 5)),
     ),
     snapshots=(Snapshot(0, 96, pages(10, 11, 12)),),
-    samples=Samples(pages(0, 2), pages(100, 3), np.array([False, True]), {0: TABLE}),
+    samples=Samples(pages(0, 2), pages(100, 3), np.array([False, True])),
 )
 
 
@@ -123,13 +123,12 @@ def test_the_others_are_not_told_what_only_the_draw_and_the_images_need():
     told = through(follower_plan(FULL_PLAN))
     for admit, whole in zip(told.admits, FULL_PLAN.admits, strict=True):
         assert plain(admit.tables) == plain(whole.tables) and admit.slot == whole.slot
-        assert (admit.sampling, admit.history, admit.stop_token_ids) == (SamplingParams(), None, ())
+        assert (admit.sampling, admit.history) == (SamplingParams(), None)
         assert [(image.start, image.end, image.grid) for image in admit.images] == [
             (image.start, image.end, image.grid) for image in whole.images
         ]
         assert not any(image.rgb or image.digest for image in admit.images)
-    assert told.samples.masks == {} and plain(told.samples.slots) == plain(FULL_PLAN.samples.slots)
-    same = [field.name for field in dataclasses.fields(StepPlan) if field.name not in ("admits", "samples")]
+    same = [field.name for field in dataclasses.fields(StepPlan) if field.name != "admits"]
     assert [plain(getattr(told, name)) for name in same] == [plain(getattr(FULL_PLAN, name)) for name in same]
 
 
@@ -186,8 +185,14 @@ def test_a_rank_says_that_a_step_is_done_when_it_is():
     class Recorder:
         forward_passes = steps = 0
 
-        def run(self, plan):
-            log.append(plan.step)
+        def launch(self, plan):
+            log.append(f"launch {plan.step}")
+
+        def draw(self, step, masks):
+            log.append(f"draw {step}")
+
+        def collect(self, step):
+            log.append(f"collect {step}")
 
     def receive():
         if not plans:
@@ -196,7 +201,7 @@ def test_a_rank_says_that_a_step_is_done_when_it_is():
 
     with pytest.raises(EngineDead, match="no more"):
         follow(Recorder(), receive, lambda done: log.append(f"done {done.step}"))
-    assert log == [1, "done 1", 2, "done 2"]
+    assert log == [f"{what} {step}" for step in (1, 2) for what in ("launch", "draw", "collect", "done")]
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

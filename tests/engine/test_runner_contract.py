@@ -11,7 +11,7 @@ from cairn.runner.simulated import SimulatedRunner
 from cairn.runner.slots import Sample
 from cairn.step import SAMPLED, PageCopy, Restore, Save, Score, Snapshot, StepPlan
 from cairn.types import SamplingParams
-from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow, decode_rows
+from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow, decode_rows, masks_of
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
 GREEDY = SamplingParams(temperature=0.0)
@@ -44,8 +44,18 @@ class Subject:
     def counts(self):
         return self.runner.forward_passes, self.runner.steps
 
+    def launch(self, step, *rows):
+        """And draw, without masks: its stop tokens may come."""
+        plan = self._writer.plan(step, rows)
+        allowed = np.zeros(len(plan.samples), np.bool_)
+        self.runner.launch(replace(plan, samples=replace(plan.samples, bans_stop_tokens=allowed)))
+        self.runner.draw(step, {})
+
+    def collect(self, step):
+        return self.runner.collect(step)
+
     def run(self, step, *rows, **records):
-        return self.runner.run(self._writer.plan(step, rows, **records))
+        return self.runner.run(self._writer.plan(step, rows, **records), masks_of(rows))
 
 
 def pages(*numbers):
@@ -112,6 +122,33 @@ def test_a_row_from_the_start_forgets_what_the_slot_held(subject):
     first = tokens(runner.run(1, prefill()))
     runner.run(2, decode(0, 100, SAMPLED))
     assert tokens(runner.run(3, prefill())) == first
+
+
+@pytest.mark.parametrize("num_out", [1, 2, 3])
+def test_steps_behind_a_stop_token_leave_the_slot_alone(subject, num_out):
+    """As many steps are out: they go on with the stop token and with what they draw themselves. What is saved then is
+    the state before the stop token, and a neighbour notices nothing."""
+    runner, size = subject
+    other = pages(*range(60, 68))
+    stop = tokens(runner.run(1, prefill(), prefill(1, table=other)))
+    runner.run(2, saves=(Save(0, file(20, size)),))
+    ends = {"banned": (stop[0][1],)}  # that is how a slot's stop tokens are told here
+    runner.launch(3, replace(prefill(), sample=Sample(GREEDY, 100, **ends)), prefill(1, table=other))
+    for step in range(4, 4 + num_out):
+        ended = replace(decode(0, 96 + step, SAMPLED), sample=Sample(GREEDY, 97 + step, **ends))
+        runner.launch(step, ended, decode(1, 96 + step, SAMPLED, other))
+    drawn = [tokens(runner.collect(step)) for step in range(3, 4 + num_out)]
+    assert drawn[0] == stop
+    runner.run(10, saves=(Save(0, file(40, size)),))
+    again = [file(20, size), file(40, size)]
+    told = [
+        tokens(runner.run(11 + i, decode(2, 100, np.array([7])), restores=(Restore(2, one),)))
+        for i, one in enumerate(again)
+    ]
+    assert told[0] == told[1]
+    alone = [runner.run(20, prefill(1, table=other))]
+    alone += [runner.run(17 + step, decode(1, 96 + step, SAMPLED, other)) for step in range(4, 4 + num_out)]
+    assert [found[1] for found in drawn] == [tokens(one)[0] for one in alone]
 
 
 def test_a_token_of_another_position_is_refused(subject):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
+from cairn.kernels.staging import Staging
 
 NUM_SLOTS = 8
 PAGE_SIZES = (1, 7, 16, 64, 100)
@@ -41,11 +42,13 @@ class SequenceRows:
 
 @dataclass(frozen=True)
 class RandomBatch:
-    """Sequences in the batch's order, decodes first. `seed`: of all numbers that a test fills its operands with."""
+    """Sequences in the batch's order, decodes first. `seed`: of all numbers that a test fills its operands with.
+    `ended`: decodes, by their places, whose states are in nobody's slot."""
 
     decodes: tuple[SequenceRows, ...]
     prefills: tuple[SequenceRows, ...]
     seed: int = 0
+    ended: tuple[int, ...] = ()
 
     @property
     def sequences(self) -> tuple[SequenceRows, ...]:
@@ -88,20 +91,28 @@ class RandomBatch:
 
     def batch(self, kernels: Kernels, block_tables: Sequence[Tensor] = (), device: torch.device | None = None) -> Batch:
         """What the kernels are given, with `kernels`' own metadata."""
-        host = self.host()
+        host, staging = self.host(), Staging()
+        metadata = kernels.prepare(host, staging)
+        staging.send(device or torch.device("cpu"))
         positions = [torch.arange(sequence.start, sequence.end) for sequence in self.sequences]
         return Batch(
             tokens=torch.zeros(host.num_rows, dtype=torch.int64, device=device),
             positions=torch.cat([*positions, torch.arange(0)]).expand(3, -1).contiguous().to(device),
             cu_seqlens=torch.tensor(host.cu_seqlens, device=device),
             slots=torch.tensor(host.slots, device=device),
+            state_slots=self._state_slots(host).to(device),
             seq_starts=torch.tensor(host.seq_starts, device=device),
             seq_lens=torch.tensor(host.seq_lens, device=device),
             kv_write_from=torch.tensor(host.kv_write_from, device=device),
             block_tables=block_tables,
             host=host,
-            metadata=kernels.prepare(host),
+            metadata=metadata,
         )
+
+    def _state_slots(self, host: HostBatch) -> Tensor:
+        slots = torch.tensor(host.slots)
+        slots[list(self.ended)] = NUM_SLOTS
+        return slots
 
     def numbers(self, *shape: int, salt: int = 0) -> Tensor:
         """Normal float64 numbers that depend on the seed, the salt and the shape alone."""

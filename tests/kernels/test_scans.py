@@ -46,6 +46,23 @@ def test_models_shapes(kernels: Kernels, model: torch.dtype) -> None:
 
 @every_backend
 @pytest.mark.parametrize("name", RECURRENT)
+def test_a_sequence_that_has_ended_leaves_its_slot_and_the_others_alone(kernels: Kernels, name: str) -> None:
+    rows = (SequenceRows(1, 70, 1, snapshots=(1,)), SequenceRows(4, 9, 1), SequenceRows(2, 64, 1))
+    batch = RandomBatch(rows, (SequenceRows(0, 60, 10, snapshots=(4,)),), seed=3)
+    plain, before = small_call(name, batch), small_call(name, batch).operands["states"]
+    ended = small_call(name, replace(batch, ended=(1,)))
+    wanted, found = plain.run(kernels), ended.run(kernels)
+    others = [0, *range(2, len(wanted[0]))]
+    same_bits(found[0][others], wanted[0][others])
+    same_bits(found[1], wanted[1])
+    states = ended.operands["states"]
+    same_bits(states[4], before[4])
+    same_bits(states[[0, 1, 2]], plain.operands["states"][[0, 1, 2]])
+    assert not torch.equal(states[1], before[1])
+
+
+@every_backend
+@pytest.mark.parametrize("name", RECURRENT)
 def test_a_thousand_tokens_cut_at_odd_places(kernels: Kernels, name: str) -> None:
     whole = small_call(name, fresh_sequence(1000))
     wanted, _ = whole.in_float64().run(reference)

@@ -132,8 +132,9 @@ def test_strided_tensors_and_inference_mode(ranks: Ranks, on_all: Callable) -> N
 
 
 def test_everybody_gets_rank_0s_numbers(ranks: Ranks, on_all: Callable) -> None:
-    numbers = [[7, -1, 1 << 62], *([0, 0, 0] for _ in ranks[1:])]
-    assert on_all(lambda rank: rank.broadcast(numbers[rank.rank])) == [[7, -1, 1 << 62]] * len(ranks)
+    numbers = [torch.tensor(own) for own in ([7, -1, 1 << 62], *([0, 0, 0] for _ in ranks[1:]))]
+    found = on_all(lambda rank: rank.broadcast(numbers[rank.rank]))
+    assert [own.tolist() for own in found] == [[7, -1, 1 << 62]] * len(ranks)
 
 
 @pytest.mark.parametrize("kind", ["threads-2", "threads-3", "gloo-2", "gloo-3"])

@@ -14,6 +14,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.kv_transfer import KvTransfer, terms_of
 from cairn.engine.sampling import answers_to
+from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfer_loop import TransferLoop
 from cairn.engine.transfer_port import TransferPort
 from cairn.scheduler.books import SchedulerConfig
@@ -130,7 +131,7 @@ class Server:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_in_flight=ahead, on_load_failure=on_failure
         )
         self.scheduler = Scheduler(config, self.cache, world.clock, self.kv.transfers)
-        self.flying: list = []
+        self.pipeline = StepPipeline(self.scheduler, self.runner)
         self.answers: dict[str, list[int]] = {}
         self.ended: dict = {}
         self.count = 0
@@ -164,10 +165,10 @@ class Server:
         before = (self.producer.leases.num_held, self.consumer.num_open, len(self.channel._inbox), self.steps)
         self.kv.loop.turn()
         news = self.scheduler.poll()
-        while self.scheduler.can_plan:
-            self.flying.append(self.runner.run(self.scheduler.plan()))
-        if self.flying:
-            news += self.scheduler.apply(self.flying.pop(0))
+        while self.pipeline.can_launch:
+            self.pipeline.launch()
+        if self.pipeline.is_busy:
+            news += self.pipeline.collect()
         for progress in news:
             self.answers[progress.request.id] += progress.tokens
             if progress.finish is not None:

@@ -61,8 +61,8 @@ def served(trace_rows, num_pages, mode, exact):
         # the last token of an answer is sampled and not computed
         request = driver.requests[driver.submit(prompt, max_tokens=num_answer + 1, boundaries=ends)]
         while driver.scheduler.has_work:
-            driver.plans.append(driver.scheduler.plan())
-            driver.scheduler.apply(driver.runner.run(driver.plans[-1]))
+            driver.plans.append(driver.pipeline.launch())
+            driver.pipeline.collect()
         computed = prompt + request.output[:num_answer]
         sequences.append(computed)
         told.append((prompt, computed, ends))

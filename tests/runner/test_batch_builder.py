@@ -4,8 +4,9 @@ import numpy as np
 import torch
 
 from cairn.kernels import reference
+from cairn.kernels.staging import Staging
 from cairn.runner.batch_builder import BatchBuilder, RowContent, snapshot_order
-from cairn.runner.staging import Staging
+from cairn.runner.slot_arrays import SlotArrays
 from cairn.step import SAMPLED, DecodeRows, PrefillRow, Snapshot, StepPlan
 
 NO_PAGES = np.zeros(0, np.int32)
@@ -26,9 +27,11 @@ def decodes(*rows):
 
 def built(plan, contents=None, last_tokens=()):
     staging = Staging()
-    builder = BatchBuilder(plan, contents or [None] * plan.num_rows, staging)
+    builder = BatchBuilder(plan, contents or [None] * plan.num_rows, reference, staging)
     staging.send(torch.device("cpu"))
-    return builder.batch((), torch.tensor([*last_tokens, 0], dtype=torch.int64), reference)
+    slot_arrays = SlotArrays(1, 8, 4, torch.device("cpu"))
+    slot_arrays.last_tokens[: len(last_tokens)] = torch.tensor(last_tokens)
+    return builder.batch(slot_arrays)
 
 
 def test_decode_rows_come_first_and_prefills_follow_one_another():

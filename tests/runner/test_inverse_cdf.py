@@ -1,5 +1,7 @@
 """Which token lies at a uniform number, whichever way it is looked for: held to a full sort in float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +18,14 @@ from cairn.runner.inverse_cdf import (
     draw_from_nucleus,
     take_largest,
 )
+from runner.staged import staged
 
 
 def draws_of(uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Draws:
     n = len(uniform)
     columns = [np.full(n, value, np.float64) for value in (temperature, top_p, min_p)]
-    return Draws(columns[0], np.full(n, top_k), columns[1], columns[2], np.array(uniform, np.float64))
+    numbers = np.array(uniform, np.float64)
+    return staged(partial(Draws, columns[0], np.full(n, top_k), columns[1], columns[2], numbers))
 
 
 def rows_of(logits: torch.Tensor, n: int) -> torch.Tensor:

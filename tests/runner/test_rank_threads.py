@@ -5,7 +5,7 @@ import pytest
 from cairn.errors import EngineDead
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
-from cairn.step import PageCopy, SampledToken, StepPlan, StepResult
+from cairn.step import PageCopy, SampledToken, StepPlan, StepResult, TokenMasks
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
 from runner.harness import build_tiny, parse, prompt, random_weights, ranks, raw_config, tiny
@@ -18,8 +18,14 @@ class Drawn:
         self.forward_passes, self.steps = 3, 4
         self._token = token
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step, (SampledToken(0, self._token),))
+    def launch(self, plan: StepPlan) -> None:
+        pass
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        pass
+
+    def collect(self, step: int) -> StepResult:
+        return StepResult(step, (SampledToken(0, self._token),))
 
 
 def test_ranks_that_draw_different_tokens_are_found_out() -> None:
@@ -64,7 +70,7 @@ def test_rank_0_draws_for_all() -> None:
     threads, driver = RankThreads(runners), tiny("M*", exact=False)
     row = driver.row(driver.sequence(0, 30), prompt(30, 0))
     assert len(threads.run(driver.writer.plan(1, [row])).sampled) == 1
-    assert runners[0]._slots.sampled_token(0, 30) == runners[1]._slots.sampled_token(0, 30)
+    assert runners[0]._arrays.last_tokens[0] == runners[1]._arrays.last_tokens[0]
     threads.close()
 
 

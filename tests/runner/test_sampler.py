@@ -1,6 +1,7 @@
 """The draw: its filters, its distribution, and what it does not depend on."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from cairn.runner import sampler
 from cairn.runner.penalties import TokenCounts
-from cairn.runner.sampler import SamplingBatch, apply_rules, has_rules
+from cairn.runner.sampler import Sampler, rules_of
 from cairn.runner.slots import Sample
-from cairn.runner.token_logprobs import logprobs_of, logprobs_of_drawn, score
+from cairn.runner.token_logprobs import DrawnLogprobs, Scoring, logprobs_of
+from cairn.runner.token_rules import Rule
 from cairn.step import Score
 from cairn.types import SamplingParams
+from runner.staged import staged
 from tiers import more
 
 
@@ -25,15 +28,16 @@ def draw(logits: torch.Tensor, params: SamplingParams, position: int = 0, **fiel
 
 def draw_all(logits: torch.Tensor, samples: list[Sample]) -> list[int]:
     """A token for each row, in slots of their own."""
-    batch = SamplingBatch.of(range(len(samples)), samples, logits.shape[1])
-    return sampler.draw(logits, batch, counts_of(samples, logits.shape[1]))
+    params, positions = [sample.params for sample in samples], [sample.position for sample in samples]
+    made = staged(lambda staging: Sampler(params, positions, logits.shape[1], staging))
+    return made.draw(logits, range(len(samples)), samples, counts_of(samples, logits.shape[1])).tolist()
 
 
 def counts_of(samples: list[Sample], vocab_size: int) -> TokenCounts:
     counts = TokenCounts(len(samples), vocab_size)
     for slot, sample in enumerate(samples):
         if sample.history is not None:
-            counts.admit(slot, *np.split(sample.history, [sample.num_prompt_tokens]))
+            staged(partial(counts.admit, slot, *np.split(sample.history, [sample.num_prompt_tokens])))()
     return counts
 
 
@@ -196,7 +200,7 @@ def test_rows_without_temperature_or_rules_cost_nothing_of_them(monkeypatch: pyt
     def refuse(*_args) -> None:
         raise AssertionError("nobody asked for it")
 
-    for name in ("uniform", "apply_rules", "draw_from_all"):
+    for name in ("uniform", "penalize", "draw_from_all"):
         monkeypatch.setattr(sampler, name, refuse)
     logits = torch.randn(5, 256)
     assert draw_all(logits, [Sample(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()
@@ -224,9 +228,14 @@ def test_logits_are_left_alone() -> None:
 
 def changed(logits: torch.Tensor, params: SamplingParams = SamplingParams(), **fields) -> torch.Tensor:  # noqa: B008
     sample, logits = Sample(params, len(fields.get("history", ())), **fields), logits[None].clone()
-    if has_rules(sample):
-        apply_rules(logits, SamplingBatch.of([0], [sample], logits.shape[1]), counts_of([sample], logits.shape[1]))
+    for rule in rules_for(sample, logits.shape[1]):
+        rule(logits)
     return logits[0]
+
+
+def rules_for(sample: Sample, vocab_size: int = 70) -> list[Rule]:
+    counts = counts_of([sample], vocab_size)
+    return staged(lambda staging: rules_of([sample], [0], vocab_size, counts, staging))
 
 
 def mask_of(tokens, vocab_size: int) -> np.ndarray:
@@ -238,8 +247,8 @@ def mask_of(tokens, vocab_size: int) -> np.ndarray:
 
 
 def test_without_parameters_nothing_is_done() -> None:
-    assert not has_rules(Sample(SamplingParams(), 5, history=np.arange(5)))
-    assert not has_rules(Sample(SamplingParams(0.5, 3, 0.5, 7, 0.1), 5, history=np.arange(5)))
+    assert not rules_for(Sample(SamplingParams(), 5, history=np.arange(5)))
+    assert not rules_for(Sample(SamplingParams(0.5, 3, 0.5, 7, 0.1), 5, history=np.arange(5)))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 32, 33, 64, 97])
@@ -417,15 +426,13 @@ def test_logprobs_are_those_of_a_softmax_with_ranks() -> None:
 def test_logprobs_of_drawn_tokens_are_each_row_s_own() -> None:
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(2))
     tokens, tops = [row % 40 for row in range(150)], [(None, 0, 3, 3, 60)[row % 5] for row in range(150)]
-    told = logprobs_of_drawn(logits, tokens, tops)
-    for row, top in enumerate(tops):
-        if top is None:
-            assert told[row] is None
-            continue
-        one = logprobs_of(logits[row : row + 1], torch.tensor(tokens[row : row + 1]), top)
-        for name in ("token_ids", "values", "ranks"):
-            assert getattr(told[row], name).tolist() == getattr(one, name).tolist()
-    assert logprobs_of_drawn(logits[:2], [1, 2], [None, None]) == [None, None]
+    parts = staged(partial(DrawnLogprobs, tops)).find(logits, torch.tensor(tokens))
+    told = {row: [array[i].tolist() for array in found] for rows, found in parts for i, row in enumerate(rows)}
+    assert sorted(told) == [row for row, top in enumerate(tops) if top is not None]
+    for row, found in told.items():
+        one = logprobs_of(logits[row : row + 1], torch.tensor(tokens[row : row + 1]), tops[row])
+        assert found == [array[0].tolist() for array in one]
+    assert staged(partial(DrawnLogprobs, [None, None])).find(logits[:2], torch.tensor([1, 2])) == []
 
 
 def test_prompts_are_scored_a_share_at_a_time() -> None:
@@ -437,7 +444,7 @@ def test_prompts_are_scored_a_share_at_a_time() -> None:
         return part @ weight
 
     targets = np.arange(140) % 20
-    parts = list(score(Score(targets, 2), hidden, logits))
+    parts = list(staged(partial(Scoring, Score(targets, 2))).find(hidden, logits))
     assert sizes == [64, 64, 12]
     whole = logprobs_of(hidden[:140] @ weight, torch.from_numpy(targets), 2)
     assert np.concatenate([part.token_ids for part in parts]).tolist() == whole.token_ids.tolist()

@@ -1,6 +1,5 @@
 """A scheduler with a simulated runner, turned by hand."""
 
-from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import Placement, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.engine.step_pipeline import StepPipeline
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Request, Spec
@@ -32,6 +32,16 @@ def layout(block_size: int = 16, pages_per_checkpoint: int = 3) -> CacheLayout:
     )
 
 
+class ForgetfulRunner(SimulatedRunner):
+    """What a slot's last request has left there does not stand for what is not told of."""
+
+    def launch(self, plan):
+        for admit in plan.admits:
+            for table in self.tables.tables:
+                table[admit.slot] = -1
+        super().launch(plan)
+
+
 class Driver:
     """`mode` None: the cache is off."""
 
@@ -48,8 +58,8 @@ class Driver:
             self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact), clock=self.clock
         )
         self.scheduler = Scheduler(self.config, self.cache, self.clock)
-        self.runner = SimulatedRunner(self.layout, num_pages, self.config.max_num_seqs, 50, numerics=self.config.exact)
-        self.flying: deque = deque()  # plans that are out, each with the pages of those that run
+        self.runner = ForgetfulRunner(self.layout, num_pages, self.config.max_num_seqs, 50, numerics=self.config.exact)
+        self.pipeline = StepPipeline(self.scheduler, self.runner)
         self.requests: dict[str, Request] = {}
         self.plans: list = []
         self.count = 0
@@ -91,18 +101,11 @@ class Driver:
         return name
 
     def step(self) -> list[Progress]:
-        """Plan as far ahead as allowed, then run and apply the oldest plan."""
-        while self.scheduler.can_plan:
-            plan = self.scheduler.plan()
-            self.plans.append(plan)
-            self.flying.append((plan, self.pages()))
-        plan, pages = self.flying.popleft()
-        for admit in plan.admits:  # what the slot's last request has left must not stand for what is not told of
-            for table in self.runner.tables.tables:
-                table[admit.slot] = -1
-        result = self.runner.run(plan)
-        self.check_tables(pages)
-        progress = self.scheduler.apply(result)
+        """Launch as many steps as may be out, then take in the oldest one."""
+        while self.pipeline.can_launch:
+            self.plans.append(self.pipeline.launch())
+            self.check_tables(self.pages())
+        progress = self.pipeline.collect()
         audit(self.cache)
         return progress
 

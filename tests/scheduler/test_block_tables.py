@@ -105,13 +105,13 @@ def test_a_fault_in_what_plans_tell_of_pages_is_noticed(fault, twice):
     driver = Driver()
     if twice:
         driver.ask(PROMPT, max_tokens=1)
-    run, changed = driver.runner.run, []
+    launch, changed = driver.runner.launch, []
 
     def tampered(plan):
         changed.append(bool(plan.table_updates or plan.admits))
-        return run(fault(plan))
+        launch(fault(plan))
 
-    driver.runner.run = tampered
+    driver.runner.launch = tampered
     driver.submit(PROMPT, max_tokens=5 if twice else 60)
     with pytest.raises((AssertionError, ValueError), match=r"slot 0|table update of slot"):
         driver.run()

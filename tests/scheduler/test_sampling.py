@@ -7,7 +7,7 @@ from driver import Driver, alone
 from cairn.runner.slots import Slots
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import PATIENCE, Phase
-from cairn.step import SAMPLED
+from cairn.step import SAMPLED, SampledToken
 from cairn.types import RequestId, SamplingParams
 
 PROMPT = tuple(range(100))
@@ -48,14 +48,31 @@ def test_a_penalty_sees_all_that_came_before_also_side_by_side(ahead, exact):
     assert driver.output(names[0]) != alone(range(90), exact, max_tokens=12, seed=0)
 
 
-def test_a_request_that_needs_its_last_token_is_not_planned_ahead_and_others_are():
+def test_a_request_that_needs_its_last_token_is_planned_ahead_like_others_and_drawn_when_it_is_known():
     driver = Driver(max_in_flight=2)
     waits = driver.submit(PROMPT, max_tokens=10, sampling=PENALTY)
     free = driver.submit(range(200, 300), max_tokens=10)
+    calls = []
+    for name in ("launch", "draw", "collect"):
+        call = getattr(driver.runner, name)
+        step_of = (lambda plan: plan.step) if name == "launch" else int
+        setattr(
+            driver.runner,
+            name,
+            lambda first, *rest, call=call, name=name, step_of=step_of: (
+                calls.append((name, step_of(first))),
+                call(first, *rest),
+            )[1],
+        )
     driver.run()
     fed = {slot for plan in driver.plans for slot in plan.decodes.slots[plan.decodes.tokens == SAMPLED].tolist()}
-    assert len(fed) == 1
-    assert len(driver.output(waits)) == len(driver.output(free)) == 10
+    assert len(fed) == 2
+    assert driver.output(waits) == alone(PROMPT, False, max_tokens=10, sampling=PENALTY)
+    assert driver.output(free) == alone(range(200, 300), False, max_tokens=10)
+    # launched while the one before it is out, drawn when that has been collected
+    at = {call: place for place, call in enumerate(calls)}
+    ahead = [step for name, step in calls if name == "launch" and 2 < step < 10]
+    assert all(at["launch", step] < at["collect", step - 1] < at["draw", step] for step in ahead)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -74,10 +91,10 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
         assert driver.output(name) == alone(PROMPT, exact, max_tokens=15, sampling=PENALTY)
     slots, samples = Slots(), []
     for plan in driver.plans:
-        slots.apply(plan)
-        for slot, sample in slots.samples(plan):
+        slots.launch(plan)
+        for slot, sample in slots.samples(plan, {}):
             samples.append(sample)
-            slots.add_token(slot, sample.position, driver.output(name)[sample.position - 100])
+            slots.collect([SampledToken(slot, driver.output(name)[sample.position - 100])])
     assert len(samples) == 15
     for sample in samples:
         known = [*PROMPT, *driver.output(name)][: sample.position]

@@ -14,7 +14,7 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build_transfer import MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
-from cairn.engine.core import Core, StepRunner
+from cairn.engine.core import Core
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars import Grammars
 from cairn.engine.kv_transfer import KvTransfer
@@ -23,6 +23,7 @@ from cairn.engine.rank_wire import RankConfig, RankService
 from cairn.engine.ranks import build_ranked
 from cairn.engine.request_log_header import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
+from cairn.engine.step_pipeline import StepRunner
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.engine.vocabulary import grammar_tokenizer
 from cairn.errors import ConfigError

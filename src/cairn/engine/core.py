@@ -1,6 +1,6 @@
-"""The engine's inside: requests in, the three lines of a step, text out.
+"""The engine's inside: requests in, steps, text out.
 
-plan = scheduler.plan()      result = runner.run(plan)      scheduler.apply(result)
+requests -> scheduler -> plan -> runner -> result -> scheduler -> answers
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,29 +25,16 @@ from cairn.engine.grammars import Grammars
 from cairn.engine.kv_transfer import KvTransfer, Terms, terms_of
 from cairn.engine.open_answers import OpenAnswers
 from cairn.engine.specs import SpecMaker
+from cairn.engine.step_pipeline import StepPipeline, StepRunner
 from cairn.engine.step_sizes import StepSizes, tokens_of
 from cairn.engine.wire import check_request, transfer_params
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.scheduler.scheduler import Scheduler
-from cairn.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
 
-__all__ = ["Core", "StepRunner"]
-
-
-class StepRunner(Protocol):
-    """What carries plans out: `cairn.runner.runner.Runner`, or `cairn.runner.simulated.SimulatedRunner`."""
-
-    forward_passes: int
-    steps: int
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def close(self) -> None:
-        """The end: whatever else carries plans out ends, too."""
-        ...
+__all__ = ["Core"]
 
 
 class RequestLog(Protocol):
@@ -96,6 +83,7 @@ class Core:
         self._info = info
         self._scheduler = scheduler
         self._runner = runner
+        self._steps = StepPipeline(scheduler, runner)
         self._specs = SpecMaker(info.vocab_size, frozenset(eos_token_ids), seed, image_keys)
         self._answers = OpenAnswers(scheduler, tokenizer, transfer)
         self._audits = 0
@@ -173,11 +161,10 @@ class Core:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[GenerateOutput]:
-        """One plan, run, apply; the outputs of the requests that moved."""
-        plan = self._scheduler.plan()
-        self._step_sizes.add(tokens_of(plan))
-        result = self._runner.run(plan)
-        outputs = self._answers.outputs(self._scheduler.apply(result))
+        """Send out what may go, then take in the oldest step; the outputs of the requests that moved."""
+        while self._steps.can_launch:
+            self._step_sizes.add(tokens_of(self._steps.launch()))
+        outputs = self._answers.outputs(self._steps.collect())
         if self._events is not None:
             self._events.flush()
         return outputs

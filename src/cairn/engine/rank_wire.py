@@ -123,13 +123,12 @@ def follower_plan(plan: StepPlan) -> StepPlan:
             admit,
             sampling=SamplingParams(),
             history=None,
-            stop_token_ids=(),
             logprobs=None,
             images=tuple(replace(image, digest=b"", rgb=b"") for image in admit.images),
         )
         for admit in plan.admits
     )
-    return replace(plan, admits=admits, samples=replace(plan.samples, masks={}))
+    return replace(plan, admits=admits)
 
 
 def _array_bytes(value: object) -> bytes:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, cast
 
 import zmq
 
-from cairn.engine.core import StepRunner
 from cairn.engine.rank_wire import (
     Hello,
     RankConfig,
@@ -34,6 +33,7 @@ from cairn.engine.rank_wire import (
     frames_of_plans,
     frames_to_rank_zero,
 )
+from cairn.engine.step_pipeline import StepRunner
 from cairn.engine.wire import MAX_FRAME_BYTES
 from cairn.errors import ConfigError, EngineDead, ModelError
 from cairn.step import StepPlan
@@ -132,7 +132,9 @@ def follow(runner: StepRunner, receive: Callable[[], StepPlan], send: Callable[[
     """Carries out plan after plan. Returns never; whatever the runner or the line raises comes out of here."""
     while True:
         plan = receive()
-        runner.run(plan)
+        runner.launch(plan)
+        runner.draw(plan.step, {})
+        runner.collect(plan.step)
         send(StepDone(plan.step))
 
 

@@ -13,6 +13,8 @@ Between steps the others block on their sockets. A rank that ends, or keeps rank
 """
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from cairn.engine.rank_followers import Followers, RankDeadlines
 from cairn.engine.rank_wire import RankConfig
 from cairn.engine.rank_worker import build_rank
 from cairn.errors import EngineDead
-from cairn.step import StepPlan, StepResult
+from cairn.step import StepPlan, StepResult, TokenMasks
 from cairn.types import Clock, SystemClock
 
 if TYPE_CHECKING:
@@ -49,24 +51,42 @@ class RankedRunner:
         """The process ids of rank 1, 2, ..., for whoever wants to look at them."""
         return tuple(follower.process.pid for follower in self._followers)
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Returns when every rank has carried the plan out.
+    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
+        """A step from its launch to its end."""
+        self.launch(plan)
+        self.draw(plan.step, masks or {})
+        return self.collect(plan.step)
 
-        Raises EngineDead when a rank is lost, and then for every plan after it.
-        """
+    def launch(self, plan: StepPlan) -> None:
+        """All ranks begin the plan. Raises EngineDead when a rank is lost, and then whatever is called after it."""
+        with self._losses():
+            self._followers.post(plan)
+            self.own.launch(plan)
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        """Rank 0 draws, and tells the others. Raises as `launch` does."""
+        with self._losses():
+            self.own.draw(step, masks)
+
+    def collect(self, step: int) -> StepResult:
+        """Returns when every rank has carried the plan out. Raises as `launch` does."""
+        with self._losses():
+            result = self.own.collect(step)
+            for follower in self._followers:
+                follower.expect_done(step)
+        self.forward_passes, self.steps = self.own.forward_passes, self.own.steps
+        return result
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
         if self._dead is not None:
             raise EngineDead(self._dead)
         try:
-            self._followers.post(plan)
-            result = self.own.run(plan)
-            for follower in self._followers:
-                follower.expect_done(plan.step)
+            yield
         except Exception as error:
             self._dead = self._followers.cause(error)
             self._followers.close(kill=True)
             raise EngineDead(self._dead) from error
-        self.forward_passes, self.steps = self.own.forward_passes, self.own.steps
-        return result
 
     def close(self) -> None:
         """Ends the other ranks; nothing can be run any more. Without it they end when this process does."""

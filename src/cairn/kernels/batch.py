@@ -61,10 +61,11 @@ class Batch:
 
     `tokens` int64 [T], 0 where `vectors` has the row. `positions` int64 [3, T]: where a token stands in time, height
     and width; all three the absolute position for text. `cu_seqlens` int32 [B + 1].
-    `slots` int32 [B]: the sequence's place in the live states and in the block tables. `seq_starts` int32 [B]: tokens
-    computed before this pass; 0 means that the state before it is zero, whatever the slot holds. `seq_lens` int32 [B]:
-    tokens with this pass. `kv_write_from` int32 [B]: keys and values of positions below it are read, never written:
-    other sequences and other servers own those pages.
+    `slots` int32 [B]: the sequence's place in the block tables. `state_slots` int32 [B]: its place in the live states,
+    which is the same, or nobody's where the device has seen that the sequence has ended: what is written there is not
+    read. `seq_starts` int32 [B]: tokens computed before this pass; 0 means that the state before it is zero, whatever
+    the slot holds. `seq_lens` int32 [B]: tokens with this pass. `kv_write_from` int32 [B]: keys and values of positions
+    below it are read, never written: other sequences and other servers own those pages.
     `block_tables`: for each attention group int32 [slots + 1, pages]: the page of position p is entry p // page size of
     the slot's row; entries at and behind the pages of `seq_lens` are not to be read.
     `metadata`: what `Kernels.prepare` made of `host`; nobody else looks into it.
@@ -75,6 +76,7 @@ class Batch:
     positions: Tensor
     cu_seqlens: Tensor
     slots: Tensor
+    state_slots: Tensor
     seq_starts: Tensor
     seq_lens: Tensor
     kv_write_from: Tensor

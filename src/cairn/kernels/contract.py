@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.staging import Staging
 
 Weight = Any
 """What `Kernels.pack` made of a weight: a backend's own."""
@@ -39,8 +40,9 @@ class Kernels(Protocol):
         Without it the first batches are slower, and nothing else."""
         ...
 
-    def prepare(self, host: HostBatch) -> object:
-        """What the backend wants to know of a batch before its layers run, once a step: `Batch.metadata`."""
+    def prepare(self, host: HostBatch, staging: Staging) -> object:
+        """What the backend wants to know of a batch before its layers run, once a step: `Batch.metadata`, complete when
+        the staging has been sent, with all that the step needs."""
         ...
 
     # -- products -------------------------------------------------------------------------------------------------

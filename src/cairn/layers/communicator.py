@@ -5,7 +5,6 @@ order, never all-reduced: the order of a ring's additions depends on where in th
 row's bits would depend on its batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -35,8 +34,8 @@ class Communicator(Protocol):
         """[..., n] -> [..., n * size], the ranks' columns in rank order."""
         ...
 
-    def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers (int64). All ranks give equally many; those of other ranks are not looked at."""
+    def broadcast(self, numbers: "Tensor") -> "Tensor":
+        """Rank 0's numbers, int64 [n]. All ranks give equally many; those of other ranks are not looked at."""
         ...
 
 
@@ -58,8 +57,8 @@ class Alone:
     def gather_columns(self, part: "Tensor") -> "Tensor":
         return part
 
-    def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
+    def broadcast(self, numbers: "Tensor") -> "Tensor":
+        return numbers
 
 
 ALONE: Final = Alone()

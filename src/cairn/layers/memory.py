@@ -52,9 +52,11 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """All that a model remembers on one rank. `recurrent` or `attention` may have no layers (None)."""
+    """All that a model remembers on one rank, and on which device. `recurrent` or `attention` may have no layers
+    (None)."""
 
     dtype: "torch.dtype"
+    device: "torch.device"
     hidden_size: int
     recurrent: RecurrentSpec | None
     attention: AttentionSpec | None

@@ -4,7 +4,6 @@ The group is made here and handed to nobody, so torch's process-wide default gro
 bytes, so a backend need not know their dtype.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, cast
@@ -24,19 +23,14 @@ class GatherGroup(Protocol):
 
 
 class ProcessRank:
-    """Implements `Communicator` on a process group whose operations end after `seconds` at the latest.
+    """Implements `Communicator` on a process group whose operations end after `seconds` at the latest. What it is given
+    has to be where the group takes it: in host memory for gloo, on the rank's GPU for NCCL."""
 
-    `device`: where broadcast numbers travel; a NCCL group takes nothing that is not on its GPU.
-    """
-
-    def __init__(
-        self, group: GatherGroup, rank: int, size: int, seconds: float, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, group: GatherGroup, rank: int, size: int, seconds: float) -> None:
         self._group = group
         self._rank = rank
         self._size = size
         self._seconds = seconds
-        self._device = device or torch.device("cpu")
 
     @property
     def rank(self) -> int:
@@ -52,10 +46,8 @@ class ProcessRank:
     def gather_columns(self, part: Tensor) -> Tensor:
         return torch.cat(self._gather(part), dim=-1)
 
-    def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        mine = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
-        first: list[int] = self._gather(mine)[0].tolist()
-        return first
+    def broadcast(self, numbers: Tensor) -> Tensor:
+        return self._gather(numbers)[0]
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         """Every rank's `part`, in rank order."""

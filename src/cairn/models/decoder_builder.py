@@ -44,7 +44,7 @@ Experts = tuple[Weight, Weight]
 @dataclass(frozen=True, slots=True)
 class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
-    (None: the fast ones, or with `exact` those).
+    (None: the fast ones, or with `exact` those), which work on `device`.
     `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart."""
 
     exact: bool
@@ -52,6 +52,7 @@ class Execution:
     communicator: Communicator = ALONE
     backend: Backend | None = None
     stored: Collection[str] = ()
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
 
 
 class DecoderBuilder:
@@ -64,8 +65,8 @@ class DecoderBuilder:
         self.rank, self.size = execution.communicator.rank, execution.communicator.size
         self.stored = execution.stored
         kernels = kernels_of(execution.backend or ("exact" if execution.exact else "cpu"))
-        self.weights = RankWeights(load, kernels, execution.communicator)
-        self._spec = config.remembered(self.rank, self.size).spec(execution.dtype)
+        self.weights = RankWeights(load, kernels, execution.communicator, execution.device)
+        self._spec = config.remembered(self.rank, self.size).spec(execution.dtype, execution.device)
         self._config = config
         self._execution = execution
         self._attention_layers, self._recurrent_layers = count(), count()
@@ -130,7 +131,7 @@ class DecoderBuilder:
 
     def rotary(self, dim: int, theta: float, sections: tuple[int, int, int] | None = None) -> None:
         """Positions turn queries and keys, in all attention of the model; see `make_rotary`."""
-        self._rotary = make_rotary(dim, theta, sections)
+        self._rotary = make_rotary(dim, theta, sections).to(self._execution.device)
 
     def attention(
         self,
@@ -162,7 +163,7 @@ class DecoderBuilder:
         if factors:
             widths = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
             by = [torch.full((width,), factors.get(part, 1.0)) for part, width in widths.items()]
-            projection = ScaledLinear(projection, torch.cat(by))
+            projection = ScaledLinear(projection, torch.cat(by).to(self._execution.device))
         o_proj = weights.row_parallel(f"{name}.{out}", (hidden, queries), (first * dim, last * dim), bias)
         q_norm, k_norm = (
             (None, None) if head_norms is None else (self.norm(f"{name}.{norm}", dim, centred) for norm in head_norms)
@@ -218,7 +219,8 @@ class DecoderBuilder:
         gate_up: Projection = weights.fused([(f"{name}.{part}", shape, (run,)) for part in parts[:2]], bias)
         if gate_factor != 1.0:
             inner = run[1] - run[0]
-            gate_up = ScaledLinear(gate_up, torch.cat([torch.full((inner,), gate_factor), torch.ones(inner)]))
+            factors = torch.cat([torch.full((inner,), gate_factor), torch.ones(inner)])
+            gate_up = ScaledLinear(gate_up, factors.to(self._execution.device))
         return SwiGLU(weights.kernels, gate_up, weights.row_parallel(f"{name}.{parts[2]}", shape[::-1], run, bias))
 
     def fused_swiglu(self, gate_up: str, down: str, sizes: FeedForwardSizes) -> SwiGLU:

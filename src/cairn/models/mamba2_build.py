@@ -19,7 +19,7 @@ def build_mamba2(
         f"{name}.in_proj", (sizes.projected, sizes.hidden_size), *share.projection_runs(), bias=sizes.proj_bias
     )
     if factors:
-        in_proj = ScaledLinear(in_proj, _row_factors(sizes, share, factors))
+        in_proj = ScaledLinear(in_proj, _row_factors(sizes, share, factors).to(weights.device))
     return Mamba2(
         kernels=weights.kernels,
         shape=Mamba2Shape(

@@ -21,15 +21,18 @@ from cairn.models.cut import Cut, Run
 class RankWeights:
     """Draws tensors and collects the matrix products that are made of them. Raises whatever `load` raises."""
 
-    def __init__(self, load: TensorLoader, kernels: Kernels, communicator: Communicator) -> None:
+    def __init__(self, load: TensorLoader, kernels: Kernels, communicator: Communicator, device: torch.device) -> None:
+        """What `load` gives is on the host; it is brought to `device`."""
         self.kernels = kernels
         self.communicator = communicator
+        self.device = device
         self.linears: list[Linear] = []
         self._load = load
 
     def tensor(self, name: str, shape: tuple[int, ...], *runs: Run, dim: int = 0) -> Tensor:
         """The runs of dimension `dim`, or all of the tensor when none are given."""
-        return self._load(name, shape, _cut(dim, runs, shape[dim]))
+        loaded = self._load(name, shape, _cut(dim, runs, shape[dim]))
+        return loaded if self.device.type == "cpu" else loaded.to(self.device)
 
     def whole(self, name: str, shape: tuple[int, int], bias: bool = False) -> Linear:
         return self.column_parallel(name, shape, (0, shape[0]), bias=bias)

@@ -58,8 +58,16 @@ class OpenModel:
         own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         return {**self.config.transfer_facts(), **own, "weights": identity}
 
-    def build(self, *, exact: bool, communicator: Communicator = ALONE, backend: "Backend | None" = None) -> "Model":
+    def build(
+        self,
+        *,
+        exact: bool,
+        communicator: Communicator = ALONE,
+        backend: "Backend | None" = None,
+        device: "torch.device | None" = None,
+    ) -> "Model":
         """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
+        `device`: None for the host.
 
         Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
         """
@@ -69,7 +77,9 @@ class OpenModel:
             for copy, name in self.family.tied_tensors.items():
                 if copy in reader.headers and copy not in expected:
                     reader.verify_copy(copy, name, expected[name])
-            execution = Execution(exact, self.dtype, communicator, backend, stored=reader.headers)
+            execution = Execution(
+                exact, self.dtype, communicator, backend, reader.headers, device or torch.device("cpu")
+            )
             return self.family.build(self.config, reader.load, execution)
 
     def _served_dtype(self, name: str) -> torch.dtype:

@@ -25,8 +25,8 @@ class Remembered:
     recurrent: RecurrentSpec | None
     attention: AttentionSpec | None
 
-    def spec(self, dtype: "torch.dtype") -> MemorySpec:
-        return MemorySpec(dtype, self.hidden_size, self.recurrent, self.attention)
+    def spec(self, dtype: "torch.dtype", device: "torch.device") -> MemorySpec:
+        return MemorySpec(dtype, device, self.hidden_size, self.recurrent, self.attention)
 
     def layout(self, block_size: int, dtype_bytes: int, state_bytes: int = STATE_BYTES) -> CacheLayout:
         """Bytes of pages and checkpoints; a number of recurrent state takes `state_bytes`, one of keys, values,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch, Vectors
 from cairn.kernels.contract import Kernels
-from cairn.runner.staging import Staged, Staging
+from cairn.kernels.staging import Staged, Staging
+from cairn.runner.slot_arrays import SlotArrays
 from cairn.step import SAMPLED, Snapshot, StepPlan
 
 Ints = NDArray[np.int64]
@@ -61,7 +62,9 @@ class BatchBuilder:
     `snapshots`: the plan's, in the batch's order.
     """
 
-    def __init__(self, plan: StepPlan, contents: Sequence[RowContent | None], staging: Staging) -> None:
+    def __init__(
+        self, plan: StepPlan, contents: Sequence[RowContent | None], kernels: Kernels, staging: Staging
+    ) -> None:
         """`contents`: what stands for the tokens below 0 of each prefill row or decode row, in this order of rows, and
         where all of them stand; None for a row of text alone."""
         self.snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
@@ -85,12 +88,15 @@ class BatchBuilder:
             staging.add(array)
             for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
         ]
+        self._metadata = kernels.prepare(host, staging)
 
-    def batch(self, block_tables: Sequence[Tensor], last_tokens: Tensor, kernels: Kernels) -> Batch:
-        """After the staging was sent. `last_tokens` int64 [slots + 1]: what was drawn last in each slot."""
-        tokens = self._tokens.tensor
+    def batch(self, slot_arrays: SlotArrays) -> Batch:
+        """After the staging was sent."""
+        tokens, state_slots = self._tokens.tensor, self._lengths[1].tensor
         if len(self._sampled_rows.array):
-            tokens[self._sampled_rows.tensor] = last_tokens[self._sampled_slots.tensor]
+            rows, of_rows = self._sampled_rows.tensor, self._sampled_slots.tensor
+            tokens[rows] = slot_arrays.last_tokens[of_rows]
+            state_slots = slot_arrays.state_slots(state_slots, rows, of_rows)
         vectors = None
         if len(self._vector_rows.array):
             vectors = Vectors(self._vector_rows.tensor, torch.cat(self._vectors))
@@ -100,11 +106,12 @@ class BatchBuilder:
             positions=self._positions.tensor,
             cu_seqlens=cu_seqlens,
             slots=slots,
+            state_slots=state_slots,
             seq_starts=seq_starts,
             seq_lens=seq_lens,
             kv_write_from=kv_write_from,
-            block_tables=block_tables,
+            block_tables=slot_arrays.tables,
             host=self.host,
-            metadata=kernels.prepare(self.host),
+            metadata=self._metadata,
             vectors=vectors,
         )

@@ -28,7 +28,9 @@ class _Places:
         row_bytes = gcd(page_bytes, *(number for each in ranges for number in each))
         self._word = next(dtype for size, dtype in _WORDS if row_bytes % size == 0)
         self._rows = pool.view(self._word).view(-1, row_bytes // self._word.itemsize)
-        numbers = torch.cat([torch.arange(at, at + length, row_bytes) for at, length in ranges]) // row_bytes
+        # on the device from the start: steps only gather and scatter
+        places = [torch.arange(at, at + length, row_bytes, device=pool.device) for at, length in ranges]
+        numbers = torch.cat(places) // row_bytes
         self._rows_per_page = page_bytes // row_bytes
         self._page, self._offset = numbers // self._rows_per_page, numbers % self._rows_per_page
 

@@ -10,12 +10,12 @@ probabilities are rounded down to whole multiples of 2^-50, so that their sums, 
 whatever order they are added.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from cairn.kernels.staging import Staging
 
 BLOCK = 128
 """Tokens whose best one, or whose sum, is looked at before themselves."""
@@ -27,21 +27,61 @@ _MOST = 1e30
 """Temperatures are held to a range in which float32 makes no infinity of them."""
 
 
-@dataclass(frozen=True, slots=True)
+Numbers = NDArray[np.float64]
+
+
 class Draws:
-    """How n tokens are drawn, and by which uniform numbers, in [0, 1); shape [n] each, on the host.
+    """How n tokens are drawn, and by which uniform numbers, in [0, 1): numbers of shape [n] each, on the host, and
+    columns of them, [n, 1], on the device.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 switch the filters off.
     """
 
-    temperature: NDArray[np.float64]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    uniform: NDArray[np.float64]
+    def __init__(
+        self,
+        temperature: Numbers,
+        top_k: NDArray[np.int64],
+        top_p: Numbers,
+        min_p: Numbers,
+        uniform: Numbers,
+        staging: Staging,
+    ) -> None:
+        """The columns are there once `staging` has been sent."""
+        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = temperature, top_k, top_p, min_p, uniform
+        least_log = np.log(min_p.clip(_LEAST_SHARE))
+        units = np.where(top_p < 1, (top_p * _UNITS).clip(1), np.inf)
+        self._floats = staging.add(np.stack([temperature, least_log, np.ceil(units) - 1, uniform]))
+        self._top_k = staging.add(top_k)
 
-    def take(self, rows: list[int] | slice) -> "Draws":
-        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
+    def take(self, rows: list[int]) -> "Draws":
+        """Some of them, with columns of their own."""
+        staging = Staging()
+        floats = (self.temperature[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
+        taken = Draws(floats[0], self.top_k[rows], *floats[1:], staging)
+        staging.send(self._top_k.tensor.device)
+        return taken
+
+    @property
+    def temperature_column(self) -> Tensor:
+        return self._floats.tensor[0, :, None]
+
+    @property
+    def least_log_column(self) -> Tensor:
+        """The logarithm of min_p."""
+        return self._floats.tensor[1, :, None]
+
+    @property
+    def last_unit_column(self) -> Tensor:
+        """The number of the unit that fills the share of top_p."""
+        return self._floats.tensor[2, :, None]
+
+    @property
+    def uniform_column(self) -> Tensor:
+        return self._floats.tensor[3, :, None]
+
+    @property
+    def top_k_column(self) -> Tensor:
+        return self._top_k.tensor[:, None]
 
 
 def take_largest(logits: Tensor, _: Draws) -> Tensor:
@@ -56,10 +96,9 @@ def draw_from_best(logits: Tensor, draws: Draws, count: int) -> Tensor:
     """For rows with min_p, or a top_k below `count`: int64 [n], -1 where more than the `count` best tokens may be kept,
     so that `draw_from_all` has to be asked."""
     values, ids = _best(logits, count)
-    scaled = (values - values[:, :1]).double() / _column(draws.temperature, logits)
-    keep = scaled >= _column(np.log(draws.min_p.clip(_LEAST_SHARE)), logits)
-    last = np.where(draws.top_k > 0, draws.top_k.clip(max=count), count) - 1
-    keep &= values >= values.gather(1, _column(last, logits))
+    scaled = (values - values[:, :1]).double() / draws.temperature_column
+    keep = scaled >= draws.least_log_column
+    keep &= values >= values.gather(1, _last(draws, count))
     weights = scaled.masked_fill(~keep, -torch.inf).softmax(-1).mul_(_UNITS).floor_()
     tokens, _ = _draw_ranked(weights, ids, draws)
     return tokens.masked_fill(keep[:, -1], -1)
@@ -79,7 +118,7 @@ def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
     """Whatever the filters; int64 [n]."""
     weights = _weights(logits, draws)
     if (draws.top_p < 1).any():
-        _cut_to_nucleus(weights, _last_unit(draws, logits))
+        _cut_to_nucleus(weights, draws.last_unit_column)
     sums = _sums(weights)
     return _search(weights, sums, _place(sums.sum(-1, keepdim=True), draws))[:, 0]
 
@@ -88,14 +127,13 @@ def _weights(logits: Tensor, draws: Draws) -> Tensor:
     """Probabilities in units, float32 like `logits`, after temperature, min_p and top_k."""
     scaled = logits - logits.amax(-1, keepdim=True)
     if (draws.temperature != 1).any():
-        scaled /= _column(draws.temperature.clip(1 / _MOST, _MOST), logits).float()
+        scaled /= draws.temperature_column.clamp(1 / _MOST, _MOST).float()
     if (draws.min_p > 0).any():
-        scaled.masked_fill_(scaled < _column(np.log(draws.min_p.clip(_LEAST_SHARE)), logits), -torch.inf)
+        scaled.masked_fill_(scaled < draws.least_log_column, -torch.inf)
     if (draws.top_k > 0).any():
         best = logits.topk(int(draws.top_k.max())).values
-        last = np.where(draws.top_k > 0, draws.top_k, best.shape[1]) - 1
-        worse = logits < best.gather(1, _column(last, logits))
-        scaled.masked_fill_(worse.logical_and_(_column(draws.top_k > 0, logits)), -torch.inf)
+        worse = logits < best.gather(1, _last(draws, best.shape[1]))
+        scaled.masked_fill_(worse.logical_and_(draws.top_k_column > 0), -torch.inf)
     return scaled.softmax(-1).mul_(_UNITS).floor_()
 
 
@@ -112,7 +150,7 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _draw_ranked(weights: Tensor, ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Tokens from those of `ids`, the best first, that top_p keeps; [n], and how many it keeps, [n, 1]."""
-    keep = weights.cumsum(-1) - weights <= _last_unit(draws, weights)
+    keep = weights.cumsum(-1) - weights <= draws.last_unit_column
     kept = weights * keep
     place, _ = _find(kept, _place(kept.sum(-1, keepdim=True), draws))
     return ids.gather(1, place)[:, 0], keep.sum(-1, keepdim=True)
@@ -120,14 +158,15 @@ def _draw_ranked(weights: Tensor, ids: Tensor, draws: Draws) -> tuple[Tensor, Te
 
 def _cut_to_nucleus(weights: Tensor, last_unit: Tensor) -> None:
     """Take all weight, in place, from tokens outside the smallest set of the best that has unit number `last_unit`."""
+    on_host = weights.device.type == "cpu"
     # numpy sorts bare numbers many times faster than torch does numbers and places.
-    rising = torch.from_numpy(np.sort(weights.cpu().numpy())).to(weights.device)
+    rising = torch.from_numpy(np.sort(weights.numpy())) if on_host else weights.sort(-1).values
     ranked = rising.flip(-1)
     place = _search(ranked, _sums(ranked), last_unit)
     lightest = ranked.gather(1, place)
     keep = weights >= lightest
     num_left_out = weights.shape[1] - 1 - place - torch.searchsorted(rising, lightest)
-    if (num_left_out > 0).any():
+    if not on_host or (num_left_out > 0).any():
         equal = weights == lightest
         backwards = equal.flip(-1).cumsum(-1).flip(-1)
         keep &= ~(equal & (backwards <= num_left_out))
@@ -154,13 +193,13 @@ def _find(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 def _place(total: Tensor, draws: Draws) -> Tensor:
     """The number of the drawn unit among `total`, below it; both [n, 1]."""
-    return (_column(draws.uniform, total) * total).floor_()
+    return (draws.uniform_column * total).floor_()
 
 
-def _last_unit(draws: Draws, like: Tensor) -> Tensor:
-    """The number of the unit that fills the share of top_p, [n, 1]."""
-    units = np.where(draws.top_p < 1, (draws.top_p * _UNITS).clip(1), np.inf)
-    return _column(np.ceil(units) - 1, like)
+def _last(draws: Draws, count: int) -> Tensor:
+    """The place of the last of the top_k best tokens among `count`, [n, 1]."""
+    top_k = draws.top_k_column
+    return torch.where(top_k > 0, top_k.clamp(max=count), count) - 1
 
 
 def _blocks(numbers: Tensor) -> Tensor:
@@ -169,7 +208,3 @@ def _blocks(numbers: Tensor) -> Tensor:
 
 def _rows(like: Tensor) -> Tensor:
     return torch.arange(len(like), device=like.device)
-
-
-def _column(numbers: NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(numbers).to(like.device)[:, None]

@@ -30,12 +30,14 @@ _POPULATED_BYTES = 64 << 20
 logger = logging.getLogger(__name__)
 
 
-def new_pool(num_pages: int, page_bytes: int, machine: Machine | None = None) -> Tensor:
-    """Empty pages, uint8 [num_pages, page_bytes], zeros. Nothing of it takes memory before it is written to or
-    `set_aside`.
+def new_pool(num_pages: int, page_bytes: int, device: torch.device, machine: Machine | None = None) -> Tensor:
+    """Empty pages, uint8 [num_pages, page_bytes], zeros. On the host nothing of it takes memory before it is written
+    to or `set_aside`.
 
     Raises ConfigError where the machine does not give so much memory.
     """
+    if device.type != "cpu":
+        return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
     num_bytes = num_pages * page_bytes
     asked = f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_bytes} in all"
     # What the weights have really taken is known only now, and a process that writes too much is killed.
@@ -80,14 +82,14 @@ def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[P
     return tuple(PagedLayer(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(attention.num_layers))
 
 
-def _aligned(shape: tuple[int, ...], lead: int, dtype: torch.dtype) -> Tensor:
+def _aligned(shape: tuple[int, ...], lead: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of `shape`, whose entries along the first `lead` dimensions all begin at a multiple of ALIGNMENT bytes.
 
     BLAS may round otherwise where its operands lie otherwise, and a sequence must not notice its slot.
     """
     entry = torch.Size(shape[lead:]).numel()
     unit = ALIGNMENT // dtype.itemsize
-    padded = torch.zeros(*shape[:lead], -(-entry // unit) * unit, dtype=dtype)
+    padded = torch.zeros(*shape[:lead], -(-entry // unit) * unit, dtype=dtype, device=device)
     return padded[..., :entry].view(shape)
 
 
@@ -96,11 +98,11 @@ class LiveStates:
     [slots + 1, ...]."""
 
     def __init__(self, spec: MemorySpec, num_slots: int) -> None:
-        self.hidden = _aligned((num_slots + 1, spec.hidden_size), 1, spec.dtype)
+        self.hidden = _aligned((num_slots + 1, spec.hidden_size), 1, spec.dtype, spec.device)
         self.recurrent: tuple[RecurrentLayer, ...] = ()
         if spec.recurrent is not None:
             layers = spec.recurrent.num_layers
             conv_shape = (num_slots + 1, layers, spec.recurrent.columns, spec.recurrent.channels)
-            conv = _aligned(conv_shape, 2, spec.dtype)
-            state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32)
+            conv = _aligned(conv_shape, 2, spec.dtype, spec.device)
+            state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32, spec.device)
             self.recurrent = tuple(RecurrentLayer(conv[:, layer], state[:, layer]) for layer in range(layers))

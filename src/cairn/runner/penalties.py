@@ -1,22 +1,27 @@
 """Tokens that have been used already are made less likely, or more."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.kernels.staging import Staging
+from cairn.runner.token_rules import Rule
 from cairn.types import Keys, SamplingParams
 
 _LEAST = 1e-30
 """The least penalty that is reckoned with: in float32 a smaller one makes infinity, or no number, of a logit."""
 _CAPACITY = 1024
 
+Used = tuple[Tensor, Tensor, Tensor]
+
 
 class TokenCounts:
     """Which tokens each slot's sequence has used, and how often its answer has: on the device, from token to token.
 
-    A slot is known from `admit` to the next `admit`. Memory of slots without penalties is never touched.
+    A slot is known from `admit` to the next `admit`. Memory of slots without penalties is never touched. What the host
+    knows is staged; what is given back is to be called once the staging has been sent, in this order.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | None = None) -> None:
@@ -26,26 +31,37 @@ class TokenCounts:
         self._answer_starts = np.zeros(num_slots, np.int64)
         self._lengths = np.full(num_slots, -1, np.int64)
 
-    def admit(self, slot: int, prompt: Keys, answer: Keys) -> None:
+    def admit(self, slot: int, prompt: Keys, answer: Keys, staging: Staging) -> Callable[[], None]:
         """A sequence begins, or begins again, in `slot`. Ids below 0 have no logit and are passed over."""
-        used = torch.from_numpy(np.unique(prompt[prompt >= 0]).astype("<i8"))
-        drawn = torch.from_numpy(answer.astype("<i8"))
-        self._reserve(len(used) + len(drawn))
-        self._answer_starts[slot] = len(used)
-        self._lengths[slot] = len(used) + len(drawn)
-        self._tokens[slot, : self._lengths[slot]] = torch.cat([used, drawn]).to(self._tokens.device)
-        self._times[slot] = drawn.bincount(minlength=self._times.shape[1])
+        used = np.unique(prompt[prompt >= 0])
+        start, length = len(used), len(used) + len(answer)
+        self._answer_starts[slot], self._lengths[slot] = start, length
+        tokens = staging.add(np.concatenate([used, answer]).astype(np.int64))
 
-    def append(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """What was drawn next in `slots`, all different: `tokens`, int64 [n], on the device."""
+        def write() -> None:
+            self._reserve(length)
+            self._tokens[slot, :length] = tokens.tensor
+            drawn = tokens.tensor[start:]
+            self._times[slot] = 0
+            self._times[slot].index_add_(0, drawn, drawn.new_ones(len(drawn), dtype=torch.int32))
+
+        return write
+
+    def append(self, slots: Sequence[int], staging: Staging) -> Callable[[Tensor], None]:
+        """One token more in each of `slots`, all different: to be called with what was drawn, int64 [n]."""
         own = np.array(slots)
-        self._reserve(int(self._lengths[own].max()) + 1)
-        rows, places = torch.from_numpy(own).to(tokens.device), torch.from_numpy(self._lengths[own]).to(tokens.device)
-        self._tokens[rows, places] = tokens
-        self._times[rows, tokens] += 1
+        length = int(self._lengths[own].max()) + 1
+        rows, places = staging.add(own), staging.add(self._lengths[own])
         self._lengths[own] += 1
 
-    def used(self, slots: Sequence[int], with_prompt: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        def write(tokens: Tensor) -> None:
+            self._reserve(length)
+            self._tokens[rows.tensor, places.tensor] = tokens
+            self._times[rows.tensor, tokens] += 1
+
+        return write
+
+    def used(self, slots: Sequence[int], with_prompt: Sequence[bool], staging: Staging) -> Callable[[], Used]:
         """Used tokens of `slots`, one after the other, of prompt and answer or of the answer alone, some more than
         once: row among `slots`, the token, how often the answer has it; [k] each."""
         own = np.array(slots)
@@ -54,10 +70,13 @@ class TokenCounts:
         lengths = self._lengths[own] - starts
         rows = np.repeat(np.arange(len(slots)), lengths)
         places = np.arange(len(rows)) - np.repeat(lengths.cumsum() - lengths - starts, lengths)
-        device = self._tokens.device
-        of_slots = torch.from_numpy(own[rows]).to(device)
-        tokens = self._tokens[of_slots, torch.from_numpy(places).to(device)]
-        return torch.from_numpy(rows).to(device), tokens, self._times[of_slots, tokens]
+        owners, of_slots, at = staging.add(rows), staging.add(own[rows]), staging.add(places)
+
+        def find() -> Used:
+            tokens = self._tokens[of_slots.tensor, at.tensor]
+            return owners.tensor, tokens, self._times[of_slots.tensor, tokens]
+
+        return find
 
     def _reserve(self, length: int) -> None:
         num_slots, capacity = self._tokens.shape
@@ -68,19 +87,28 @@ class TokenCounts:
 
 
 def penalize(
-    logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], slots: Sequence[int], counts: TokenCounts
-) -> None:
-    """Change the logits of used tokens in some rows of float32 [n, vocab], in place; parameters and slot of each.
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+    slots: Sequence[int],
+    counts: TokenCounts,
+    staging: Staging,
+) -> Rule:
+    """The logits of used tokens in some rows of float32 [n, vocab]; parameters and slot of each.
 
     Repetition (Keskar et al. 2019, CTRL), for prompt and answer, however often: a positive logit is divided, a negative
     one multiplied. Frequency and presence, as OpenAI defines them, for the answer alone: a logit loses `frequency` for
     each time that its token was drawn, and `presence` once if it was at all.
     """
-    owners, tokens, times = counts.used(slots, [one.repetition_penalty != 1 for one in params])
+    find = counts.used(slots, [one.repetition_penalty != 1 for one in params], staging)
     numbers = [(max(one.repetition_penalty, _LEAST), one.frequency_penalty, one.presence_penalty) for one in params]
-    columns = torch.tensor(numbers, dtype=logits.dtype, device=logits.device)[owners]
-    repetition, frequency, presence = columns.unbind(1)
-    at = torch.tensor(rows, device=logits.device)[owners], tokens
-    old = logits[at]
-    old = torch.where(old > 0, old / repetition, old * repetition)
-    logits[at] = old - (frequency * times + presence * (times > 0))
+    columns, concerned = staging.add(np.array(numbers, np.float32)), staging.add(np.array(rows))
+
+    def change(logits: Tensor) -> None:
+        owners, tokens, times = find()
+        repetition, frequency, presence = columns.tensor[owners].unbind(1)
+        at = concerned.tensor[owners], tokens
+        old = logits[at]
+        old = torch.where(old > 0, old / repetition, old * repetition)
+        logits[at] = old - (frequency * times + presence * (times > 0))
+
+    return change

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
-from cairn.step import GRID, SAMPLED, Admit, Image, PrefillRow, StepPlan, StepResult, TableUpdate
+from cairn.step import GRID, SAMPLED, Admit, Image, PrefillRow, StepPlan, StepResult, TableUpdate, TokenMasks
 from cairn.types import Pages
 
 
@@ -189,7 +189,11 @@ class _Runs(Protocol):
     forward_passes: int
     steps: int
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def draw(self, step: int, masks: TokenMasks) -> None: ...
+
+    def collect(self, step: int) -> StepResult: ...
 
     def close(self) -> None: ...
 
@@ -202,10 +206,22 @@ class CheckedRunner:
         self._runner = runner
         self._check = PlanCheck(limits)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """Raises ValueError for a plan that cannot be carried out, and then nothing has been done."""
+        self.launch(plan)
+        self.draw(plan.step, masks or {})
+        return self.collect(plan.step)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Raises as `run` does."""
         self._check.check(plan)
-        result = self._runner.run(plan)
+        self._runner.launch(plan)
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        self._runner.draw(step, masks)
+
+    def collect(self, step: int) -> StepResult:
+        result = self._runner.collect(step)
         self.forward_passes, self.steps = self._runner.forward_passes, self._runner.steps
         return result
 

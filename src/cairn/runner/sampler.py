@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cairn.kernels.staging import Staged, Staging
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.inverse_cdf import (
     BLOCK,
@@ -21,7 +22,7 @@ from cairn.runner.inverse_cdf import (
 from cairn.runner.penalties import TokenCounts, penalize
 from cairn.runner.philox import uniform
 from cairn.runner.slots import Sample
-from cairn.runner.token_rules import add_bias, allow_masked, ban, keep_listed
+from cairn.runner.token_rules import Rule, add_bias, allow_masked, ban, keep_listed
 from cairn.types import SamplingParams
 
 _FEW, _MORE = 64, 128
@@ -39,85 +40,115 @@ _FROM_SOME = (_FROM_FEW, _FROM_MORE, _FROM_NUCLEUS)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """What n tokens are drawn by, n at least 1; `slots`: whose counts the penalties look at."""
+class _Group:
+    """Rows that are drawn in one way; `index`: the same numbers, int64 [n]."""
 
-    slots: Sequence[int]
-    samples: Sequence[Sample]
+    draw_rows: DrawRows
+    rows: list[int]
+    index: Staged
     draws: Draws
 
-    @staticmethod
-    def of(slots: Sequence[int], samples: Sequence[Sample], vocab_size: int) -> "SamplingBatch":
-        params = [sample.params for sample in samples]
-        top_k = [one.top_k if one.top_k < vocab_size else 0 for one in params]
-        columns = np.array([(one.temperature, one.top_p, one.min_p) for one in params], np.float64)
-        temperature, top_p, min_p = columns.T
-        numbers = np.zeros(len(params))
-        if temperature.any():
-            numbers = uniform([one.seed for one in params], [sample.position for sample in samples])
-        return SamplingBatch(slots, samples, Draws(temperature, np.array(top_k, np.int64), top_p, min_p, numbers))
 
-    def take(self, rows: list[int]) -> "SamplingBatch":
-        slots, samples = [self.slots[row] for row in rows], [self.samples[row] for row in rows]
-        return SamplingBatch(slots, samples, self.draws.take(rows))
-
-
-def draw(logits: Tensor, batch: SamplingBatch, counts: TokenCounts) -> list[int]:
-    """A token for each row; logits float32 [n, vocab], left alone.
+class Sampler:
+    """How the n tokens of one step are drawn, n at least 1. Each depends on its own row alone, whatever the batch.
 
     Temperature 0 takes the largest logit, the lowest id among equals. Otherwise the token at a uniform number in the
     cumulative distribution of what the filters leave; the number is Philox's for (seed, position), so the token is the
-    same in any batch and after any preemption. Raises ValueError for a mask that does not fit.
+    same in any batch and after any preemption.
     """
-    groups: dict[tuple[bool, DrawRows], list[int]] = {}
-    for row, sample in enumerate(batch.samples):
-        groups.setdefault((has_rules(sample), _way(sample.params, logits.shape[1])), []).append(row)
-    order, parts = list[int](), list[Tensor]()
-    step = max(1, _LOGITS_AT_ONCE // logits.shape[1])
-    for (ruled, draw_rows), group in groups.items():
-        for start in range(0, len(group), step):
-            rows = group[start : start + step]
-            own, draws = _take(logits, rows, ruled), batch.draws.take(rows)
-            if ruled:
-                apply_rules(own, batch.take(rows), counts)
-            if own.shape[1] % BLOCK:
-                own = pad(own, (0, -own.shape[1] % BLOCK), value=-torch.inf)
-            drawn = draw_rows(own, draws)
-            if draw_rows in _FROM_SOME and (left := (drawn < 0).nonzero()[:, 0].tolist()):
-                drawn[left] = draw_from_all(own[left], draws.take(left))
-            order += rows
-            parts.append(drawn)
-    # What is no number may lead behind the last token.
-    found = torch.cat(parts).clamp_(max=logits.shape[1] - 1).tolist()
-    return [token for _, token in sorted(zip(order, found, strict=True))]
+
+    def __init__(
+        self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
+    ) -> None:
+        """What is known before the tokens before these are: to be sent before `draw`."""
+        columns = np.array([(one.temperature, one.top_p, one.min_p) for one in params], np.float64)
+        top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in params], np.int64)
+        numbers = np.zeros(len(params))
+        if columns[:, 0].any():
+            numbers = uniform([one.seed for one in params], positions)
+        groups: dict[tuple[bool, DrawRows], list[int]] = {}
+        for row, one in enumerate(params):
+            groups.setdefault((_has_rules(one), _way(one, vocab_size)), []).append(row)
+        step = max(1, _LOGITS_AT_ONCE // vocab_size)
+        self._groups = []
+        for (_, draw_rows), group in groups.items():
+            for rows in (group[start : start + step] for start in range(0, len(group), step)):
+                temperature, top_p, min_p = columns[rows].T
+                draws = Draws(temperature, top_k[rows], top_p, min_p, numbers[rows], staging)
+                self._groups.append(_Group(draw_rows, rows, staging.add(np.array(rows)), draws))
+        order = np.array([row for group in self._groups for row in group.rows])
+        self._places = staging.add(np.argsort(order))
+        self._penalized = [row for row, one in enumerate(params) if one.has_penalties]
+        self._vocab_size = vocab_size
+
+    def draw(self, logits: Tensor, slots: Sequence[int], samples: Sequence[Sample], counts: TokenCounts) -> Tensor:
+        """int64 [n] from float32 [n, vocab], which is left alone. `slots`: whose `counts` the penalties look at;
+        they take the new tokens in.
+
+        Rules are sent in one copy more. Raises ValueError for a mask that does not fit.
+        """
+        staging, rules = Staging(), list[list[Rule]]()
+        for group in self._groups:
+            own = [samples[row] for row in group.rows]
+            rules.append(rules_of(own, [slots[row] for row in group.rows], self._vocab_size, counts, staging))
+        count = self._count(slots, counts, staging)
+        staging.send(logits.device)
+        parts = [self._draw_group(logits, group, own) for group, own in zip(self._groups, rules, strict=True)]
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)[self._places.tensor]
+        count(tokens)
+        return tokens
+
+    def _count(self, slots: Sequence[int], counts: TokenCounts, staging: Staging) -> Callable[[Tensor], None]:
+        if not self._penalized:
+            return lambda tokens: None
+        append = counts.append([slots[row] for row in self._penalized], staging)
+        rows = staging.add(np.array(self._penalized))
+        return lambda tokens: append(tokens[rows.tensor])
+
+    def _draw_group(self, logits: Tensor, group: _Group, rules: list[Rule]) -> Tensor:
+        own = _take(logits, group, copied=bool(rules))
+        for rule in rules:
+            rule(own)
+        if own.shape[1] % BLOCK:
+            own = pad(own, (0, -own.shape[1] % BLOCK), value=-torch.inf)
+        drawn = group.draw_rows(own, group.draws)
+        if group.draw_rows in _FROM_SOME:
+            if logits.device.type != "cpu":
+                drawn = torch.where(drawn < 0, draw_from_all(own, group.draws), drawn)
+            elif left := (drawn < 0).nonzero()[:, 0].tolist():
+                drawn[left] = draw_from_all(own[left], group.draws.take(left))
+        # What is no number may lead behind the last token.
+        return drawn.clamp_(max=self._vocab_size - 1)
 
 
-def _take(logits: Tensor, rows: list[int], copied: bool) -> Tensor:
-    """Some rows, rising; a view where that can be had and will do."""
-    if copied or rows[-1] - rows[0] >= len(rows):
-        return logits.index_select(0, torch.tensor(rows, device=logits.device))
-    return logits[rows[0] : rows[-1] + 1].contiguous()
+def _take(logits: Tensor, group: _Group, copied: bool) -> Tensor:
+    """The group's rows, which rise; a view where that can be had and will do."""
+    first, last = group.rows[0], group.rows[-1]
+    if copied or last - first >= len(group.rows):
+        return logits.index_select(0, group.index.tensor)
+    return logits[first : last + 1].contiguous()
 
 
-def has_rules(sample: Sample) -> bool:
+def _has_rules(params: SamplingParams) -> bool:
     """Whether something is done to the logits whatever the temperature."""
-    params = sample.params
-    lists = params.allowed_tokens or params.bad_words or sample.banned or params.logit_bias
-    return sample.allowed is not None or bool(lists) or params.has_penalties
+    return bool(params.allowed_tokens or params.bad_words or params.logit_bias or params.has_penalties)
 
 
-def apply_rules(logits: Tensor, batch: SamplingBatch, counts: TokenCounts) -> None:
-    """In place and in vLLM's order: what is allowed at all comes first."""
-    samples = batch.samples
+def rules_of(
+    samples: Sequence[Sample], slots: Sequence[int], vocab_size: int, counts: TokenCounts, staging: Staging
+) -> list[Rule]:
+    """In vLLM's order: what is allowed at all comes first."""
     params = [sample.params for sample in samples]
-    allow_masked(logits, [sample.allowed for sample in samples])
-    keep_listed(logits, [one.allowed_tokens for one in params])
-    ban(logits, [ends_of_bad_words(sample) for sample in samples])
-    ban(logits, [sample.banned for sample in samples])
-    add_bias(logits, [one.logit_bias for one in params])
-    rows = [row for row, one in enumerate(params) if one.has_penalties]
-    if rows:
-        penalize(logits, rows, [params[row] for row in rows], [batch.slots[row] for row in rows], counts)
+    found = [
+        allow_masked([sample.allowed for sample in samples], vocab_size, staging),
+        keep_listed([one.allowed_tokens for one in params], staging),
+        ban([ends_of_bad_words(sample) for sample in samples], staging),
+        ban([sample.banned for sample in samples], staging),
+        add_bias([one.logit_bias for one in params], staging),
+    ]
+    if rows := [row for row, one in enumerate(params) if one.has_penalties]:
+        found.append(penalize(rows, [params[row] for row in rows], [slots[row] for row in rows], counts, staging))
+    return [rule for rule in found if rule is not None]
 
 
 def _way(params: SamplingParams, vocab_size: int) -> DrawRows:

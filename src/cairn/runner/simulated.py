@@ -6,6 +6,7 @@ prefill tiles began, and which tokens went through decode steps. Scheduler and e
 in a hundred lines what a step has to do.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.block_tables import BlockTables
 from cairn.runner.plan_check import PlanCheck, PlanLimits
 from cairn.runner.slots import Sample, Slots
-from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult
+from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
 from cairn.types import Pages
 
 __all__ = ["SimulatedRunner"]
@@ -46,6 +47,15 @@ class _Row:
         return self.start + len(self.tokens)
 
 
+@dataclass(slots=True, eq=False)
+class _Out:
+    """A step that has been launched; `sampled`: once it has been drawn."""
+
+    plan: StepPlan
+    scored: tuple[Scored, ...]
+    sampled: tuple[SampledToken, ...] | None = None
+
+
 class SimulatedRunner:
     """Same face as `cairn.runner.runner.Runner`; tokens are drawn from 0 .. `vocab_size` - 1.
 
@@ -66,12 +76,23 @@ class SimulatedRunner:
         self._tokens: dict[tuple[int, int], int] = {}
         self._files: dict[int, State] = {}
         self._slots: dict[int, State] = {}
+        self._drawn: dict[int, int] = {}  # by slot, the token drawn last
+        self._ended: set[int] = set()  # slots that have gone on with a stop token: they stay as they were
+        self._out: deque[_Out] = deque()
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Carry out one plan, in the order that `cairn.step` lays down."""
+    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
+        """Carry out one plan."""
+        self.launch(plan)
+        self.draw(plan.step, masks or {})
+        return self.collect(plan.step)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Its records in the order that `cairn.step` lays down, but for the draws."""
         self._check.check(plan)
         self.steps += 1
-        self._known.apply(plan)
+        self._known.launch(plan)
+        for admit in plan.admits:
+            self._ended.discard(admit.slot)
         for copy in plan.copies:
             self._copy(copy.source, copy.target)
         for restore in plan.restores:
@@ -83,13 +104,27 @@ class SimulatedRunner:
         rows = self._rows(plan)
         self.forward_passes += bool(rows)
         hidden = [self._row(row, _files_of(index, plan.snapshots)) for index, row in enumerate(rows)]
+        for slot in plan.samples.slots.tolist():
+            self._drawn.pop(slot, None)
         for row, own in zip(plan.prefills, hidden[len(plan.decodes) :], strict=True):
             if row.score is not None:
                 targets = row.score.targets.tolist()
                 told = [self._logprobs(tag, token, row.score.top) for tag, token in zip(own, targets, strict=False)]
                 scored += [Scored(row.slot, position, one) for position, one in enumerate(told, row.start + 1)]
-        sampled = [self._draw(slot, sample) for slot, sample in self._known.samples(plan)]
-        return StepResult(plan.step, tuple(sampled), tuple(scored))
+        self._out.append(_Out(plan, tuple(scored)))
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        """The draws of the step that was launched last."""
+        out = self._out[-1]
+        assert out.plan.step == step and out.sampled is None, f"step {step} is not to be drawn now"
+        out.sampled = tuple(self._draw(slot, sample) for slot, sample in self._known.samples(out.plan, masks))
+
+    def collect(self, step: int) -> StepResult:
+        """What the oldest step that is out has given."""
+        out = self._out.popleft()
+        assert out.plan.step == step and out.sampled is not None, f"step {step} is not to be collected now"
+        self._known.collect(out.sampled)
+        return StepResult(step, out.sampled, out.scored)
 
     def close(self) -> None:
         """Nothing runs beside it."""
@@ -97,8 +132,11 @@ class SimulatedRunner:
     def _rows(self, plan: StepPlan) -> list[_Row]:
         rows = []
         for slot, start, token, write_from in plan.decodes:
-            own = self._known.sampled_token(slot, start) if token == SAMPLED else token
-            rows.append(_Row(slot, start, [own], write_from, decode=True))
+            if token == SAMPLED:
+                token = self._drawn[slot]
+                if token in self._known.admit(slot).stop_token_ids:
+                    self._ended.add(slot)
+            rows.append(_Row(slot, start, [token], write_from, decode=True))
         rows += [_Row(row.slot, row.start, row.tokens.tolist(), row.kv_write_from, False) for row in plan.prefills]
         return rows
 
@@ -121,7 +159,8 @@ class SimulatedRunner:
             hidden.append(live[1])
             if position + 1 in files:
                 self._write_file(files[position + 1], live)
-        self._slots[row.slot] = live
+        if row.slot not in self._ended:
+            self._slots[row.slot] = live
         return hidden
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
@@ -141,7 +180,7 @@ class SimulatedRunner:
         others = ((token + step) % self._vocab_size for step in range(self._vocab_size))
         ends = ends_of_bad_words(sample)
         token = next((other for other in others if other not in ends and self._may_come(other, sample)), token)
-        self._known.add_token(slot, sample.position, token)
+        self._drawn[slot] = token
         told = None if sample.logprobs is None else self._logprobs(hidden, token, sample.logprobs)
         return SampledToken(slot, token, told)
 

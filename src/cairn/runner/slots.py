@@ -1,11 +1,11 @@
 """What a runner knows of the requests in its slots: what their admits said, and what it has sampled since."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cairn.step import Admit, StepPlan, TokenMask
+from cairn.step import SAMPLED, Admit, SampledToken, StepPlan, TokenMask, TokenMasks
 from cairn.types import Keys, SamplingParams
 
 
@@ -51,38 +51,42 @@ class _History:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """`sampled`: the token that was drawn last, and its position."""
+    """`drawn_at`: the position of the token that was drawn last, or is going to be in a step that is out."""
 
     admit: Admit
     history: _History | None
-    sampled: tuple[int, int] | None = None
+    drawn_at: int | None = None
 
 
 class Slots:
-    """The admits of all slots, by slot; each is there until the slot's next one."""
+    """The admits of all slots, by slot; each is there until the slot's next one. `with_images`: slots whose prompts
+    have images."""
 
     def __init__(self) -> None:
+        self.with_images: set[int] = set()
         self._slots: dict[int, _Slot] = {}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take in the plan's admits."""
+    def launch(self, plan: StepPlan) -> None:
+        """Take in what the plan admits and draws. Raises LookupError for a row that is to go on with a token which was
+        not drawn last in its slot."""
         for admit in plan.admits:
             history = None if admit.history is None else _History(admit.history)
             self._slots[admit.slot] = _Slot(admit, history)
+            (self.with_images.add if admit.images else self.with_images.discard)(admit.slot)
+        for at in np.flatnonzero(plan.decodes.tokens == SAMPLED):
+            slot, position = int(plan.decodes.slots[at]), int(plan.decodes.positions[at])
+            if (last := self._of(slot).drawn_at) != position:
+                raise LookupError(f"slot {slot} goes on at {position}, but its last token was drawn for {last}")
+        for slot, position in zip(plan.samples.slots.tolist(), plan.samples.positions.tolist(), strict=True):
+            self._of(slot).drawn_at = position
 
     def admit(self, slot: int) -> Admit:
         """Raises LookupError where nobody was admitted."""
         return self._of(slot).admit
 
-    def sampled_token(self, slot: int, position: int) -> int:
-        """The token that was drawn last in `slot`, which has to stand at `position`. Raises LookupError otherwise."""
-        token, drawn_at = self._of(slot).sampled or (-1, -1)
-        if drawn_at != position:
-            raise LookupError(f"slot {slot} goes on at {position}, but its last token was drawn for {drawn_at}")
-        return token
-
-    def samples(self, plan: StepPlan) -> Iterator[tuple[int, Sample]]:
-        """Each draw of the plan, with its slot. Raises LookupError where tokens of a history are missing."""
+    def samples(self, plan: StepPlan, masks: TokenMasks) -> Iterator[tuple[int, Sample]]:
+        """Each draw of the plan, with its slot. Raises LookupError where tokens of a history are missing: all steps
+        before the plan's are to be collected where a slot has one."""
         columns = plan.samples
         for slot, position, bans in zip(
             columns.slots.tolist(), columns.positions.tolist(), columns.bans_stop_tokens.tolist(), strict=True
@@ -96,7 +100,7 @@ class Slots:
                 Sample(
                     admit.sampling,
                     position,
-                    allowed=columns.masks.get(slot),
+                    allowed=masks.get(slot),
                     banned=admit.stop_token_ids if bans else (),
                     history=history,
                     num_prompt_tokens=admit.num_prompt_tokens if history is not None else 0,
@@ -104,12 +108,12 @@ class Slots:
                 ),
             )
 
-    def add_token(self, slot: int, position: int, token: int) -> None:
-        """`token` was drawn for `position` in `slot`."""
-        own = self._of(slot)
-        own.sampled = token, position
-        if own.history is not None:
-            own.history.append(token)
+    def collect(self, sampled: Iterable[SampledToken]) -> None:
+        """What a step has drawn, before the next one is collected."""
+        for own in sampled:
+            history = self._of(own.slot).history
+            if history is not None:
+                history.append(own.token)
 
     def _of(self, slot: int) -> _Slot:
         found = self._slots.get(slot)

@@ -5,7 +5,7 @@ from cairn.scheduler.budget import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.preempt import make_room
 from cairn.scheduler.request import Phase, Request
-from cairn.scheduler.sampling import add_sample, score_of, waits_for_its_token
+from cairn.scheduler.sampling import add_sample, score_of
 from cairn.step import PageCopy
 
 
@@ -55,8 +55,6 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
 def _decode_ready(request: Request) -> bool:
     if request.num_scheduled < request.num_known:
         return True
-    if waits_for_its_token(request):
-        return False
     # fed by a token that a step still out samples; not if that token is the last one allowed
     last = request.num_prompt_tokens + request.spec.max_tokens - 1
     return request.sampling_step is not None and request.num_scheduled < last

@@ -18,7 +18,6 @@ from cairn.step import (
     Snapshot,
     StepPlan,
     TableUpdate,
-    TokenMask,
 )
 
 
@@ -60,7 +59,6 @@ class PlanBuilder:
     _decodes: list[tuple[int, int, int, int]] = field(default_factory=list)
     _prefills: list[PrefillRow] = field(default_factory=list)
     _samples: list[tuple[int, int, bool]] = field(default_factory=list)
-    _masks: dict[int, TokenMask] = field(default_factory=dict)
 
     def add_admit(self, request: Request) -> None:
         """The request begins in its slot, with the pages that it has by now."""
@@ -98,11 +96,9 @@ class PlanBuilder:
         self._added_row(added)
         return added
 
-    def add_sample(self, request: Request, position: int, bans_stop_tokens: bool, mask: TokenMask | None) -> None:
+    def add_sample(self, request: Request, position: int, bans_stop_tokens: bool) -> None:
         """The token at absolute position `position` is drawn."""
         self._samples.append((request.slot, position, bans_stop_tokens))
-        if mask is not None:
-            self._masks[request.slot] = mask
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""
@@ -122,7 +118,7 @@ class PlanBuilder:
             decodes=DecodeRows(slots, positions, decodes[2], write_from),
             prefills=tuple(self._prefills),
             snapshots=tuple(self.snapshots),
-            samples=Samples(samples[0], samples[1], samples[2].astype(np.bool_), self._masks),
+            samples=Samples(samples[0], samples[1], samples[2].astype(np.bool_)),
         )
 
     def _added_row(self, added: ScheduledSequence) -> None:

@@ -19,9 +19,10 @@ from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.remote import take_events
 from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
+from cairn.scheduler.sampling import masks_of
 from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.transfers import Transfers
-from cairn.step import Logprobs, SampledToken, StepPlan, StepResult
+from cairn.step import Logprobs, SampledToken, StepPlan, StepResult, TokenMask
 from cairn.types import Clock, RequestId
 
 __all__ = ["Progress", "Scheduler"]
@@ -201,6 +202,11 @@ class Scheduler:
         self._flying.append(builder)
         return builder.plan()
 
+    def masks(self) -> dict[int, TokenMask] | None:
+        """Of the plan that went out last, by slot: the tokens that may be drawn. None where that is not known before
+        the plans before it have been applied."""
+        return masks_of(self._flying[-1], is_next=len(self._flying) == 1)
+
     def apply(self, result: StepResult) -> list[Progress]:
         """Take in the result of the oldest plan that is out; returns what came of it, in plan order."""
         builder = self._flying.popleft()
@@ -225,12 +231,14 @@ class Scheduler:
         assert request.lease is not None
         request.in_flight -= 1
         sampled = tokens[request.slot] if scheduled.samples else None
-        if scheduled.has_row:
+        # A step that was out when the request ended may have gone on with tokens that are not part of it. The runner
+        # itself has seen where one of its stop tokens came last: then the slot's state is that before it.
+        stopped = request.stop_token is not None and scheduled.is_decode and scheduled.end >= request.num_known
+        known = scheduled.end <= request.num_known and not stopped
+        if scheduled.has_row and not stopped:
             self._count(request, scheduled)
-        request.num_computed = max(request.num_computed, scheduled.end)
-        request.furthest = max(request.furthest, request.num_computed)
-        # a step that was out when the request ended may have gone on with tokens that are not part of it
-        known = scheduled.end <= request.num_known
+            request.num_computed = max(request.num_computed, scheduled.end)
+            request.furthest = max(request.furthest, request.num_computed)
         if request.num_prompt_tokens in scheduled.kept:
             if request.spec.hand_over:
                 hold_state(books, request)

@@ -32,7 +32,7 @@ def conv(
     operands = (
         *(x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), bias is not None),
         *(states.data_ptr(), states.stride(0), out.data_ptr(), snapshots.data_ptr()),
-        *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
+        *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr()),
         *snapshot_addresses(host),
         *(host.num_decodes, width, channels, silu),
     )

@@ -57,7 +57,7 @@ def gdn(
             *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *(beta.data_ptr(), beta.stride(0), dt.data_ptr(), dt.stride(0), a.data_ptr(), dt_bias.data_ptr()),
             *(states.data_ptr(), states.stride(0), y.data_ptr(), snapshots.data_ptr()),
-            *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
+            *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr()),
             *snapshot_addresses(host),
             *(host.num_decodes, key_heads, heads // key_heads, size, dim),
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.kernels.batch import HostBatch, Ints
+from cairn.kernels.staging import Staging
 
 TILE_ROWS = 32
 """Rows of a prefill sequence that attention computes together: keys and values are widened once for all of them."""
@@ -43,7 +44,7 @@ class Metadata:
     most_rows: int
 
 
-def prepare(host: HostBatch) -> Metadata:
+def prepare(host: HostBatch, staging: Staging) -> Metadata:
     """See `Kernels.prepare`."""
     tiles: list[tuple[int, ...]] = []
     merges: list[tuple[int, int, int]] = []

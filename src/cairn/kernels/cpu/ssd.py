@@ -60,7 +60,7 @@ def ssd(
             *(b.data_ptr(), b.stride(0), c.data_ptr(), c.stride(0)),
             *(a.data_ptr(), d.data_ptr(), dt_bias.data_ptr(), *dt_limit, states.data_ptr(), states.stride(0)),
             *(y.data_ptr(), snapshots.data_ptr()),
-            *(batch.cu_seqlens.data_ptr(), batch.slots.data_ptr(), batch.seq_starts.data_ptr()),
+            *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr()),
             *snapshot_addresses(host),
             *(host.num_decodes, groups, heads // groups, dim, size),
         )

@@ -208,7 +208,7 @@ def conv(
         block = _block(channels, _DECODE_CHANNELS)
         _decode_kernel[(triton.cdiv(channels, block), host.num_decodes)](
             *(x, weight, biases, states, out, snapshots),
-            *(batch.slots, batch.seq_starts, metadata.seq_snapshots),
+            *(batch.state_slots, batch.seq_starts, metadata.seq_snapshots),
             *(channels, x.stride(0), states.stride(0)),
             **variant,
             TAPS=taps,
@@ -220,7 +220,7 @@ def conv(
         block, rows = _block(channels, _CHANNELS), host.num_rows - host.num_decodes
         _prefill_kernel[(triton.cdiv(channels, block), triton.cdiv(rows, _ROWS))](
             *(x, weight, biases, states, out),
-            *(metadata.row_seqs, batch.cu_seqlens, batch.slots, batch.seq_starts),
+            *(metadata.row_seqs, batch.cu_seqlens, batch.state_slots, batch.seq_starts),
             *(host.num_decodes, host.num_rows, channels, x.stride(0), states.stride(0)),
             **variant,
             ROWS=_ROWS,
@@ -231,7 +231,7 @@ def conv(
         block = _block(channels, _DECODE_CHANNELS)
         _move_states_kernel[(triton.cdiv(channels, block), num_prefills)](
             *(x, states, snapshots),
-            *(batch.cu_seqlens, batch.slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
+            *(batch.cu_seqlens, batch.state_slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
             *(host.num_decodes, channels, x.stride(0), states.stride(0)),
             W=width,
             TAPS=taps,

@@ -407,7 +407,8 @@ def gdn(
         tile = _decode_tile(size, dim)
         parts = triton.cdiv(dim, tile["BP"])
         _decode_kernel[(host.num_decodes * heads * parts,)](
-            q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch.seq_starts, batch.slots, metadata.seq_snapshots,
+            q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch.seq_starts, batch.state_slots,
+            metadata.seq_snapshots,
             q.stride(0), k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
     if metadata.num_chunks:
@@ -426,9 +427,9 @@ def gdn(
         tile = _states_tile(size, dim, low)
         programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
-            k, w, u, totals, scales, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.slots,
-            metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
-            k.stride(0), states.stride(0), **shape, **tile,
+            k, w, u, totals, scales, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts,
+            batch.state_slots, metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets,
+            host.num_decodes, num_rows, k.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
         first = metadata.num_decode_snapshots
         if host.num_snapshots > first:

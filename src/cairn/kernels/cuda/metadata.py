@@ -6,22 +6,20 @@ behind the end in its last.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, HostBatch
-from cairn.kernels.cuda.device import device
+from cairn.kernels.staging import Staged, Staging
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """`Batch.metadata` of this backend: int32 on the device, and one number.
+    """`Batch.metadata` of this backend: `tables` of int32 on the device, and two numbers.
 
-    `num_decode_snapshots`: how many of the snapshots are decodes', the first ones.
+    `num_decode_snapshots`: how many of the snapshots are decodes', the first ones. `num_chunks`: of all prefill
+    sequences.
     `row_seqs` [T]: the sequence of each row.
     `chunk_seqs` [num_chunks]: the prefill sequence (its index in the batch) of each chunk.
     `chunk_rows` [num_chunks]: the row of each chunk's first position, which lies before the sequence's own rows if the
@@ -32,21 +30,39 @@ class Metadata:
     """
 
     num_decode_snapshots: int
-    row_seqs: Tensor
-    chunk_seqs: Tensor
-    chunk_rows: Tensor
-    seq_chunks: Tensor
-    seq_snapshots: Tensor
-    snapshot_seqs: Tensor
-    snapshot_offsets: Tensor
+    num_chunks: int
+    tables: tuple[Staged, ...]
 
     @property
-    def num_chunks(self) -> int:
-        """Of all prefill sequences."""
-        return len(self.chunk_seqs)
+    def row_seqs(self) -> Tensor:
+        return self.tables[0].tensor
+
+    @property
+    def chunk_seqs(self) -> Tensor:
+        return self.tables[1].tensor
+
+    @property
+    def chunk_rows(self) -> Tensor:
+        return self.tables[2].tensor
+
+    @property
+    def seq_chunks(self) -> Tensor:
+        return self.tables[3].tensor
+
+    @property
+    def seq_snapshots(self) -> Tensor:
+        return self.tables[4].tensor
+
+    @property
+    def snapshot_seqs(self) -> Tensor:
+        return self.tables[5].tensor
+
+    @property
+    def snapshot_offsets(self) -> Tensor:
+        return self.tables[6].tensor
 
 
-def prepare(host: HostBatch) -> Metadata:
+def prepare(host: HostBatch, staging: Staging) -> Metadata:
     """See `Kernels.prepare`."""
     counts = np.diff(host.cu_seqlens)
     first_chunks, last_chunks = host.seq_starts // CHUNK, (host.seq_lens - 1) // CHUNK
@@ -57,7 +73,7 @@ def prepare(host: HostBatch) -> Metadata:
     chunk_rows = host.cu_seqlens[chunk_seqs] - host.seq_starts[chunk_seqs] % CHUNK + within * CHUNK
 
     first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1))
-    tables = _to_device(
+    tables = (
         np.repeat(np.arange(host.num_seqs), counts),
         chunk_seqs,
         chunk_rows,
@@ -66,17 +82,5 @@ def prepare(host: HostBatch) -> Metadata:
         host.snapshot_rows,
         host.snapshot_offsets,
     )
-    return Metadata(int(first_snapshots[host.num_decodes]), *tables)
-
-
-def _to_device(*arrays: NDArray[Any]) -> list[Tensor]:
-    """All of them in one copy. Each begins at a multiple of 64 bytes: kernels are compiled for how operands are
-    aligned, and would be again when that changes."""
-    lengths = [-(-len(array) // 16) * 16 for array in arrays]
-    buffer = np.zeros(sum(lengths), np.int32)
-    for array, end, length in zip(arrays, np.cumsum(lengths), lengths, strict=True):
-        buffer[end - length : end - length + len(array)] = array
-    whole = torch.from_numpy(buffer)
-    if device().type == "cuda":
-        whole = whole.pin_memory().to(device(), non_blocking=True)
-    return [part[: len(array)] for part, array in zip(whole.split(lengths), arrays, strict=True)]
+    staged = tuple(staging.add(table.astype(np.int32)) for table in tables)
+    return Metadata(int(first_snapshots[host.num_decodes]), len(chunk_seqs), staged)

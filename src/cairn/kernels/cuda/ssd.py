@@ -338,7 +338,8 @@ def ssd(
     if host.num_decodes:
         tile = _decode_tile(dim, size)
         _decode_kernel[(host.num_decodes * heads * triton.cdiv(dim, tile["BP"]),)](
-            x, dt, b, c, a, d, dt_bias, states, y, snapshots, batch.seq_starts, batch.slots, metadata.seq_snapshots,
+            x, dt, b, c, a, d, dt_bias, states, y, snapshots, batch.seq_starts, batch.state_slots,
+            metadata.seq_snapshots,
             x.stride(0), dt.stride(0), b.stride(0), c.stride(0), states.stride(0), *dt_limit, **shape, **tile,
         )  # fmt: skip
     if metadata.num_chunks:
@@ -355,7 +356,7 @@ def ssd(
         tile = _states_tile(dim, size, low)
         programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
-            x, b, steps, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.slots,
+            x, b, steps, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.state_slots,
             metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
             x.stride(0), b.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import silu_, widen
-from cairn.kernels.exact.prepared import Decode, Prefill, prepared_of
+from cairn.kernels.exact.prepared import Decode, Prefill, decodes_by_state, prepared_of
 
 
 def conv(
@@ -21,8 +21,8 @@ def conv(
     taps = _Taps(weight, bias, silu)
     out = torch.empty(x.shape, dtype=weight.dtype)
     snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
-    if prepared.decodes:
-        _decode(x, taps, states, prepared.decodes, out, snapshots)
+    if decodes := decodes_by_state(batch):
+        _decode(x, taps, states, decodes, out, snapshots)
     for prefill in prepared.prefills:
         _prefill(x, taps, states, prefill, out, snapshots)
     return out, snapshots

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import sigmoid, softplus, widen
-from cairn.kernels.exact.prepared import Decode, Prefill, aligned_state, prepared_of
+from cairn.kernels.exact.prepared import Decode, Prefill, aligned_state, decodes_by_state, prepared_of
 
 NORM_EPS = 1e-6
 
@@ -37,8 +37,8 @@ def gdn(
     written = sigmoid(widen(beta))
     y = torch.empty(v.shape, dtype=v.dtype)
     snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
-    if prepared.decodes:
-        _decode(q, k, v, written, log_decay, states, prepared.decodes, y, snapshots)
+    if decodes := decodes_by_state(batch):
+        _decode(q, k, v, written, log_decay, states, decodes, y, snapshots)
     for prefill in prepared.prefills:
         _prefill(q, k, v, written, log_decay, states, prefill, y, snapshots)
     return y, snapshots

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
+from cairn.kernels.staging import Staging
 
 TILE: Final = 64
 """Rows of a product's tile of prefill rows."""
@@ -103,7 +104,7 @@ class Prepared:
     write_positions: Tensor
 
 
-def prepare(host: HostBatch) -> Prepared:
+def prepare(host: HostBatch, staging: Staging) -> Prepared:
     """See `Kernels.prepare`."""
     first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1)).tolist()
     slots, starts, ends = host.slots.tolist(), host.seq_starts.tolist(), host.seq_lens.tolist()
@@ -132,6 +133,15 @@ def prepare(host: HostBatch) -> Prepared:
         write_slots=torch.from_numpy(np.repeat(host.slots, counts)[written].astype(np.int64)),
         write_positions=torch.from_numpy(positions[written].astype(np.int64)),
     )
+
+
+def decodes_by_state(batch: Batch) -> Sequence[Decode]:
+    """The decode rows of a batch, whose slots are those of their states."""
+    decodes = prepared_of(batch).decodes
+    if batch.state_slots is batch.slots:
+        return decodes
+    slots = batch.state_slots.tolist()
+    return [replace(decode, slot=slots[decode.row]) for decode in decodes]
 
 
 _ALIGNMENT: Final = 64

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import softplus, widen
-from cairn.kernels.exact.prepared import Decode, Prefill, aligned_state, prepared_of
+from cairn.kernels.exact.prepared import Decode, Prefill, aligned_state, decodes_by_state, prepared_of
 
 
 def ssd(
@@ -35,8 +35,8 @@ def ssd(
     steps = softplus(widen(dt) + dt_bias).clamp_(*dt_limit)
     y = torch.empty(x.shape, dtype=x.dtype)
     snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
-    if prepared.decodes:
-        _decode(x, steps, b, c, a, d, states, prepared.decodes, y, snapshots)
+    if decodes := decodes_by_state(batch):
+        _decode(x, steps, b, c, a, d, states, decodes, y, snapshots)
     for prefill in prepared.prefills:
         _prefill(x, steps, b, c, a, d, states, prefill, y, snapshots)
     return y, snapshots

@@ -15,7 +15,7 @@ def conv(
     """See `Kernels.conv`."""
     out = torch.empty(x.shape, dtype=weight.dtype)
     kept = []
-    for sequence in sequences_of(batch.host):
+    for sequence in sequences_of(batch.host, batch.state_slots):
         state = sequence.state_before(states)
         for offset, row in enumerate(sequence.rows, start=1):
             window = torch.cat([state, x[row : row + 1]])

@@ -27,7 +27,7 @@ def gdn(
     y = torch.empty(v.shape, dtype=v.dtype)
     kept = []
     per_key = v.shape[1] // q.shape[1]
-    for sequence in sequences_of(batch.host):
+    for sequence in sequences_of(batch.host, batch.state_slots):
         state = sequence.state_before(states)
         for offset, row in enumerate(sequence.rows, start=1):
             query, key = (_unit(part[row]).repeat_interleave(per_key, dim=0) for part in (q, k))  # [H, S]

@@ -6,6 +6,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Weight
 from cairn.kernels.reference.elementwise import widen
+from cairn.kernels.staging import Staging
 
 
 def warm_up(dtype: torch.dtype | None = None) -> int:
@@ -18,7 +19,7 @@ def pack(weight: Tensor) -> Weight:
     return weight
 
 
-def prepare(host: HostBatch) -> object:
+def prepare(host: HostBatch, staging: Staging) -> object:
     """See `Kernels.prepare`."""
     return None
 

@@ -32,11 +32,13 @@ class SequencePass:
         return torch.zeros_like(own) if self.start == 0 else own.clone()
 
 
-def sequences_of(host: HostBatch) -> Iterator[SequencePass]:
-    """In the order of the rows, which is that of the snapshots, too."""
+def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator[SequencePass]:
+    """In the order of the rows, which is that of the snapshots, too. `state_slots`: of a `Batch`, for kernels that work
+    on states."""
+    slots = host.slots if state_slots is None else state_slots.tolist()
     for i in range(host.num_seqs):
         yield SequencePass(
-            slot=int(host.slots[i]),
+            slot=int(slots[i]),
             first_row=int(host.cu_seqlens[i]),
             start=int(host.seq_starts[i]),
             end=int(host.seq_lens[i]),

@@ -24,7 +24,7 @@ def ssd(
     y = torch.empty(x.shape, dtype=x.dtype)
     kept = []
     per_group = x.shape[1] // b.shape[1]
-    for sequence in sequences_of(batch.host):
+    for sequence in sequences_of(batch.host, batch.state_slots):
         state = sequence.state_before(states)
         for offset, row in enumerate(sequence.rows, start=1):
             step = softplus(widen(dt[row]) + dt_bias).clamp(*dt_limit)

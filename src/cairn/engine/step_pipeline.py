@@ -1,0 +1,79 @@
+"""From plan to progress: which of a step's parts is done when, with one step out at a time or several.
+
+    plan N+1    launch N+1    collect N    apply N    draw N+1    plan N+2    launch N+2    collect N+1    ...
+
+A step is launched when all before it are drawn: it reads on the device what they drew. Its own draw follows at once,
+unless masks or histories have to be made of the tokens of steps that are still out: then it comes when those are
+applied.
+"""
+
+from collections import deque
+from typing import Protocol
+
+from cairn.scheduler.scheduler import Progress, Scheduler
+from cairn.step import StepPlan, StepResult, TokenMasks
+
+__all__ = ["StepPipeline", "StepRunner"]
+
+
+class StepRunner(Protocol):
+    """What carries plans out: `cairn.runner.runner.Runner`, or `cairn.runner.simulated.SimulatedRunner`. Steps are
+    launched, drawn and collected in the order of their plans, each by its number."""
+
+    forward_passes: int
+    steps: int
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step, up to its logits. All before it have been drawn."""
+        ...
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        """Draw the tokens of the step that was launched last."""
+        ...
+
+    def collect(self, step: int) -> StepResult:
+        """Wait for the oldest step that is out: its tokens are known, and all that it writes is written."""
+        ...
+
+    def close(self) -> None:
+        """The end: whatever else carries plans out ends, too."""
+        ...
+
+
+class StepPipeline:
+    """Turns a scheduler's plans into its progress. As many steps are out as the scheduler allows."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._out: deque[int] = deque()
+        self._undrawn: int | None = None
+
+    @property
+    def can_launch(self) -> bool:
+        return self._scheduler.can_plan and self._undrawn is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is out."""
+        return bool(self._out)
+
+    def launch(self) -> StepPlan:
+        """Plan the next step and send it out."""
+        plan = self._scheduler.plan()
+        self._runner.launch(plan)
+        self._out.append(plan.step)
+        self._undrawn = plan.step
+        self._draw()
+        return plan
+
+    def collect(self) -> list[Progress]:
+        """The end of the oldest step that is out, one at least: what came of it."""
+        progress = self._scheduler.apply(self._runner.collect(self._out.popleft()))
+        self._draw()
+        return progress
+
+    def _draw(self) -> None:
+        if self._undrawn is not None and (masks := self._scheduler.masks()) is not None:
+            self._runner.draw(self._undrawn, masks)
+            self._undrawn = None

@@ -1,0 +1,104 @@
+"""What a step needs of the host on its way to the device, and what it gives on its way back: one copy each."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "int64": torch.int64,
+        "int32": torch.int32,
+        "float64": torch.float64,
+        "float32": torch.float32,
+        "bool": torch.bool,
+        "uint8": torch.uint8,
+    }
+)
+_ALIGNMENT = 64
+"""Bytes at which each array begins: a device reads it as if it had been allocated, and kernels are compiled for how
+operands are aligned, and would be again when that changes."""
+
+
+class Staged:
+    """One array on its way; `tensor` is there once `Staging.send` has been called."""
+
+    def __init__(self, array: NDArray[Any], begin: int) -> None:
+        self.array, self.begin = array, begin
+        self.tensor: Tensor = torch.empty(0)
+
+
+class Staging:
+    """The arrays of one step, of any of the dtypes int64, int32, float64, float32, bool and uint8."""
+
+    def __init__(self) -> None:
+        self._staged: list[Staged] = []
+        self._end = 0
+
+    def add(self, array: NDArray[Any]) -> Staged:
+        """An array that is to be on the device after `send`; it is read then."""
+        staged = Staged(array, self._end)
+        self._staged.append(staged)
+        self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return staged
+
+    def send(self, device: torch.device) -> None:
+        """One copy of everything that was added; none where nothing was."""
+        if not self._staged:
+            return
+        buffer = np.empty(max(self._end, 1), np.uint8)  # torch sees no dtype in nothing
+        for staged in self._staged:
+            array = np.ascontiguousarray(staged.array)
+            buffer[staged.begin : staged.begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        whole = torch.from_numpy(buffer)
+        if device.type == "cuda":
+            whole = whole.pin_memory()  # from other memory the copy would wait until it has been made
+        moved = whole.to(device, non_blocking=True)
+        for staged in self._staged:
+            part = moved[staged.begin : staged.begin + staged.array.nbytes]
+            staged.tensor = part.view(_DTYPES[staged.array.dtype.name]).view(staged.array.shape)
+        self._staged, self._end = [], 0
+
+
+class Fetched:
+    """One tensor on its way back; `array` is there once `Fetch.wait` has been called."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.array: NDArray[Any] = np.empty(0)
+
+
+class Fetch:
+    """The tensors of one step that the host wants to see, of any of the dtypes of `Staging`."""
+
+    def __init__(self) -> None:
+        self._fetched: list[Fetched] = []
+        self._there: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> Fetched:
+        """A tensor that is to be on the host after `wait`; it is not written any more."""
+        self._fetched.append(Fetched(tensor))
+        return self._fetched[-1]
+
+    def send(self) -> None:
+        """One copy of everything that was added; none of what is on the host already."""
+        tensors = [fetched.tensor for fetched in self._fetched]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            self._there = tensors
+            return
+        flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        moved = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
+        parts = torch.split(moved, [part.numel() for part in flat])
+        # A copy of its own begins where its numbers may begin.
+        self._there = [
+            part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
+        ]
+
+    def wait(self) -> None:
+        """Until the copy is there."""
+        for fetched, tensor in zip(self._fetched, self._there, strict=True):
+            fetched.array = tensor.numpy()

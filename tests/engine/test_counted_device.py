@@ -1,0 +1,161 @@
+"""The engine on a device that only counts: one copy in and one out a step, and the answers of the host. More of it runs
+there in `test_exactness` and `test_exactness_families`.
+
+What is copied beside that, by name:
+
+    token rules    masks, bad words, lists of tokens, biases and penalties come in one copy more, with the draw that
+                   they are for: what was drawn before says what they are
+    images         what the vision tower gives is brought over when a row with an image is launched
+    ranks          that are processes put their sums together by way of the host (gloo)
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.engine.step_pipeline import StepPipeline
+from cairn.runner.runner import Runner
+from cairn.types import RequestId, SamplingParams
+from doubles.counted_device import HostRead, counted_device, counted_kernels
+from engine.test_exactness import OTHER, TEXT, Engine, Loaded, OnDevice
+
+
+@pytest.fixture(scope="module")
+def on_device(made_model) -> OnDevice:
+    return OnDevice(made_model("qwen3_5"))
+
+
+class Mixed(Engine):
+    """Requests with parameters of their own; their tokens and logprobs."""
+
+    def __init__(self, loaded: Loaded, ahead: int) -> None:
+        super().__init__(loaded, exact=False, ahead=ahead)
+        model = loaded.models[False]
+        self.runner = Runner(model, self.runner.layout, 400, 4, False)
+        self.pipeline = StepPipeline(self.scheduler, self.runner)
+        self.told: dict[str, list] = {}
+        self.copies: list[tuple[int, int]] = []
+
+    def add(self, name: str, prompt, sampling: SamplingParams, **fields) -> None:
+        self.submit(prompt, 8)  # a spec to begin with
+        number = next(iter(self.requests.values())).spec
+        self.scheduler.abort(number.request_id)
+        self.requests.clear()
+        spec = replace(number, request_id=RequestId(name), sampling=sampling, **fields)
+        self.scheduler.submit(spec)
+
+    def run_all(self) -> None:
+        while self.scheduler.has_work:
+            plans = 0
+            while self.pipeline.can_launch:
+                self.pipeline.launch()
+                plans += 1
+            for news in self.pipeline.collect():
+                told = None if news.logprobs is None else [array.tolist() for array in vars_of(news.logprobs)]
+                self.told.setdefault(news.request.id, []).append((news.tokens, told))
+                if news.finish is not None:
+                    scores = [[array.tolist() for array in vars_of(one)] for one in news.request.scores]
+                    self.told[news.request.id].append((news.finish, scores))
+            if self._copies is not None:
+                self.copies.append((plans, *self._copies.take()))
+
+
+def vars_of(logprobs):
+    return logprobs.token_ids, logprobs.values, logprobs.ranks
+
+
+class Mask:
+    """Tokens below 3,000, and of these every other one behind an even token."""
+
+    def allowed(self, output):
+        bits = np.zeros(4096, np.bool_)
+        bits[: 3000 : 2 if output and output[-1] % 2 == 0 else 1] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+RULES = {
+    "penalties": {"sampling": SamplingParams(seed=3, frequency_penalty=1.0, repetition_penalty=1.2)},
+    "bad words": {"sampling": SamplingParams(temperature=0.0, bad_words=((5, 6), (7,)))},
+    "bias": {"sampling": SamplingParams(temperature=0.0, logit_bias=((11, 3.0), (12, -100.0)))},
+    "list": {"sampling": SamplingParams(seed=4, allowed_tokens=(5, 6, 7, 8, 9))},
+    "mask": {"sampling": SamplingParams(seed=5), "constraint": Mask()},
+    "min_tokens": {"sampling": SamplingParams(seed=6), "min_tokens": 8, "stop_token_ids": frozenset(range(0, 4096, 2))},
+}
+PLAIN = {
+    "greedy": {"sampling": SamplingParams(temperature=0.0)},
+    "top_k": {"sampling": SamplingParams(0.8, 20, 0.95, 7)},
+    "top_p": {"sampling": SamplingParams(0.8, 0, 0.9, 8)},
+    "min_p": {"sampling": SamplingParams(1.0, 0, 1.0, 9, 0.02)},
+    "logprobs": {"sampling": SamplingParams(seed=10), "logprobs": 3},
+    "prompt_logprobs": {"sampling": SamplingParams(seed=11), "prompt_logprobs": 2, "logprobs": 0},
+    "stops": {"sampling": SamplingParams(seed=12), "stop_token_ids": frozenset(range(0, 4096, 5))},
+}
+
+
+def answers(loaded: Loaded, requests, ahead: int) -> Mixed:
+    engine = Mixed(loaded, ahead)
+    if engine._copies is not None:
+        engine._copies.take()
+    for number, (name, fields) in enumerate(requests.items()):
+        engine.add(name, TEXT[: 70 + number] + OTHER[:20], **fields)
+    engine.run_all()
+    return engine
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_one_copy_in_and_one_out_whatever_is_drawn_and_told(on_device, ahead):
+    found, wanted = answers(on_device, PLAIN, ahead), answers(on_device._host, PLAIN, ahead)
+    assert found.told == wanted.told and sorted(found.told) == sorted(PLAIN)
+    assert all(ins == plans and outs <= 2 for plans, ins, outs in found.copies)
+    assert sum(outs for _, _, outs in found.copies) <= found.runner.steps == sum(plans for plans, _, _ in found.copies)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_token_rules_are_one_copy_more(on_device, ahead):
+    found, wanted = answers(on_device, RULES, ahead), answers(on_device._host, RULES, ahead)
+    assert found.told == wanted.told and sorted(found.told) == sorted(RULES)
+    ins, outs = (sum(copied[i] for copied in found.copies) for i in (1, 2))
+    assert found.runner.steps < ins <= 2 * found.runner.steps and outs <= found.runner.steps
+
+
+def test_the_device_refuses_what_would_wait_for_it():
+    device, copies = counted_device()
+    with torch.inference_mode():
+        numbers = torch.arange(6).to(device)
+        copies.take()
+        for read in (
+            lambda: numbers.sum().item(),
+            lambda: int(numbers[0]),
+            lambda: bool((numbers > 3).any()),
+            lambda: numbers.nonzero(),
+            lambda: numbers[numbers > 3],
+            lambda: numbers[torch.tensor([1])],
+            lambda: numbers + torch.arange(6),
+            lambda: torch.equal(numbers, numbers),
+        ):
+            with pytest.raises(HostRead):
+                read()
+        for read in (numbers.tolist, numbers.numpy):
+            with pytest.raises(RuntimeError):
+                read()
+        assert copies.take() == (0, 0)
+        numbers.view(2, 3)[1] = 7
+        assert numbers.cpu().tolist() == [0, 1, 2, 7, 7, 7] and copies.take() == (0, 1)
+
+
+def test_a_kernel_gets_the_numbers(made_model):
+    device, _ = counted_device()
+    name = counted_kernels("cpu")
+    assert name == "counted_cpu"
+    from cairn.layers.backend import kernels_of
+
+    kernels = kernels_of(name)
+    weight = torch.randn(5, 8)
+    found = kernels.embed(torch.tensor([3, 1]).to(device), weight.to(device))
+    assert found.device == numbers_device(device) and torch.equal(found.cpu(), weight[[3, 1]])
+
+
+def numbers_device(device: torch.device) -> torch.device:
+    return torch.zeros(0, device=device).device
