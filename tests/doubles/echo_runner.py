@@ -77,7 +77,8 @@ class EchoRunner:
         self.steps += 1
         plan = self._plan
         scores = [(row.slot, row.start, row.score) for row in plan.prefills if row.score is not None]
-        sampled = [_drawn(slot, sample) for slot, sample in self._slots.samples(plan, self._masks)]
+        samples = zip(plan.samples.slots.tolist(), self._slots.samples(plan, self._masks), strict=True)
+        sampled = [_drawn(slot, sample) for slot, sample in samples]
         self._slots.collect(sampled)
         scored = tuple(
             Scored(slot, start + 1 + i, _logprobs(target, score.top))

@@ -4,10 +4,11 @@ import numpy as np
 import torch
 
 from cairn.kernels import reference
-from cairn.kernels.staging import Staging
+from cairn.kernels.staging import Fetch, Staging
 from cairn.runner.batch_builder import BatchBuilder, RowContent, snapshot_order
 from cairn.runner.slot_arrays import SlotArrays
 from cairn.step import SAMPLED, DecodeRows, PrefillRow, Snapshot, StepPlan
+from doubles.counted_device import counted_device
 
 NO_PAGES = np.zeros(0, np.int32)
 
@@ -95,13 +96,41 @@ def test_an_empty_share_of_images_is_none():
     assert built(StepPlan(1, prefills=(prefill(1, 0, 1),)), [nothing]).vectors is None
 
 
+ARRAYS = [np.arange(5), np.zeros((2, 0), np.int32), np.array([[True, False]]), np.float32([1.5]), np.arange(9)[::3]]
+
+
 def test_all_of_a_step_comes_over_in_one_piece():
     """Whatever its dtypes and shapes, and with nothing in it."""
+    device, copies = counted_device()
     staging = Staging()
-    arrays = [np.arange(5), np.zeros((2, 0), np.int32), np.array([[True, False]]), np.float32([1.5]), np.arange(3, 6)]
-    staged = [staging.add(array) for array in arrays]
+    staged = [staging.add(array) for array in ARRAYS]
+    copies.take()
+    staging.send(device)
+    staging.send(device)
+    assert copies.take() == (1, 0)
+    for array, one in zip(ARRAYS, staged, strict=True):
+        found = one.tensor.cpu().numpy()
+        assert found.shape == array.shape and found.dtype == array.dtype and np.array_equal(found, array)
+
+
+def test_on_the_host_a_step_has_its_arrays_themselves_unless_they_are_somebody_elses():
+    received, staging = np.frombuffer(bytes(range(16)), np.int32), Staging()
+    staged = [staging.add(array) for array in (*ARRAYS, received)]
     staging.send(torch.device("cpu"))
-    for array, one in zip(arrays, staged, strict=True):
-        assert one.tensor.shape == array.shape and np.array_equal(one.tensor.numpy(), array)
-        assert one.tensor.numpy().dtype == array.dtype and (not array.size or one.tensor.data_ptr() % 8 == 0)
-    assert len({one.tensor.untyped_storage().data_ptr() for one in staged}) == 1
+    for array, one in zip([*ARRAYS, received], staged, strict=True):
+        assert np.array_equal(one.tensor.numpy(), array) and one.tensor.numpy().dtype == array.dtype
+    assert staged[0].tensor.data_ptr() == ARRAYS[0].ctypes.data
+    assert staged[-1].tensor.data_ptr() != received.ctypes.data
+
+
+def test_all_that_a_step_gives_comes_back_in_one_piece():
+    device, copies = counted_device()
+    for place in (device, torch.device("cpu")):
+        fetch = Fetch()
+        fetched = [fetch.add(torch.from_numpy(np.ascontiguousarray(array)).to(place)) for array in ARRAYS]
+        copies.take()
+        fetch.send()
+        assert copies.take() == (0, int(place is device))
+        fetch.wait()
+        for array, one in zip(ARRAYS, fetched, strict=True):
+            assert np.array_equal(one.array, array) and one.array.dtype == array.dtype

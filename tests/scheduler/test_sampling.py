@@ -92,7 +92,7 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
     slots, samples = Slots(), []
     for plan in driver.plans:
         slots.launch(plan)
-        for slot, sample in slots.samples(plan, {}):
+        for slot, sample in zip(plan.samples.slots.tolist(), slots.samples(plan, {}), strict=True):
             samples.append(sample)
             slots.collect([SampledToken(slot, driver.output(name)[sample.position - 100])])
     assert len(samples) == 15

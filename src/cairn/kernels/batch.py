@@ -25,7 +25,8 @@ class HostBatch:
     """A batch's lengths as plain integers: the host knows every one of them.
 
     `num_decodes`: sequences *planned* as decode, the first ones; a prefill of one token is none of them.
-    `cu_seqlens` int32 [B + 1]; `slots`, `seq_starts`, `seq_lens`, `kv_write_from` int32 [B]: see `Batch`.
+    All arrays are contiguous. `cu_seqlens` int32 [B + 1]; `slots`, `seq_starts`, `seq_lens`, `kv_write_from` int32 [B]:
+    see `Batch`.
     `snapshot_rows`, `snapshot_offsets` int32 [N]: the state of sequence `snapshot_rows[n]` is wanted after the first
     `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the rows, and rising within one.
     """

@@ -1,6 +1,6 @@
 """What a step needs of the host on its way to the device, and what it gives on its way back: one copy each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+_DTYPES: Mapping[np.dtype[Any], torch.dtype] = MappingProxyType(
     {
-        "int64": torch.int64,
-        "int32": torch.int32,
-        "float64": torch.float64,
-        "float32": torch.float32,
-        "bool": torch.bool,
-        "uint8": torch.uint8,
+        np.dtype(np.int64): torch.int64,
+        np.dtype(np.int32): torch.int32,
+        np.dtype(np.float64): torch.float64,
+        np.dtype(np.float32): torch.float32,
+        np.dtype(np.bool_): torch.bool,
+        np.dtype(np.uint8): torch.uint8,
     }
 )
 _ALIGNMENT = 64
@@ -24,12 +24,15 @@ _ALIGNMENT = 64
 operands are aligned, and would be again when that changes."""
 
 
+_NOTHING = torch.empty(0)
+
+
 class Staged:
     """One array on its way; `tensor` is there once `Staging.send` has been called."""
 
     def __init__(self, array: NDArray[Any], begin: int) -> None:
         self.array, self.begin = array, begin
-        self.tensor: Tensor = torch.empty(0)
+        self.tensor: Tensor = _NOTHING
 
 
 class Staging:
@@ -47,21 +50,30 @@ class Staging:
         return staged
 
     def send(self, device: torch.device) -> None:
-        """One copy of everything that was added; none where nothing was."""
-        if not self._staged:
-            return
+        """One copy of everything that was added; none where nothing was. On the host the arrays themselves will do, but
+        for those that may not be written to."""
+        staged_arrays, self._staged = self._staged, []
+        if device.type == "cpu":
+            for staged in staged_arrays:
+                flags = staged.array.flags
+                own = staged.array if flags.c_contiguous and flags.writeable else staged.array.copy()
+                staged.tensor = torch.from_numpy(own)
+        elif staged_arrays:
+            self._copy(staged_arrays, device)
+        self._end = 0
+
+    def _copy(self, staged_arrays: Sequence[Staged], device: torch.device) -> None:
         buffer = np.empty(max(self._end, 1), np.uint8)  # torch sees no dtype in nothing
-        for staged in self._staged:
+        for staged in staged_arrays:
             array = np.ascontiguousarray(staged.array)
             buffer[staged.begin : staged.begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         whole = torch.from_numpy(buffer)
         if device.type == "cuda":
             whole = whole.pin_memory()  # from other memory the copy would wait until it has been made
         moved = whole.to(device, non_blocking=True)
-        for staged in self._staged:
+        for staged in staged_arrays:
             part = moved[staged.begin : staged.begin + staged.array.nbytes]
-            staged.tensor = part.view(_DTYPES[staged.array.dtype.name]).view(staged.array.shape)
-        self._staged, self._end = [], 0
+            staged.tensor = part.view(_DTYPES[staged.array.dtype]).view(staged.array.shape)
 
 
 class Fetched:

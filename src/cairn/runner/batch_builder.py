@@ -29,23 +29,26 @@ class RowContent:
 
 def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
     """The lengths of a plan's rows. `snapshots`: the plan's, in the order of their rows and positions."""
-    decodes, prefills = plan.decodes, plan.prefills
-    starts = np.array([row.start for row in prefills], np.int32)
-    lengths = np.array([len(row.tokens) for row in prefills], np.int32)
-    ends = np.concatenate([decodes.positions + 1, starts + lengths])
-    seq_starts = np.concatenate([decodes.positions, starts])
-    rows = np.array([snapshot.row for snapshot in snapshots], np.int32)
+    decodes = plan.decodes
+    slots, starts, write_from = decodes.slots, decodes.positions, decodes.kv_write_from
+    ends, num_decodes = starts + 1, len(decodes)
+    if plan.prefills:
+        rows = [(row.slot, row.start, row.kv_write_from, row.end) for row in plan.prefills]
+        columns = zip((slots, starts, write_from, ends), np.array(rows, np.int32).T, strict=True)
+        slots, starts, write_from, ends = (np.concatenate(column) for column in columns)
+    cu_seqlens = np.zeros(len(slots) + 1, np.int32)
+    np.cumsum(ends - starts, out=cu_seqlens[1:])
+    places = [(snapshot.row, snapshot.position) for snapshot in snapshots]
+    snapshot_rows, ends_at = np.array(places, np.int32).reshape(-1, 2).T.copy()
     return HostBatch(
-        num_decodes=len(decodes),
-        cu_seqlens=np.concatenate([[0], np.cumsum(ends - seq_starts)]).astype(np.int32),
-        slots=np.concatenate([decodes.slots, np.array([row.slot for row in prefills], np.int32)]),
-        seq_starts=seq_starts,
+        num_decodes=num_decodes,
+        cu_seqlens=cu_seqlens,
+        slots=slots,
+        seq_starts=starts,
         seq_lens=ends,
-        kv_write_from=np.concatenate(
-            [decodes.kv_write_from, np.array([row.kv_write_from for row in prefills], np.int32)]
-        ),
-        snapshot_rows=rows,
-        snapshot_offsets=np.array([snapshot.position for snapshot in snapshots], np.int32) - seq_starts[rows],
+        kv_write_from=write_from,
+        snapshot_rows=snapshot_rows,
+        snapshot_offsets=ends_at - starts[snapshot_rows],
     )
 
 
@@ -69,21 +72,28 @@ class BatchBuilder:
         where all of them stand; None for a row of text alone."""
         self.snapshots = [plan.snapshots[number] for number in snapshot_order(plan)]
         host = self.host = host_batch(plan, self.snapshots)
-        tokens = np.concatenate([plan.decodes.tokens, *(row.tokens for row in plan.prefills)])
+        tokens = plan.decodes.tokens
+        if plan.prefills:
+            tokens = np.concatenate([tokens, *(row.tokens for row in plan.prefills)])
         sampled = np.flatnonzero(plan.decodes.tokens == SAMPLED)
         first = host.cu_seqlens[:-1]
         positions = np.empty((3, host.num_rows), np.int64)
-        positions[:] = np.arange(host.num_rows) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
-        vectors = []
-        for begin, content in zip(first.tolist(), contents, strict=True):
+        if plan.prefills:
+            positions[:] = np.arange(host.num_rows) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
+        else:
+            positions[:] = host.seq_starts
+        self._vectors, vector_rows = list[Tensor](), list[Ints]()
+        for begin, content in zip(first.tolist() if any(contents) else (), contents, strict=False):
             if content is not None:
                 positions[:, begin : begin + content.positions.shape[1]] = content.positions
-                vectors.append((content.offsets + begin, content.vectors))
-        self._vectors = [values for _, values in vectors]
-        self._vector_rows = staging.add(np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in vectors)]))
+                if len(content.offsets):
+                    self._vectors.append(content.vectors)
+                    vector_rows.append(content.offsets + begin)
+        self._vector_rows = staging.add(np.concatenate(vector_rows)) if vector_rows else None
         self._tokens, self._positions = staging.add(np.maximum(tokens, 0)), staging.add(positions)
-        self._sampled_rows = staging.add(sampled)
-        self._sampled_slots = staging.add(plan.decodes.slots[sampled].astype(np.int64))
+        self._sampled = None
+        if len(sampled):
+            self._sampled = staging.add(sampled), staging.add(plan.decodes.slots[sampled].astype(np.int64))
         self._lengths: list[Staged] = [
             staging.add(array)
             for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
@@ -93,12 +103,12 @@ class BatchBuilder:
     def batch(self, slot_arrays: SlotArrays) -> Batch:
         """After the staging was sent."""
         tokens, state_slots = self._tokens.tensor, self._lengths[1].tensor
-        if len(self._sampled_rows.array):
-            rows, of_rows = self._sampled_rows.tensor, self._sampled_slots.tensor
+        if self._sampled is not None:
+            rows, of_rows = (staged.tensor for staged in self._sampled)
             tokens[rows] = slot_arrays.last_tokens[of_rows]
             state_slots = slot_arrays.state_slots(state_slots, rows, of_rows)
         vectors = None
-        if len(self._vector_rows.array):
+        if self._vector_rows is not None:
             vectors = Vectors(self._vector_rows.tensor, torch.cat(self._vectors))
         cu_seqlens, slots, seq_starts, seq_lens, kv_write_from = (staged.tensor for staged in self._lengths)
         return Batch(

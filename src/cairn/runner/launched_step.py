@@ -1,11 +1,10 @@
 """A step that is out: what it needs of the host, on the device, and what it has given on its way back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from cairn.cache.layout import CacheLayout
 from cairn.kernels.contract import Kernels
 from cairn.kernels.staging import Fetch, Fetched, Staged, Staging
 from cairn.runner.batch_builder import BatchBuilder, RowContent
@@ -13,6 +12,9 @@ from cairn.runner.sampler import Sampler
 from cairn.runner.slots import Slots
 from cairn.runner.token_logprobs import DrawnLogprobs, LogprobTensors, Scoring
 from cairn.step import Logprobs, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
+
+_NOTHING = Staged(np.zeros(0, np.int64), 0), Staged(np.zeros(0, np.int64), 0)
+"""Of records that a plan has none of."""
 
 
 class LaunchedStep:
@@ -24,30 +26,24 @@ class LaunchedStep:
     first one in the batch, and what is asked for. `logits`: of what is drawn, once the forward pass has been made.
     """
 
-    def __init__(
-        self, plan: StepPlan, layout: CacheLayout, contents: Sequence[RowContent | None], kernels: Kernels
-    ) -> None:
+    def __init__(self, plan: StepPlan, contents: Sequence[RowContent | None], kernels: Kernels) -> None:
         self.plan = plan
         self.logits: Tensor | None = None
         self.sampler: Sampler | None = None
         self.is_drawn = False
         self.staging = Staging()
-        self._pages_per_file = layout.pages_per_checkpoint
         self._fetch = Fetch()
         self._tokens: Fetched | None = None
         self._logprobs: DrawnLogprobs | None = None
         self._told: list[tuple[list[int], _FetchedLogprobs]] = []
         self._scores: list[tuple[int, int, _FetchedLogprobs]] = []
-        origins: dict[int, int] = {}  # copies are one after the other in the plan, and all at once on the device
-        for copy in plan.copies:
-            origins[copy.target] = origins.get(copy.source, copy.source)
-        self.copies = self._ints(origins), self._ints(origins.values())
-        self.restores = self._ints(restore.slot for restore in plan.restores), self._files(plan.restores)
-        self.saves = self._ints(save.slot for save in plan.saves), self._files(plan.saves)
+        self.copies, self.snapshots = self._copies(), _NOTHING
+        self.restores, self.saves = self._slots_and_files(plan.restores), self._slots_and_files(plan.saves)
         self.batch = BatchBuilder(plan, contents, kernels, self.staging)
         host = self.batch.host
-        last_rows = host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1
-        self.snapshots = self._ints(last_rows), self._files(self.batch.snapshots)
+        if plan.snapshots:
+            last_rows = host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1
+            self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._files(self.batch.snapshots)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         first_rows = host.cu_seqlens[len(plan.decodes) :].tolist()
         self.scorings = [
@@ -96,12 +92,22 @@ class LaunchedStep:
             tuple(Scored(slot, position, scored.logprobs()) for slot, position, scored in self._scores),
         )
 
-    def _ints(self, numbers: Iterable[int]) -> Staged:
-        return self.staging.add(np.array(list(numbers), np.int64))
+    def _copies(self) -> tuple[Staged, Staged]:
+        if not self.plan.copies:
+            return _NOTHING
+        origins: dict[int, int] = {}  # copies are one after the other in the plan, and all at once on the device
+        for copy in self.plan.copies:
+            origins[copy.target] = origins.get(copy.source, copy.source)
+        targets, sources = np.array(list(origins.items()), np.int64).T.copy()
+        return self.staging.add(targets), self.staging.add(sources)
+
+    def _slots_and_files(self, records: Sequence[Restore | Save]) -> tuple[Staged, Staged]:
+        if not records:
+            return _NOTHING
+        return self.staging.add(np.array([record.slot for record in records])), self._files(records)
 
     def _files(self, records: Sequence[Restore | Save | Snapshot]) -> Staged:
-        pages = np.array([record.pages for record in records], np.int64)
-        return self.staging.add(pages.reshape(len(records), self._pages_per_file))
+        return self.staging.add(np.array([record.pages for record in records], np.int64))
 
 
 class _FetchedLogprobs:

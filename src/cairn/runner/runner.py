@@ -131,7 +131,7 @@ class Runner:
         assert not self._out or self._out[-1].is_drawn, f"step {plan.step} before the one before it was drawn"
         with torch.inference_mode():
             self._slots.launch(plan)
-            step = LaunchedStep(plan, self.layout, self._contents(plan), self._model.kernels)
+            step = LaunchedStep(plan, self._contents(plan), self._model.kernels)
             changes = [self._arrays.stage(plan, step.staging)]
             if self._model.communicator.rank == 0:
                 step.stage_draws(self._slots, self._model.vocab_size)
@@ -211,11 +211,12 @@ class Runner:
 
     def _forward(self, step: LaunchedStep) -> None:
         batch = step.batch.batch(self._arrays)
-        tokens, files = (each.tensor for each in step.snapshots)
+        rows, files = (each.tensor for each in step.snapshots)
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self.forward_passes += 1
         self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
-        self._files.write_hidden(files, hidden[tokens])
+        if step.plan.snapshots:
+            self._files.write_hidden(files, hidden[rows])
         # All ranks take part: each has a share of the logits.
         for slot, position, first, scoring in step.scorings:
             for scored in scoring.find(hidden[first:], self._model.logits):
@@ -223,13 +224,17 @@ class Runner:
                 position += len(scored.ranks)
 
     def _draw(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
-        slots, samples = zip(*self._slots.samples(step.plan, masks), strict=True)
+        wanted, samples = step.plan.samples, list[Sample]()
+        has_rules = masks or wanted.bans_stop_tokens.any() or (step.sampler is not None and step.sampler.has_rules)
+        if has_rules or self._observe is not None:
+            samples = list(self._slots.samples(step.plan, masks))
         if self._observe is not None:
             for sample, row in zip(samples, logits, strict=True):
                 self._observe(sample, row)
-        tokens = torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
         if step.sampler is not None:
-            tokens = step.sampler.draw(logits, slots, samples, self._counts)
+            tokens = step.sampler.draw(logits, wanted.slots.tolist(), samples, self._counts)
+        else:
+            tokens = torch.zeros(len(wanted), dtype=torch.int64, device=logits.device)
         tokens = self._model.communicator.broadcast(tokens)
         self._arrays.last_tokens[step.sampled_slots.tensor] = tokens
         return tokens

@@ -39,14 +39,20 @@ _FROM_NUCLEUS: DrawRows = partial(draw_from_nucleus, count=_MORE)
 _FROM_SOME = (_FROM_FEW, _FROM_MORE, _FROM_NUCLEUS)
 
 
+_NO_DRAWS = Draws(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0), Staging())
+"""Of rows that are not drawn: the largest logit is taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that are drawn in one way; `index`: the same numbers, int64 [n]."""
+    """Rows that are drawn in one way; `index`: the same numbers, int64 [n], None where they are all from the first to
+    the last. `has_rules`: whatever is said with the draw."""
 
     draw_rows: DrawRows
     rows: list[int]
-    index: Staged
+    index: Staged | None
     draws: Draws
+    has_rules: bool
 
 
 class Sampler:
@@ -54,7 +60,7 @@ class Sampler:
 
     Temperature 0 takes the largest logit, the lowest id among equals. Otherwise the token at a uniform number in the
     cumulative distribution of what the filters leave; the number is Philox's for (seed, position), so the token is the
-    same in any batch and after any preemption.
+    same in any batch and after any preemption. `has_rules`: whether something is done to some row's logits first.
     """
 
     def __init__(
@@ -71,30 +77,40 @@ class Sampler:
             groups.setdefault((_has_rules(one), _way(one, vocab_size)), []).append(row)
         step = max(1, _LOGITS_AT_ONCE // vocab_size)
         self._groups = []
-        for (_, draw_rows), group in groups.items():
+        for (has_rules, draw_rows), group in groups.items():
             for rows in (group[start : start + step] for start in range(0, len(group), step)):
-                temperature, top_p, min_p = columns[rows].T
-                draws = Draws(temperature, top_k[rows], top_p, min_p, numbers[rows], staging)
-                self._groups.append(_Group(draw_rows, rows, staging.add(np.array(rows)), draws))
-        order = np.array([row for group in self._groups for row in group.rows])
-        self._places = staging.add(np.argsort(order))
+                draws = _NO_DRAWS
+                if draw_rows is not take_largest:
+                    temperature, top_p, min_p = columns[rows].T
+                    draws = Draws(temperature, top_k[rows], top_p, min_p, numbers[rows], staging)
+                scattered = rows[-1] - rows[0] >= len(rows)
+                index = staging.add(np.array(rows)) if scattered else None
+                self._groups.append(_Group(draw_rows, rows, index, draws, has_rules))
+        self._places: Staged | None = None
+        if len(self._groups) > 1:
+            order = np.array([row for group in self._groups for row in group.rows])
+            self._places = staging.add(np.argsort(order))
         self._penalized = [row for row, one in enumerate(params) if one.has_penalties]
         self._vocab_size = vocab_size
+        self.has_rules = any(group.has_rules for group in self._groups)
 
     def draw(self, logits: Tensor, slots: Sequence[int], samples: Sequence[Sample], counts: TokenCounts) -> Tensor:
-        """int64 [n] from float32 [n, vocab], which is left alone. `slots`: whose `counts` the penalties look at;
-        they take the new tokens in.
+        """int64 [n] from float32 [n, vocab], which is left alone. `samples`: none where no row has a rule. `slots`:
+        whose `counts` the penalties look at; they take the new tokens in.
 
         Rules are sent in one copy more. Raises ValueError for a mask that does not fit.
         """
         staging, rules = Staging(), list[list[Rule]]()
         for group in self._groups:
-            own = [samples[row] for row in group.rows]
-            rules.append(rules_of(own, [slots[row] for row in group.rows], self._vocab_size, counts, staging))
+            own = [samples[row] for row in group.rows] if samples else []
+            if group.has_rules or any(sample.allowed is not None or sample.banned for sample in own):
+                rules.append(rules_of(own, [slots[row] for row in group.rows], self._vocab_size, counts, staging))
+            else:
+                rules.append([])
         count = self._count(slots, counts, staging)
         staging.send(logits.device)
         parts = [self._draw_group(logits, group, own) for group, own in zip(self._groups, rules, strict=True)]
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)[self._places.tensor]
+        tokens = parts[0] if self._places is None else torch.cat(parts)[self._places.tensor]
         count(tokens)
         return tokens
 
@@ -123,10 +139,10 @@ class Sampler:
 
 def _take(logits: Tensor, group: _Group, copied: bool) -> Tensor:
     """The group's rows, which rise; a view where that can be had and will do."""
-    first, last = group.rows[0], group.rows[-1]
-    if copied or last - first >= len(group.rows):
+    if group.index is not None:
         return logits.index_select(0, group.index.tensor)
-    return logits[first : last + 1].contiguous()
+    rows = logits[group.rows[0] : group.rows[-1] + 1]
+    return rows.clone() if copied else rows.contiguous()
 
 
 def _has_rules(params: SamplingParams) -> bool:

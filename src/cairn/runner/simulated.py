@@ -117,7 +117,8 @@ class SimulatedRunner:
         """The draws of the step that was launched last."""
         out = self._out[-1]
         assert out.plan.step == step and out.sampled is None, f"step {step} is not to be drawn now"
-        out.sampled = tuple(self._draw(slot, sample) for slot, sample in self._known.samples(out.plan, masks))
+        samples = zip(out.plan.samples.slots.tolist(), self._known.samples(out.plan, masks), strict=True)
+        out.sampled = tuple(self._draw(slot, sample) for slot, sample in samples)
 
     def collect(self, step: int) -> StepResult:
         """What the oldest step that is out has given."""

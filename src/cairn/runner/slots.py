@@ -84,8 +84,8 @@ class Slots:
         """Raises LookupError where nobody was admitted."""
         return self._of(slot).admit
 
-    def samples(self, plan: StepPlan, masks: TokenMasks) -> Iterator[tuple[int, Sample]]:
-        """Each draw of the plan, with its slot. Raises LookupError where tokens of a history are missing: all steps
+    def samples(self, plan: StepPlan, masks: TokenMasks) -> Iterator[Sample]:
+        """Each draw of the plan. Raises LookupError where tokens of a history are missing: all steps
         before the plan's are to be collected where a slot has one."""
         columns = plan.samples
         for slot, position, bans in zip(
@@ -95,17 +95,14 @@ class Slots:
             admit, history = own.admit, None if own.history is None else own.history.tokens
             if history is not None and len(history) != position:
                 raise LookupError(f"slot {slot}: {len(history)} tokens are known of the {position} before the draw")
-            yield (
-                slot,
-                Sample(
-                    admit.sampling,
-                    position,
-                    allowed=masks.get(slot),
-                    banned=admit.stop_token_ids if bans else (),
-                    history=history,
-                    num_prompt_tokens=admit.num_prompt_tokens if history is not None else 0,
-                    logprobs=admit.logprobs,
-                ),
+            yield Sample(
+                admit.sampling,
+                position,
+                allowed=masks.get(slot),
+                banned=admit.stop_token_ids if bans else (),
+                history=history,
+                num_prompt_tokens=admit.num_prompt_tokens if history is not None else 0,
+                logprobs=admit.logprobs,
             )
 
     def collect(self, sampled: Iterable[SampledToken]) -> None:
