@@ -47,3 +47,12 @@ def test_sizes_are_known_without_torch(tmp_path: Any) -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_model_is_built_without_torchs_compiler(tiny_model):
+    """It takes a second and a half to import, and 70 MB; torch's arithmetic on the meta device brings it along."""
+    code = (
+        "import sys; from pathlib import Path; from cairn.models.registry import open_model;"
+        f"open_model(Path({str(tiny_model)!r})).build(exact=False); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=120).returncode == 0

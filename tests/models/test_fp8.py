@@ -109,7 +109,7 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
     gate_up = torch.randn(5, 8, 16, generator=torch.manual_seed(2))
     save_file({"x.experts.gate_up_proj": gate_up}, tmp_path / "model.safetensors")
     with WeightReader(tmp_path, torch.float32) as reader:
-        weights = RankWeights(reader.load, reference, ALONE)
+        weights = RankWeights(reader.load, reference, ALONE, torch.device("cpu"))
         found = weights.stack("x.experts.gate_up_proj", tuple(gate_up.shape), *runs, dim=1)
         assert torch.equal(found, left_of(gate_up, Cut(1, runs) if runs else None))
 

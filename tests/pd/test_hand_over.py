@@ -387,8 +387,8 @@ def turn_until(done, *servers) -> None:
 def test_a_prompt_that_came_whole_is_drawn_apart_from_those_that_run(ahead):
     """Its first token comes of a step without a forward pass, and no two such steps come one after the other."""
     world, p, d = pair(max_num_seqs=8, ahead=ahead, num_pages=800)
-    plans, run = [], d.runner.run
-    d.runner.run = lambda plan: plans.append(plan) or run(plan)
+    plans, launch = [], d.runner.launch
+    d.runner.launch = lambda plan: plans.append(plan) or launch(plan)
     busy = d.submit(TEXT[500:560], max_tokens=150)
     turn_until(lambda: len(d.answers[busy]) > 3, d)
     prompts = [TEXT[7 * index : 7 * index + 90] for index in range(5)]
