@@ -304,3 +304,38 @@ def test_the_other_backends_do_without_numba() -> None:
     """A process of its own: here numba is imported already."""
     code = "import sys; sys.modules['numba'] = None; import cairn.kernels.exact, cairn.kernels.reference"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[threads.StepWork]:
+    """What a process of its own would know of its steps, on three threads."""
+    torch.set_num_threads(3)
+    yield threads.StepWork(packed_bytes=16_000_000)
+    torch.set_num_threads(1)
+
+
+def test_a_small_step_has_one_thread_and_a_large_one_all(work: threads.StepWork) -> None:
+    work.begin_step(10)
+    assert torch.get_num_threads() == 3, "nothing is served yet"
+    work.begin_serving()
+    seen = []
+    for rows in (1, 16, 200, 1):
+        work.begin_step(rows)
+        seen.append(torch.get_num_threads())
+    assert seen == [1, 1, 3, 1]
+    work.packed_bytes = 600_000_000
+    work.begin_step(1)
+    assert torch.get_num_threads() == 3
+
+
+def test_a_large_loop_of_a_small_step_has_all_threads(work: threads.StepWork) -> None:
+    work.begin_serving()
+    work.begin_step(1)
+    assert work.threads_for(threads.LARGE_LOOP - 1) == 1 and work.threads_for(threads.LARGE_LOOP) == 3
+
+
+def test_packed_weights_are_counted() -> None:
+    before = threads.step_work().packed_bytes
+    cpu.pack(torch.zeros(48, 32, dtype=torch.bfloat16))
+    cpu.pack(torch.zeros(2, 8, 4))
+    assert threads.step_work().packed_bytes == before + 48 * 32 * 2 + 2 * 8 * 4 * 4

@@ -302,7 +302,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     partials = torch.empty(metadata.num_partials * heads * (dim + 2))
     _attend[q.dtype, keys.dtype](
         metadata.tiles.count * keys.shape[1],
-        1_000_000,
+        metadata.num_pairs * heads * dim // 6,
         q.data_ptr(),
         q.stride(0),
         q.stride(1),

@@ -27,7 +27,7 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 
 from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder
-from cairn.kernels.cpu.threads import inline_limit, team
+from cairn.kernels.cpu.threads import inline_limit, step_work, team
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -84,7 +84,7 @@ class Variant:
         self._pack = struct.Struct("@qqq" + codes).pack
         self._compiled = _compile(function, argument_types)
         self._native = _NATIVE(int(self._compiled.address))
-        self._team, self._inline_limit = team(), inline_limit()
+        self._team, self._inline_limit, self._work = team(), inline_limit(), step_work()
 
     @property
     def from_cache(self) -> bool:
@@ -95,7 +95,7 @@ class Variant:
         """All `count` items, with addresses and numbers as the kernel wants them. `cost`: what all of them take on one
         thread, in nanoseconds, roughly: little work stays on the calling thread."""
         alone = cost < self._inline_limit or count < 2 or not self._team
-        threads = 1 if alone else torch.get_num_threads()
+        threads = 1 if alone else self._work.threads_for(cost)
         if self._native(self._pack(self._team, threads, count, *arguments)):
             raise RuntimeError(f"{self.name} failed on {count} items")
 

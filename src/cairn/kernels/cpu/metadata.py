@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.kernels.batch import HostBatch, Ints
+from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.staging import Staging
 
 TILE_ROWS = 32
@@ -34,7 +35,7 @@ class Metadata:
     `tiles`: attention's work, (first row, rows, slot, position of the first row, first key, end of the keys, partial):
     without a partial result, -1, the tile has all keys that its rows see.
     `merges`: (row, first partial, partials) of rows whose keys are cut in several parts. `num_partials`: all of them.
-    `most_rows`: of a tile.
+    `most_rows`: of a tile. `num_pairs`: of a row and a key that it is compared with.
     """
 
     writes: Table
@@ -42,10 +43,12 @@ class Metadata:
     merges: Table
     num_partials: int
     most_rows: int
+    num_pairs: int
 
 
 def prepare(host: HostBatch, staging: Staging) -> Metadata:
     """See `Kernels.prepare`."""
+    step_work().begin_step(host.num_rows)
     tiles: list[tuple[int, ...]] = []
     merges: list[tuple[int, int, int]] = []
     num_partials = 0
@@ -71,6 +74,7 @@ def prepare(host: HostBatch, staging: Staging) -> Metadata:
         Table(np.array(merges, dtype=np.int32)),
         num_partials,
         most_rows,
+        sum(tile[1] * (tile[5] - tile[4]) for tile in tiles),
     )
 
 

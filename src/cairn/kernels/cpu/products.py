@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
+from cairn.kernels.cpu.threads import step_work
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class PackedWeight:
 
 def pack(weight: Tensor) -> PackedWeight:
     """See `Kernels.pack`."""
+    step_work().packed_bytes += weight.nbytes
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
     reordered = can_reorder(weight.dtype)
     if reordered:

@@ -9,6 +9,7 @@ function that compilers call for `#pragma omp parallel`, in the very library tha
 import ctypes
 import logging
 import os
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +31,46 @@ def team() -> int:
         return ctypes.cast(found, ctypes.c_void_p).value or 0
     logger.warning("torch's threads are no GNU OpenMP ones here: the CPU backend's loops run on one thread")
     return 0
+
+
+SMALL_STEP = 4_000_000
+"""Nanoseconds of a step on one thread below which it stays there."""
+
+LARGE_LOOP = 2_000_000
+"""Nanoseconds of a single loop that goes to the team all the same."""
+
+
+@dataclass(slots=True)
+class StepWork:
+    """How many threads a step is worth. `packed_bytes`: of all weights, each read once a step. `num_threads`: torch's
+    when serving began, 0 before.
+
+    Each operation ends where its slowest thread ends, and a thread whose core was taken, by the HTTP process or by
+    another server, comes milliseconds late. A small model has a hundred operations a step, of which none is worth that.
+    """
+
+    packed_bytes: int = 0
+    num_threads: int = 0
+
+    def begin_serving(self) -> None:
+        self.num_threads = torch.get_num_threads()
+
+    def threads_for(self, cost: float) -> int:
+        """Of a loop of so many nanoseconds in the step at hand."""
+        threads = torch.get_num_threads()
+        return max(threads, self.num_threads) if cost >= LARGE_LOOP else threads
+
+    def begin_step(self, num_rows: int) -> None:
+        """Of so many rows: a weight of two bytes comes at 13 GB/s, and then 250 operations a nanosecond are done."""
+        if self.num_threads > 1:
+            nanoseconds = self.packed_bytes / 13 + num_rows * self.packed_bytes / 250
+            torch.set_num_threads(1 if nanoseconds < SMALL_STEP else self.num_threads)
+
+
+@cache
+def step_work() -> StepWork:
+    """One for the process, as the team is."""
+    return StepWork()
 
 
 @cache
