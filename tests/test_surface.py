@@ -11,9 +11,9 @@ from cairn.bench.command import add_bench_flags
 from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
-from cairn.proxy_settings import add_proxy_flags
 from cairn.server.metrics import Metrics
-from cairn.settings import add_flags
+from cairn.settings.proxy import add_proxy_flags
+from cairn.settings.serve import add_flags
 from doubles.echo_core import build_echo_core
 
 FLAGS = """
@@ -134,22 +134,20 @@ EXPORTED = {
     "Timings TokenLogprobs TransferReport",
     "cairn.engine.core": "Core StepRunner",
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
-    "cairn.cli": "engine_config main proxy_options server_options",
+    "cairn.cli": "engine_config image_options main",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
     "cairn.engine.process": "ProcessEngine",
     "cairn.proxy.app": "create_app",
     "cairn.proxy.options": "ProxyOptions",
     "cairn.proxy.run": "ProxyServer",
-    "cairn.proxy_settings": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
+    "cairn.settings.proxy": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
     "cairn.server.app": "create_app",
-    "cairn.server.options": "ImageOptions ServerOptions",
+    "cairn.server.options": "ImageOptions ServerLimits ServerOptions",
     "cairn.server.run": "HttpServer",
-    "cairn.forwarded_settings": "trusted_proxies",
-    "cairn.api_key_settings": "ApiKeys add_argument flatten_keys last_key_word",
-    "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings parse_size size_in_bytes",
-    "cairn.image_settings": "MAX_IMAGES image_limit media_domains",
+    "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
+    "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "ImageParts pixels_of",
-    "cairn.kv_settings": "KvEventsSettings KvTransferExtra KvTransferSettings SideChannel check_secret_file "
+    "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings SideChannel check_secret_file "
     "kv_events_settings kv_transfer_settings peer_names side_channel",
 }
 
@@ -184,7 +182,7 @@ def names_of(exposition):
 
 
 def test_proxy_metrics():
-    service = ProxyService(ProxyOptions(prefill=("http://p:1",), decode=("http://d:1",), version="1"))
+    service = ProxyService(ProxyOptions(prefill=["http://p:1"], decode=["http://d:1"]))
     assert names_of(service.metrics.exposition()) == set(PROXY_METRICS.split())
 
 

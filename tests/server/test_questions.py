@@ -9,7 +9,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.errors import EngineDead, Overloaded
 from cairn.server import status_routes
 from cairn.server.cache_routes import CacheViews
-from cairn.server.options import ServerOptions
+from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.questions import Questions
 from cairn.server.service import Service
 from doubles.byte_tokenizer import ByteTokenizer
@@ -46,7 +46,7 @@ class Hanging:
 
 
 def service_of(engine):
-    return Service(engine, ServerOptions(model_name="m", version="1"))
+    return Service(engine, ServerOptions(model="m"), ServerLimits())
 
 
 async def outcome_of(asking, starts_at):

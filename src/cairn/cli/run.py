@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.cli.configure import engine_config, proxy_options, server_options
+from cairn.cli.configure import engine_config, image_options
 from cairn.errors import ModelError
 
 if TYPE_CHECKING:
     from cairn.engine.contract import TextTokenizer
     from cairn.proxy.run import ProxyServer
-    from cairn.proxy_settings import ProxySettings
     from cairn.server.run import HttpServer
-    from cairn.settings import ServeSettings
+    from cairn.settings.proxy import ProxySettings
+    from cairn.settings.serve import ServeSettings
 
 logger = logging.getLogger("cairn.cli")
 
@@ -27,6 +27,7 @@ def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[
     from cairn.engine.process import ProcessEngine
     from cairn.engine.sizing import choose_cpu_threads
     from cairn.http.listening import raise_descriptor_limit
+    from cairn.server.options import ServerLimits
     from cairn.server.run import HttpServer
 
     _start_log(settings.log_level)
@@ -42,7 +43,7 @@ def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[
             threads=num_threads,
             deadlines=EngineDeadlines(start=settings.start_timeout),
         )
-        return await _until_drained(HttpServer(engine, server_options(settings)))
+        return await _until_drained(HttpServer(engine, settings, ServerLimits(images=image_options(settings))))
 
     return asyncio.run(run())
 
@@ -57,7 +58,7 @@ def run_proxy(settings: "ProxySettings") -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     async def run() -> int:
-        return await _until_drained(ProxyServer(proxy_options(settings)))
+        return await _until_drained(ProxyServer(settings))
 
     return asyncio.run(run())
 

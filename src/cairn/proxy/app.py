@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.failures import error_response, failed
 from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, HeadLimit, RequestIds
@@ -41,7 +42,7 @@ def create_app(service: ProxyService) -> FastAPI:
     # A redirect would be built from the Host header.
     app = FastAPI(
         title="cairn proxy",
-        version=options.version,
+        version=__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -52,10 +53,10 @@ def create_app(service: ProxyService) -> FastAPI:
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=service.body_seconds)
     app.add_middleware(GateKeeper, gate=service, paths=_GATED_PATHS)
-    if options.api_keys:
-        app.add_middleware(ApiKey, api_keys=options.api_keys, open_paths=_OPEN_PATHS)
+    if options.api_key:
+        app.add_middleware(ApiKey, api_keys=options.api_key, open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
     app.add_middleware(RequestIds, new_id=service.new_id)
     app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)

@@ -177,7 +177,7 @@ class Forwarding:
             upstream.url + job.path,
             prefill_body(job.body, hint),
             job.headers,
-            options.prefill_seconds,
+            options.prefill_timeout,
             options.max_body_bytes,
         )
 
@@ -200,7 +200,7 @@ class Forwarding:
         """As `_decode`, but None when the server has refused the reference, which is gone then. Raises CallFailed."""
         service, job = self._service, self._job
         content = decode_body(job.body, self._handover)
-        url, silence = upstream.url + job.path, service.options.stall_seconds
+        url, silence = upstream.url + job.path, service.options.stall_timeout
         async with AsyncExitStack() as stack:
             # Nothing goes out before the server has something to say: until then another one can take over.
             async with upstream.unless_silent(self._has_next):

@@ -25,8 +25,8 @@ class HealthChecks:
     def __init__(self, pools: Sequence[Pool], client: UpstreamClient, options: ProxyOptions, clock: Clock) -> None:
         self._pools = pools
         self._client = client
-        self._interval = options.health_seconds
-        self._timeout = options.health_timeout_seconds
+        self._interval = options.health_interval
+        self._timeout = options.health_timeout
         self._clock = clock
         self._next = clock.now()
         self._slow: frozenset[Upstream] = frozenset()

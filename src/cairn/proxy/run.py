@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Callable
 
+from cairn.http.forwarded import trusted_proxies
 from cairn.http.listening import first_of, listen, until_started, web_server
 from cairn.proxy.app import create_app
 from cairn.proxy.options import ProxyOptions
@@ -20,9 +21,12 @@ logger = logging.getLogger(__name__)
 class ProxyServer:
     """Serves one proxy over HTTP. `drain` is for the event loop's own thread (signal handlers)."""
 
-    def __init__(self, options: ProxyOptions, clock: Clock | None = None) -> None:
+    def __init__(self, options: ProxyOptions, clock: Clock | None = None, body_seconds: float = 60.0) -> None:
+        """`body_seconds`: how long a client may take to send its request. Raises ConfigError naming the flag."""
         self._options = options
         self._clock = clock
+        self._body_seconds = body_seconds
+        self._trusted = trusted_proxies(options.forwarded_allow_ips)
         self._draining = asyncio.Event()
         self._abandoned = asyncio.Event()
 
@@ -41,10 +45,10 @@ class ProxyServer:
             listener.close()
 
     async def _serve(self, listener: socket.socket, port: int, on_ready: Callable[[int], None] | None) -> int:
-        service = ProxyService(self._options, self._clock)
+        service = ProxyService(self._options, self._clock, body_seconds=self._body_seconds)
         server = web_server(
             create_app(service),
-            forwarded_allow_ips=self._options.forwarded_allow_ips,
+            forwarded_allow_ips=self._trusted,
             # the client's, the prefill server's, which is kept for a moment, and the decode server's
             descriptors_per_request=3,
         )
@@ -65,7 +69,7 @@ class ProxyServer:
         return 0
 
     async def _finish_open(self, service: ProxyService) -> None:
-        seconds = self._options.shutdown_seconds
+        seconds = self._options.shutdown_timeout
         logger.info("draining: %d requests are open, they have %g s", service.gate.num_open, seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -25,17 +25,22 @@ class ProxyService:
     """One proxy's state. `clock` measures and ages hints and health, `new_id` names requests that come without one."""
 
     def __init__(
-        self, options: ProxyOptions, clock: Clock | None = None, new_id: Callable[[], str] = _random_id
+        self,
+        options: ProxyOptions,
+        clock: Clock | None = None,
+        new_id: Callable[[], str] = _random_id,
+        body_seconds: float = 60.0,
     ) -> None:
         self.options = options
+        self.body_seconds = body_seconds
         self.clock = clock or SystemClock()
         self.new_id = new_id
         self.prefill = Pool("prefill", options.prefill, options.load_factor, options.load_slack)
         self.decode = Pool("decode", options.decode, options.load_factor, options.load_slack)
         self.pools = (self.prefill, self.decode)
-        self.hints = Hints(options.max_hints, options.hint_seconds, self.clock)
+        self.hints = Hints(options.max_hints, options.hint_timeout, self.clock)
         self.metrics = ProxyMetrics(self.pools, self.hints)
-        self.gate = Gate(options.max_open, options.request_seconds)
+        self.gate = Gate(options.max_open, options.request_timeout)
         self.client = UpstreamClient(options)
         self.health = HealthChecks(self.pools, self.client, options, self.clock)
 

@@ -56,7 +56,7 @@ class UpstreamClient:
             trust_env=False,
             follow_redirects=False,
             cookies=no_cookies(),
-            timeout=options.connect_seconds,
+            timeout=options.connect_timeout,
             limits=httpx.Limits(
                 # Each open request has at most one connection, and each server at most one for its health.
                 max_connections=options.max_open + len(options.prefill) + len(options.decode) + 16,
@@ -122,7 +122,7 @@ class UpstreamClient:
             raise _broken(error) from error
 
     def _timeout(self, silence_seconds: float) -> httpx.Timeout:
-        connect = self._options.connect_seconds
+        connect = self._options.connect_timeout
         return httpx.Timeout(connect=connect, read=silence_seconds, write=_WRITE_SECONDS, pool=_POOL_SECONDS)
 
 

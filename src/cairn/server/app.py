@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 
-from cairn.engine.contract import EngineClient
+from cairn import __version__
 from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, HeadLimit, RequestIds
 from cairn.http.unread import UnreadBodies
 from cairn.server import cache_routes, routes, status_routes
@@ -16,7 +16,6 @@ from cairn.server.failures import install_error_handlers
 from cairn.server.gate import ImageShares
 from cairn.server.log_lines import ThroughputLine
 from cairn.server.openapi import document
-from cairn.server.options import ServerOptions
 from cairn.server.service import Service
 
 __all__ = ["create_app"]
@@ -29,12 +28,9 @@ _MAX_HEAD_BYTES = 1 << 15
 logger = logging.getLogger(__name__)
 
 
-def create_app(engine: EngineClient, options: ServerOptions, service: Service | None = None) -> FastAPI:
-    """The application around an engine that has been started. Whoever started the engine also stops it.
-
-    `service` may be given to replace the clock and the source of ids.
-    """
-    service = service or Service(engine, options)
+def create_app(service: Service) -> FastAPI:
+    """The application around an engine that has been started. Whoever started the engine also stops it."""
+    options = service.options
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -49,7 +45,7 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
 
     app = FastAPI(
         title="cairn",
-        version=options.version,
+        version=__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -63,11 +59,11 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
     install_error_handlers(app)
     app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=service.limits.body_seconds)
     app.add_middleware(ImageShares, room=service.image_room)
     app.add_middleware(GateKeeper, gate=service.gate, paths=_GATED_PATHS)
-    if options.api_keys:
-        app.add_middleware(ApiKey, api_keys=options.api_keys, open_paths=_OPEN_PATHS)
+    if options.api_key:
+        app.add_middleware(ApiKey, api_keys=options.api_key, open_paths=_OPEN_PATHS)
     app.add_middleware(BugShield)
     app.add_middleware(RequestIds, new_id=service.new_id)
     app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
@@ -79,7 +75,7 @@ async def _report(service: Service) -> None:
     """Log the throughput line until cancelled."""
     line = ThroughputLine(service.clock.now())
     while True:
-        await asyncio.sleep(service.options.log_seconds)
+        await asyncio.sleep(service.limits.log_seconds)
         text = line.update(await service.stats(), service.clock.now())
         if text is not None:
             logger.info(text)

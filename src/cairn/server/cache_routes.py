@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
+from cairn import __version__
 from cairn.engine.contract import MAX_SHOWN, CacheView
 from cairn.server.cache_page import cache_page
 from cairn.server.routes import ServiceOfApp
@@ -42,7 +43,7 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
     info = service.engine.info
     about = {
         "model": service.options.model_name,
-        "version": service.options.version,
+        "version": __version__,
         "mamba_cache_mode": info.mamba_cache_mode,
         "exact": info.exact,
         "block_size": info.block_size,

@@ -18,7 +18,7 @@ _EMPTY = frozenset({*_PROBES, "/reset_prefix_cache"})
 def document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
     """`gated`: paths that make work; `open_paths`: those that need no key."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    locked = bool(service.options.api_keys)
+    locked = bool(service.options.api_key)
     for path, operation, method in _operations(found):
         responses = operation["responses"]
         responses.pop("422", None)

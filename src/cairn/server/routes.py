@@ -71,7 +71,7 @@ async def create_chat_completion(http: Request, body: ChatRequest, service: Serv
 async def _generate(
     http: Request, service: Service, body: SamplingFields, make_prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]]
 ) -> Response:
-    arrived, deadline = service.clock.now(), Deadline(service.options.request_seconds)
+    arrived, deadline = service.clock.now(), Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     max_model_len = service.engine.info.max_model_len
@@ -114,7 +114,7 @@ def _request_id(http: Request, body: SamplingFields) -> str:
 
 
 async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> Response:
-    deadline = Deadline(service.options.request_seconds)
+    deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
@@ -139,7 +139,7 @@ async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> 
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
-    deadline = Deadline(service.options.request_seconds)
+    deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     tokens = valid_tokens(service, body.tokens, "tokens")

@@ -9,11 +9,12 @@ import uvicorn
 
 from cairn.engine.contract import EngineClient
 from cairn.http.connections import ConnectionDeadlines
+from cairn.http.forwarded import trusted_proxies
 from cairn.http.listening import first_of, listen, until_started, web_server
 from cairn.server.app import create_app
 from cairn.server.images import ImageParts
 from cairn.server.log_lines import start_lines
-from cairn.server.options import ImageOptions, ServerOptions
+from cairn.server.options import ImageOptions, ServerLimits, ServerOptions
 from cairn.server.service import Service
 from cairn.server.starting import Stage
 
@@ -26,12 +27,18 @@ class HttpServer:
     """Serves one engine over HTTP. `drain` and `abandon` are for the event loop's own thread (signal handlers)."""
 
     def __init__(
-        self, engine: EngineClient, options: ServerOptions, images: Callable[[ImageOptions], ImageParts] = ImageParts
+        self,
+        engine: EngineClient,
+        options: ServerOptions,
+        limits: ServerLimits | None = None,
+        images: Callable[[ImageOptions], ImageParts] = ImageParts,
     ) -> None:
-        """`images`: what reads the images of requests."""
+        """`images`: what reads the images of requests. Raises ConfigError naming the flag."""
         self._engine = engine
         self._images = images
         self._options = options
+        self._limits = limits or ServerLimits()
+        self._trusted = trusted_proxies(options.forwarded_allow_ips)
         self._draining = asyncio.Event()
         self._abandoned = asyncio.Event()
 
@@ -48,10 +55,8 @@ class HttpServer:
         """
         listener = listen(self._options.host, self._options.port)
         stage = Stage()
-        deadlines = ConnectionDeadlines(head=self._options.head_seconds, stall=self._options.stall_seconds)
-        server = web_server(
-            stage, forwarded_allow_ips=self._options.forwarded_allow_ips, lifespan="off", deadlines=deadlines
-        )
+        deadlines = ConnectionDeadlines(head=self._limits.head_seconds, stall=self._limits.stall_seconds)
+        server = web_server(stage, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until_started(server, serving, listener)
@@ -86,8 +91,8 @@ class HttpServer:
         on_ready: Callable[[int], None] | None,
     ) -> int:
         port = server.servers[0].sockets[0].getsockname()[1]
-        service = Service(self._engine, self._options, images=self._images(self._options.images))
-        app = create_app(self._engine, self._options, service)
+        service = Service(self._engine, self._options, self._limits, images=self._images(self._limits.images))
+        app = create_app(service)
         async with app.router.lifespan_context(app):
             stage.show(app)
             logger.info("serving %s on http://%s:%d", self._options.model_name, self._options.host, port)
@@ -106,7 +111,7 @@ class HttpServer:
             return code
 
     async def _finish_open(self, service: Service) -> None:
-        seconds = self._options.shutdown_seconds
+        seconds = self._options.shutdown_timeout
         logger.info("draining: %d requests are open, they have %g s", service.gate.num_open, seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -16,7 +16,7 @@ from cairn.server.images import ImageParts
 from cairn.server.logprobs import TokenTexts
 from cairn.server.messages import Conversation
 from cairn.server.metrics import Metrics
-from cairn.server.options import ServerOptions
+from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.choose import choose_parsers
 from cairn.server.questions import Questions
 from cairn.types import Clock, SystemClock
@@ -41,6 +41,7 @@ class Service:
         self,
         engine: EngineClient,
         options: ServerOptions,
+        limits: ServerLimits,
         clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
         new_id: Callable[[], str] = _random_id,
@@ -48,22 +49,23 @@ class Service:
     ) -> None:
         self.engine = engine
         self.options = options
+        self.limits = limits
         self.clock = clock or SystemClock()
         self.wall = wall
         self.new_id = new_id
         self.started = int(wall())
-        self.images = images or ImageParts(options.images)
+        self.images = images or ImageParts(limits.images)
         info = engine.info
-        self.gate = Gate(options.max_open if options.max_open is not None else info.max_num_seqs + info.max_waiting)
-        self.image_room = ImageRoom(options.images.max_open_bytes)
+        self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)
+        self.image_room = ImageRoom(limits.images.max_open_bytes)
         self.metrics = Metrics(engine.info, options.model_name)
         self.parsers = choose_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
         self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
-        self.counting = self._questions("tell its counters", options.stats_seconds, _MAX_COUNTING)
-        self.looking = self._questions("show its cache", options.view_seconds, _MAX_LOOKING)
-        self.emptying = self._questions("empty its cache", options.view_seconds, _MAX_EMPTYING)
+        self.counting = self._questions("tell its counters", limits.stats_seconds, _MAX_COUNTING)
+        self.looking = self._questions("show its cache", limits.view_seconds, _MAX_LOOKING)
+        self.emptying = self._questions("empty its cache", limits.view_seconds, _MAX_EMPTYING)
         self._stats = EngineStats()
         # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")

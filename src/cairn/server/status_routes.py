@@ -7,6 +7,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from cairn import __version__
 from cairn.errors import EngineDead, InvalidRequest, NotFound, Overloaded
 from cairn.http.failures import failed
 from cairn.server.routes import ServiceOfApp
@@ -64,24 +65,24 @@ async def load(service: ServiceOfApp) -> dict[str, int]:
 
 
 async def version(service: ServiceOfApp) -> dict[str, str]:
-    return {"version": service.options.version}
+    return {"version": __version__}
 
 
 async def server_info(service: ServiceOfApp) -> dict[str, Any]:
     """What was built, and the limits of requests. No keys."""
-    options = service.options
+    options, limits = service.options, service.limits
     return {
-        "version": options.version,
+        "version": __version__,
         "model_name": options.model_name,
         "engine": msgspec.to_builtins(service.engine.info),
         "limits": {
             "max_open": service.gate.max_open,
             "max_body_bytes": options.max_body_bytes,
-            "head_seconds": options.head_seconds,
-            "body_seconds": options.body_seconds,
-            "stall_seconds": options.stall_seconds,
-            "request_seconds": options.request_seconds,
-            "images": options.images.limit,
+            "head_seconds": limits.head_seconds,
+            "body_seconds": limits.body_seconds,
+            "stall_seconds": limits.stall_seconds,
+            "request_seconds": options.request_timeout,
+            "images": limits.images.limit,
         },
     }
 

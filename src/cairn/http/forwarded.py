@@ -1,13 +1,11 @@
 """`--forwarded-allow-ips`: the proxies in front whose X-Forwarded-For is believed, in uvicorn's words and variable."""
 
 import ipaddress
-import json
 import os
 from collections.abc import Mapping
 
 from cairn.errors import ConfigError
-
-__all__ = ["trusted_proxies"]
+from cairn.setting_types import list_entries
 
 _VARIABLE = "FORWARDED_ALLOW_IPS"
 _DEFAULT = "127.0.0.1,::1"
@@ -23,18 +21,12 @@ def trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -
         where, text = _VARIABLE, environ.get(_VARIABLE, _DEFAULT)
         if not text.strip():
             return ()
-    entries: object = text.split(",")
-    if text.lstrip().startswith("["):
-        try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError):
-            entries = None
-    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+    names = list_entries(text)
+    if names is None:
         raise ConfigError(f"{where}: must be addresses and networks as a,b or a JSON list, not {text[:_SHOWN]!r}")
-    if len(entries) > _MAX_ENTRIES:
-        raise ConfigError(f"{where}: {len(entries)} entries are too many: at most {_MAX_ENTRIES} are taken")
-    names = tuple(entry.strip() for entry in entries)
-    for name in names if names != ("*",) else ():
+    if len(names) > _MAX_ENTRIES:
+        raise ConfigError(f"{where}: {len(names)} entries are too many: at most {_MAX_ENTRIES} are taken")
+    for name in names if names != ["*"] else ():
         try:
             ipaddress.ip_network(name)
         except ValueError:
@@ -42,4 +34,4 @@ def trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -
                 f"{where}: must hold addresses and networks like 10.0.0.5, 10.0.0.0/8 or fd00::/8, or be * alone, "
                 f"not {name[:_SHOWN]!r}"
             ) from None
-    return names
+    return tuple(names)

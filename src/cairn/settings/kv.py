@@ -3,7 +3,6 @@
 Everything wrong ends in a ConfigError of one line that names the flag, the JSON's key or the variable.
 """
 
-import json
 import os
 import re
 import stat
@@ -15,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cairn.errors import ConfigError
+from cairn.setting_types import list_entries
 
 __all__ = [
     "KvEventsSettings",
@@ -129,16 +129,11 @@ def side_channel(environ: Mapping[str, str] = os.environ) -> SideChannel:
 
 def peer_names(text: str | None) -> tuple[str, ...]:
     """The entries of --kv-peer-allowlist, `a,b` or `["a", "b"]`. Raises ConfigError; who they are is not looked at."""
-    entries: object = [] if text is None else text.split(",")
-    if text is not None and text.lstrip().startswith("["):
-        try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError):
-            entries = None
-    if not isinstance(entries, list) or not all(isinstance(entry, str) and entry.strip() for entry in entries):
+    entries = [] if text is None else list_entries(text)
+    if entries is None or not all(entries):
         shown = str(text)[:_SHOWN]
         raise ConfigError(f"--kv-peer-allowlist: must be hosts as a,b or a JSON list of texts, not {shown!r}")
-    return tuple(entry.strip() for entry in entries)
+    return tuple(entries)
 
 
 def check_secret_file(path: Path) -> None:
