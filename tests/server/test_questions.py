@@ -10,8 +10,7 @@ from cairn.errors import EngineDead, Overloaded
 from cairn.server import status_routes
 from cairn.server.cache_routes import CacheViews
 from cairn.server.options import ServerLimits, ServerOptions
-from cairn.server.questions import Questions
-from cairn.server.service import Service
+from cairn.server.service import EngineQueries, Service
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from virtual_time import run
@@ -133,7 +132,7 @@ def test_an_engine_that_lives_is_not_said_to_have_ended():
         raise EngineDead("64 questions to the engine are open already")
 
     async def scenario(dead):
-        await Questions("count", seconds=1.0, max_waiting=1, dead=lambda: dead).ask(refuse)
+        await EngineQueries("count", seconds=1.0, max_waiting=1, dead=lambda: dead).ask(refuse)
 
     with pytest.raises(Overloaded, match=r"64 questions .*: try again later"):
         run(scenario(None))

@@ -10,7 +10,7 @@ from cairn.engine.contract import KvTransferConfig
 from cairn.proxy.app import create_app as cairn_proxy
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
-from cairn.proxy.tap import AnswerTap
+from cairn.proxy.stream_inspector import StreamInspector
 from doubles.echo_core import BYTES_PER_TOKEN
 from server.strangers_proxy import create_app as strangers_proxy
 
@@ -142,7 +142,7 @@ def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(pair, pa
     with_params = [event for event in events if "kv_transfer_params" in event]
     assert len(with_params) == 1 and with_params[0]["choices"][0]["finish_reason"] == "stop"
     assert with_params[0] is events[-2 if include_usage else -1]
-    tap = AnswerTap(stream=True)
+    tap = StreamInspector(stream=True)
     tap.feed(answer.content)
     found = tap.findings()
     assert tap.done and json.loads(bytes(found.hint))["port"] == port_of(server)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import resource
 import socket
 from collections.abc import Awaitable, Iterator, Sequence
@@ -13,6 +14,7 @@ import uvicorn
 
 from cairn.errors import ConfigError
 from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
+from cairn.http.gate import Gate
 
 _FLUSH_SECONDS = 5
 _STARTED_POLL_SECONDS = 0.01
@@ -22,6 +24,35 @@ _SPARE_DESCRIPTORS = 128
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 32
 """Connections that are taken before the ones above the limit are closed: fewer than descriptors are spare."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class DrainingServer:
+    """What takes no new requests once it is told to end. `drain` is for the event loop's own thread (signal
+    handlers)."""
+
+    def __init__(self, shutdown_seconds: float) -> None:
+        """`shutdown_seconds`: how long open requests may go on then."""
+        self._shutdown_seconds = shutdown_seconds
+        self._draining = asyncio.Event()
+        self._abandoned = asyncio.Event()
+
+    def drain(self) -> None:
+        """Take no new requests, let open ones finish, then end. Called a second time: end now."""
+        if self._draining.is_set():
+            self._abandoned.set()
+        self._draining.set()
+
+    async def _finish_open(self, gate: Gate, *ends: Awaitable[Any]) -> None:
+        """Wait for the requests inside, for as long as they may go on, or until one of `ends` comes."""
+        logger.info("draining: %d requests are open, they have %g s", gate.num_open, self._shutdown_seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._shutdown_seconds):
+                await first_of(gate.wait_empty(), self._abandoned.wait(), *ends)
+        if gate.num_open:
+            logger.warning("%d requests are cut short", gate.num_open)
 
 
 class _Uvicorn(uvicorn.Server):

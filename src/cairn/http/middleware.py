@@ -9,8 +9,9 @@ import hashlib
 import hmac
 import logging
 import re
+import uuid
 from collections.abc import Callable, Sequence, Set
-from typing import Protocol
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,10 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cairn.errors import InvalidRequest, RequestError
 from cairn.http.clients import note_api_key
 from cairn.http.failures import ClientGone, error_response, failed, internal_error
+from cairn.http.gate import Gate
 
+_LINGER_SECONDS = 2.0
+_LINGER_BYTES = 16 << 20
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)
+
+
+def random_id() -> str:
+    return uuid.uuid4().hex
 
 
 class RequestIds:
@@ -69,7 +77,7 @@ class HeadLimit:
         return await error_response(error)(scope, receive, send)
 
 
-class BugShield:
+class CatchAllErrors:
     """Answers 500 where a bug comes out of the application, and keeps the connection usable."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -122,20 +130,10 @@ def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-class Places(Protocol):
-    """Who counts the requests that are inside."""
-
-    def enter(self) -> None:
-        """Raises RequestError when there is no place; otherwise `leave` has to follow."""
-        ...
-
-    def leave(self) -> None: ...
-
-
 class GateKeeper:
     """Holds a place at the gate for every request to a path that makes work, until its last byte is sent."""
 
-    def __init__(self, app: ASGIApp, gate: Places, paths: Set[str]) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, paths: Set[str]) -> None:
         self._app = app
         self._gate = gate
         self._paths = paths
@@ -202,3 +200,60 @@ class BodyLimit:
 
     def _too_large(self) -> RequestError:
         return failed(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")
+
+
+class LingeringClose:
+    """Ends the connection behind an answer that comes before its request's body is over: refused for its size, its
+    sender or its target.
+
+    A connection closed at once would be reset, and the client, which is still writing, might never see the answer.
+    So the answer goes out whole, what still comes is thrown away for a moment, a bounded number of bytes, and then the
+    connection is closed (RFC 9112, section 9.6).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
+            return await self._app(scope, receive, send)
+        unread, closing = True, False
+
+        async def watched_receive() -> Message:
+            nonlocal unread
+            message = await receive()
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                unread = False
+            return message
+
+        async def closing_send(message: Message) -> None:
+            nonlocal closing
+            if unread and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            elif unread and message["type"] == "http.response.body" and not message.get("more_body", False):
+                closing, message = True, {**message, "more_body": True}
+            await send(message)
+
+        await self._app(scope, watched_receive, closing_send)
+        if closing:
+            await _discard(receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on until the body is over, the client has left, or it has been enough."""
+    left = _LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+            # The client reads the answer once it can write no more.
+            await asyncio.sleep(_LINGER_SECONDS)

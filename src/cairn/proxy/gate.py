@@ -1,39 +1,30 @@
-"""Which requests may be inside, and how long the ones inside may go on."""
+"""How long the requests inside may go on."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from cairn.errors import Overloaded, QueueFull
+from cairn.errors import Overloaded
 from cairn.http.failures import failed
+from cairn.http.gate import Gate
 
 
-class Gate:
-    """Counts the requests that are being answered, and ends them when their time is up. Closed for good on draining."""
+class TimedGate(Gate):
+    """Ends the requests inside when their time is up. `turned_away` is called for each that may not come in."""
 
-    def __init__(self, max_open: int, request_seconds: float) -> None:
-        self._max_open = max_open
+    def __init__(self, max_open: int, request_seconds: float, turned_away: Callable[[], None]) -> None:
+        super().__init__(max_open, "proxy")
         self._seconds = request_seconds
+        self._turned_away = turned_away
         self._limits: set[asyncio.Timeout] = set()
         self._cut_short = False
-        self._emptied = asyncio.Event()
-        self._emptied.set()
-        self.closed = False
-        self.num_open = 0
 
     def enter(self) -> None:
-        """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
-        if self.closed:
-            raise Overloaded("the proxy is shutting down: send the request to another one")
-        if self.num_open >= self._max_open:
-            raise QueueFull(f"{self.num_open} requests are open already: try again later")
-        self.num_open += 1
-        self._emptied.clear()
-
-    def leave(self) -> None:
-        self.num_open -= 1
-        if not self.num_open:
-            self._emptied.set()
+        try:
+            super().enter()
+        except Overloaded:
+            self._turned_away()
+            raise
 
     @asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
@@ -56,6 +47,3 @@ class Gate:
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
             limit.reschedule(now)
-
-    async def wait_empty(self) -> None:
-        await self._emptied.wait()

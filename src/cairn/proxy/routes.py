@@ -10,7 +10,7 @@ from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.clients import client_address
 from cairn.http.failures import ClientGone, failed
-from cairn.proxy.forward import Forwarding, GeneratePath, job_of
+from cairn.proxy.forward import Forwarding, GeneratePath, forwarded_request
 from cairn.proxy.pool import Upstream
 from cairn.proxy.relay import ClientSide, Relay
 from cairn.proxy.service import ProxyService
@@ -55,7 +55,7 @@ def _relay(request: Request, service: ProxyService, content: bytes, path: Genera
 
     async def work(client: ClientSide) -> int:
         async with service.gate.limited():
-            return await Forwarding(service, job_of(service, path, content, _headers(request)), client).run()
+            return await Forwarding(service, forwarded_request(service, path, content, _headers(request)), client).run()
 
     def ended(how: int | RequestError | ClientGone, started: bool) -> None:
         service.metrics.requests.labels(_outcome(how, started)).inc()

@@ -1,11 +1,10 @@
 """What all requests of one proxy share."""
 
 import logging
-import uuid
 from collections.abc import Callable
 
-from cairn.errors import Overloaded
-from cairn.proxy.gate import Gate
+from cairn.http.middleware import random_id
+from cairn.proxy.gate import TimedGate
 from cairn.proxy.health import HealthChecks
 from cairn.proxy.hints import Hints
 from cairn.proxy.metrics import ProxyMetrics
@@ -17,10 +16,6 @@ from cairn.types import Clock, SystemClock
 logger = logging.getLogger(__name__)
 
 
-def _random_id() -> str:
-    return uuid.uuid4().hex
-
-
 class ProxyService:
     """One proxy's state. `clock` measures and ages hints and health, `new_id` names requests that come without one."""
 
@@ -28,7 +23,7 @@ class ProxyService:
         self,
         options: ProxyOptions,
         clock: Clock | None = None,
-        new_id: Callable[[], str] = _random_id,
+        new_id: Callable[[], str] = random_id,
         body_seconds: float = 60.0,
     ) -> None:
         self.options = options
@@ -40,24 +35,14 @@ class ProxyService:
         self.pools = (self.prefill, self.decode)
         self.hints = Hints(options.max_hints, options.hint_timeout, self.clock)
         self.metrics = ProxyMetrics(self.pools, self.hints)
-        self.gate = Gate(options.max_open, options.request_timeout)
+        turned_away = self.metrics.requests.labels("turned_away").inc
+        self.gate = TimedGate(options.max_open, options.request_timeout, turned_away)
         self.client = UpstreamClient(options)
         self.health = HealthChecks(self.pools, self.client, options, self.clock)
 
     @property
     def healthy(self) -> bool:
         return self.decode.num_up > 0 and not self.gate.closed
-
-    def enter(self) -> None:
-        """A place for one request; `leave` has to follow. Raises Overloaded, which is counted."""
-        try:
-            self.gate.enter()
-        except Overloaded:
-            self.metrics.requests.labels("turned_away").inc()
-            raise
-
-    def leave(self) -> None:
-        self.gate.leave()
 
     def failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
         """Note a failed call. A server that cannot be reached is down until its next health check says otherwise."""

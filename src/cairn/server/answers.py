@@ -40,7 +40,7 @@ class Choice:
         return self.finish_reason == "length" or self.stop_reason is not None
 
 
-class Answer:
+class RequestAnswers:
     """`n` answers to each of one or more prompts, of so many tokens each.
 
     By prompt: `caches`, what the prefix cache did for it, and `prompt_logprobs`. `kv_transfer_params` (JSON): of the
@@ -74,7 +74,7 @@ class Answer:
         return all(choice.finish_reason is not None for choice in self.choices)
 
 
-def usage_part(answer: Answer) -> dict[str, Any]:
+def usage_part(answer: RequestAnswers) -> dict[str, Any]:
     """A prompt counts once, however many answers it has."""
     prompts, said = sum(answer.prompt_tokens), sum(len(choice.token_ids) for choice in answer.choices)
     usage: dict[str, Any] = {"prompt_tokens": prompts, "completion_tokens": said, "total_tokens": prompts + said}
@@ -90,7 +90,7 @@ def _cached_tokens(cache: CacheReport | None) -> int:
     return cache.cached_tokens if cache.prefill_cached_tokens is None else cache.prefill_cached_tokens
 
 
-def cairn_part(answer: Answer) -> dict[str, Any]:
+def cairn_part(answer: RequestAnswers) -> dict[str, Any]:
     """What the prefix cache did, and why not more: a record, or a list of them for several prompts."""
     records = [None if cache is None else msgspec.structs.asdict(cache) for cache in answer.caches]
     return {"cache": records[0] if len(records) == 1 else records}

@@ -8,12 +8,10 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 
-from cairn import __version__
-from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, HeadLimit, RequestIds
-from cairn.http.unread import UnreadBodies
+from cairn.http.application import add_middleware, http_application
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.failures import install_error_handlers
-from cairn.server.gate import ImageShares
+from cairn.server.images.room import ImageShares
 from cairn.server.log_lines import ThroughputLine
 from cairn.server.openapi import document
 from cairn.server.service import Service
@@ -23,14 +21,12 @@ __all__ = ["create_app"]
 # The page has nothing in it: what it shows it asks for with the key that is typed into it.
 _OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "/ready", "/version"})
 _GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
-_MAX_HEAD_BYTES = 1 << 15
 
 logger = logging.getLogger(__name__)
 
 
 def create_app(service: Service) -> FastAPI:
     """The application around an engine that has been started. Whoever started the engine also stops it."""
-    options = service.options
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -43,31 +39,24 @@ def create_app(service: Service) -> FastAPI:
                 await reporting
             await service.aclose()
 
-    app = FastAPI(
-        title="cairn",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        # A redirect would be built from the Host header.
-        redirect_slashes=False,
-    )
+    app = http_application("cairn", lifespan)
     app.state.service = service
     app.include_router(routes.router())
     app.include_router(status_routes.router())
     app.include_router(cache_routes.router())
     install_error_handlers(app)
     app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
-    # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=service.limits.body_seconds)
     app.add_middleware(ImageShares, room=service.image_room)
-    app.add_middleware(GateKeeper, gate=service.gate, paths=_GATED_PATHS)
-    if options.api_key:
-        app.add_middleware(ApiKey, api_keys=options.api_key, open_paths=_OPEN_PATHS)
-    app.add_middleware(BugShield)
-    app.add_middleware(RequestIds, new_id=service.new_id)
-    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
-    app.add_middleware(UnreadBodies)
+    add_middleware(
+        app,
+        gate=service.gate,
+        gated_paths=_GATED_PATHS,
+        api_keys=service.options.api_key,
+        open_paths=_OPEN_PATHS,
+        max_body_bytes=service.options.max_body_bytes,
+        body_seconds=service.limits.body_seconds,
+        new_id=service.new_id,
+    )
     return app
 
 

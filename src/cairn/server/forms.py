@@ -1,20 +1,23 @@
-"""What form a request's answers have to have, and how they are taken apart."""
+"""What form a request's answers have to have, by its structure and its tools, and how they are taken apart."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
-from cairn.server.parsers.plain import PlainText
+from cairn.server.parsers.choose import PlainText
+from cairn.server.parsers.contract import Tools
 from cairn.server.prompts import Prompt
 from cairn.server.requests import ChatRequest, SamplingFields
 from cairn.server.service import Service
-from cairn.server.structured import structure_of
-from cairn.server.tools import FORCED_FORM, tool_use
+from cairn.server.structured import MAX_BYTES, json_text, structure_of
 
+_FORCED_FORM = "json"
+"""The form of calls in answers that have to consist of them: every model can be held to it."""
 _PROMPT_END = 32
 """Tokens at a prompt's end among which the reasoning is opened."""
 
@@ -42,7 +45,7 @@ async def form_of(service: Service, body: SamplingFields, prompt: Prompt) -> Ans
     structure = use.structure or structure
     if structure is not None and parsers.reasons:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
-    calls = None if use.structure is None else FORCED_FORM
+    calls = None if use.structure is None else _FORCED_FORM
 
     def message() -> ChatMessage:
         parser = parsers.parser(use.tools, opened=opened, calls=calls)
@@ -59,3 +62,66 @@ async def _opened(service: Service, body: ChatRequest, prompt: Prompt) -> bool:
     if body.continue_final_message:
         return isinstance(content, str) and service.parsers.leaves_open(content)
     return service.parsers.opens(await service.decode(prompt.token_ids[-_PROMPT_END:]))
+
+
+# -- tools and tool_choice ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`tools`: those whose calls are looked for; None for none of them. `structure`: what holds the answer to calls;
+    None where the model chooses. `parallel`: more than one call may be told."""
+
+    tools: Tools | None
+    structure: Structure | None
+    parallel: bool
+
+
+def tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
+    """`auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice` or `tools`.
+
+    To be asked when the tools have been checked (`messages.conversation`).
+    """
+    tools = {tool["function"]["name"]: _parameters(tool["function"]) for tool in body.tools or ()}
+    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
+    parallel = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if choice is None or choice == "auto":
+        return ToolUse(tools if tools and auto else None, None, parallel)
+    if choice == "none":
+        return ToolUse(None, None, parallel)
+    if choice == "required":
+        if not tools:
+            raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
+        return _forced(tools, places, parallel)
+    name = _named(choice)
+    if name not in tools:
+        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
+    return _forced({name: tools[name]}, places, parallel=False)
+
+
+def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
+    asked = {
+        "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
+        "parallel": parallel,
+    }
+    text = json_text(asked, "tools")
+    if len(text) > MAX_BYTES:
+        raise InvalidRequest(f"tools have {len(text)} characters; at most {MAX_BYTES} can be required", "tools")
+    return ToolUse(tools, Structure(kind="calls", text=text, field="tools"), parallel)
+
+
+def _named(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
+    return name
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters")
+    return parameters if isinstance(parameters, dict) else {"type": "object"}

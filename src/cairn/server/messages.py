@@ -34,7 +34,7 @@ _HOLD_SECONDS: Mapping[object, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatInput:
     """A chat in the form that the tokenizer takes."""
 
     messages: list[dict[str, Any]]
@@ -45,7 +45,7 @@ class Conversation:
     continue_final_message: bool
 
 
-def conversation(body: TemplateFields, messages: list[Message], breakpoints: list[Breakpoint]) -> Conversation:
+def conversation(body: TemplateFields, messages: list[Message], breakpoints: list[Breakpoint]) -> ChatInput:
     """`messages`: those of `body` with their images decoded. Raises InvalidRequest naming the part that is wrong."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -53,7 +53,7 @@ def conversation(body: TemplateFields, messages: list[Message], breakpoints: lis
             "continue_final_message and add_generation_prompt contradict each other: send one of them",
             "continue_final_message",
         )
-    return Conversation(
+    return ChatInput(
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
         template_kwargs=_template_kwargs(body.chat_template_kwargs or {}),

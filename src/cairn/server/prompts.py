@@ -1,7 +1,7 @@
 """From a request body to the engine's request: text to tokens, defaults, and checks against what is served."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from cairn.engine.contract import GenerateRequest, ImageInput
 from cairn.errors import InvalidRequest, NotFound
-from cairn.server.gate import ImageShare
-from cairn.server.messages import Conversation, breakpoints_of, check_text, conversation
+from cairn.server.images.room import ImageShare
+from cairn.server.messages import ChatInput, breakpoints_of, check_text, conversation
 from cairn.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -21,12 +21,14 @@ from cairn.server.requests import (
 )
 from cairn.server.sampling import answers_per_prompt, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
-from cairn.server.shapes import Shown
+from cairn.server.shapes import ResponseOptions
 from cairn.server.transfers import transfer_params
 from cairn.types import Boundary
 
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
+
+_TRUNCATE = "truncate_prompt_tokens"
 
 _KINDS: Mapping[type, str] = MappingProxyType(
     {
@@ -112,7 +114,7 @@ async def chat_prompt(service: Service, body: ChatRequest, share: ImageShare) ->
 
 async def conversation_of(
     service: Service, body: TemplateFields, messages: list[Message], share: ImageShare
-) -> Conversation:
+) -> ChatInput:
     """The chat with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
     breakpoints = breakpoints_of(body, messages)
     decoded = await service.images.decoded(messages, service.engine.tokenizer.image_markers, share)
@@ -141,12 +143,35 @@ def engine_request(
     )
 
 
-async def shown_of(service: Service, body: SamplingFields, prompts: Sequence[Prompt]) -> Shown:
+def truncated(prompt: Prompt, body: SamplingFields, max_model_len: int) -> Prompt:
+    """The prompt, or its last tokens where it has more than the body wants kept. -1: as many as leave room for
+    `max_tokens`, or for one.
+
+    Raises InvalidRequest for a number out of range, and where images would be cut off or in two.
+    """
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    if not (asked == -1 or 1 <= asked <= max_model_len):
+        raise InvalidRequest(f"{_TRUNCATE} is {asked}: it must be -1, or 1 to {max_model_len}", _TRUNCATE)
+    keep = max(1, max_model_len - (max_tokens_of(body) or 1)) if asked == -1 else asked
+    cut = len(prompt.token_ids) - keep
+    if cut <= 0:
+        return prompt
+    if prompt.images:
+        text = f"the prompt has images and is {cut} tokens longer: shorten it yourself"
+        raise InvalidRequest(f"{_TRUNCATE}: {text}", _TRUNCATE)
+    kept = [replace(place, position=place.position - cut) for place in prompt.boundaries if place.position > cut]
+    # An echo is what the model has seen.
+    return replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
+
+
+async def response_options(service: Service, body: SamplingFields, prompts: Sequence[Prompt]) -> ResponseOptions:
     """What the answers show besides their text."""
     echo = [""] * len(prompts)
     if isinstance(body, CompletionRequest) and body.echo:
         echo = [await service.decode(one.token_ids) if one.text is None else one.text for one in prompts]
-    return Shown(
+    return ResponseOptions(
         prompts=tuple(prompt.token_ids for prompt in prompts),
         echo=tuple(echo),
         token_ids=bool(body.return_token_ids),

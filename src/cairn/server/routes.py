@@ -8,11 +8,10 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from cairn.errors import InvalidRequest
-from cairn.http.clients import client_id
-from cairn.http.leaving import unless_gone
+from cairn.http.clients import cancel_on_disconnect, client_id
 from cairn.server.forms import form_of
-from cairn.server.gate import ImageShare
 from cairn.server.generate import Deadline, Job, respond
+from cairn.server.images.room import ImageShare
 from cairn.server.messages import check_text
 from cairn.server.prompts import (
     Prompt,
@@ -21,7 +20,8 @@ from cairn.server.prompts import (
     completion_prompts,
     conversation_of,
     engine_request,
-    shown_of,
+    response_options,
+    truncated,
     valid_tokens,
 )
 from cairn.server.requests import (
@@ -34,7 +34,6 @@ from cairn.server.requests import (
 )
 from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
-from cairn.server.truncation import truncated
 
 Result = TypeVar("Result")
 
@@ -85,7 +84,7 @@ async def _generate(
     bad_words = await _in_time(http, deadline, service.bad_words(body.bad_words or []))
     more = {"structure": form.structure, "bad_words": bad_words}
     requests = [msgspec.structs.replace(request, **more) for request in requests]
-    shown = await _in_time(http, deadline, shown_of(service, body, prompts))
+    shown = await _in_time(http, deadline, response_options(service, body, prompts))
     created, model = int(service.wall()), service.options.model_name
     shape: AnswerShape = CompletionShape(answer_id, created, model, shown)
     if chat:
@@ -97,7 +96,7 @@ async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, 
     """The work's result, unless the client leaves or the deadline is missed first."""
     try:
         async with deadline.limit():
-            return await unless_gone(http.receive, work)
+            return await cancel_on_disconnect(http.receive, work)
     except TimeoutError:
         raise deadline.missed() from None
 

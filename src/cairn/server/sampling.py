@@ -1,8 +1,10 @@
 """How a body's answers are drawn, in the engine's words. Ranges are the bodies' and the engine's to check."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.errors import InvalidRequest
+from cairn.server.messages import check_text
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 _GREEDY_BELOW = 1e-5
@@ -87,3 +89,18 @@ def _prompt_logprobs(body: SamplingFields) -> int | None:
             raise InvalidRequest("prompt_logprobs cannot be streamed: leave stream out", "prompt_logprobs")
         return body.prompt_logprobs
     return body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+
+
+def bad_word_tokens(encode: Callable[[str, bool], list[int]], words: Sequence[str]) -> list[list[int]]:
+    """The tokens of each word as it begins an answer and, where they are others, as it stands behind a space.
+
+    Raises InvalidRequest that names the word.
+    """
+    found = []
+    for place, word in enumerate(words):
+        text = check_text(word, f"bad_words[{place}]", "bad_words").lstrip()
+        plain, spaced = encode(text, False), encode(f" {text}", False)
+        if not text or not plain:
+            raise InvalidRequest(f"bad_words[{place}] is blank: leave it out", "bad_words")
+        found += [plain] if spaced == plain else [plain, spaced]
+    return found

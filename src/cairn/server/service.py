@@ -2,23 +2,23 @@
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
 from cairn.errors import EngineDead, Overloaded
-from cairn.server.bad_words import bad_word_tokens
-from cairn.server.gate import Gate, ImageRoom
+from cairn.http.gate import Gate
+from cairn.http.middleware import random_id
 from cairn.server.images import ImageParts
+from cairn.server.images.room import ImageRoom
 from cairn.server.logprobs import TokenTexts
-from cairn.server.messages import Conversation
+from cairn.server.messages import ChatInput
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.choose import choose_parsers
-from cairn.server.questions import Questions
+from cairn.server.sampling import bad_word_tokens
 from cairn.types import Clock, SystemClock
 
 # Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
@@ -30,8 +30,38 @@ _MAX_LOOKING = 256
 Result = TypeVar("Result")
 
 
-def _random_id() -> str:
-    return uuid.uuid4().hex
+class EngineQueries:
+    """What callers ask the engine: each has a deadline of its own, and only so many may wait at once.
+
+    `what` the engine is to do, in words; `seconds`: a caller's whole wait, from its arrival on, behind others included;
+    `max_waiting`: callers that may wait at once; `dead`: why the engine has ended, None while it lives.
+    """
+
+    def __init__(self, what: str, *, seconds: float, max_waiting: int, dead: Callable[[], str | None]) -> None:
+        self._what = what
+        self._seconds = seconds
+        self._max_waiting = max_waiting
+        self._dead = dead
+        self._waiting = 0
+
+    async def ask(self, asking: Callable[[], Awaitable[Result]]) -> Result:
+        """What `asking` brings. Raises Overloaded (503) when there is no room or no answer in time, EngineDead when
+        there will never be one."""
+        if self._waiting >= self._max_waiting:
+            raise Overloaded(f"{self._waiting} callers wait for the engine to {self._what} already: try again later")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asking()
+        except TimeoutError:
+            raise Overloaded(f"the engine did not {self._what} within {self._seconds:g} s: try again later") from None
+        except EngineDead as error:
+            if self._dead() is not None:
+                raise
+            # The engine lives: it has not answered in its own time, or has too many questions to answer.
+            raise Overloaded(f"{error}: try again later") from error
+        finally:
+            self._waiting -= 1
 
 
 class Service:
@@ -44,7 +74,7 @@ class Service:
         limits: ServerLimits,
         clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
-        new_id: Callable[[], str] = _random_id,
+        new_id: Callable[[], str] = random_id,
         images: ImageParts | None = None,
     ) -> None:
         self.engine = engine
@@ -63,9 +93,9 @@ class Service:
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
         self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
-        self.counting = self._questions("tell its counters", limits.stats_seconds, _MAX_COUNTING)
-        self.looking = self._questions("show its cache", limits.view_seconds, _MAX_LOOKING)
-        self.emptying = self._questions("empty its cache", limits.view_seconds, _MAX_EMPTYING)
+        self.counting = self._queries("tell its counters", limits.stats_seconds, _MAX_COUNTING)
+        self.looking = self._queries("show its cache", limits.view_seconds, _MAX_LOOKING)
+        self.emptying = self._queries("empty its cache", limits.view_seconds, _MAX_EMPTYING)
         self._stats = EngineStats()
         # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
@@ -92,7 +122,7 @@ class Service:
         """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
         return await self._tokenize(lambda: bad_word_tokens(self.engine.tokenizer.encode, words)) if words else []
 
-    async def render_chat(self, chat: Conversation) -> RenderedPrompt:
+    async def render_chat(self, chat: ChatInput) -> RenderedPrompt:
         render = partial(
             self.engine.tokenizer.render_chat,
             chat.messages,
@@ -112,8 +142,8 @@ class Service:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         await self.images.aclose()
 
-    def _questions(self, what: str, seconds: float, max_waiting: int) -> Questions:
-        return Questions(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: self.engine.dead)
+    def _queries(self, what: str, seconds: float, max_waiting: int) -> EngineQueries:
+        return EngineQueries(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: self.engine.dead)
 
     async def _tokenize(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cairn.engine.contract import GenerateOutput, TokenLogprobs
-from cairn.server.answers import Answer, Choice, cairn_part, transfer_part, usage_part
+from cairn.server.answers import Choice, RequestAnswers, cairn_part, transfer_part, usage_part
 from cairn.server.chat_message import ChatMessage
 from cairn.server.logprobs import Places, TokenTexts, joined
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ResponseOptions:
     """What answers show besides their text. By prompt: its `prompts` as token ids, and the text to `echo`, empty for
     none. `token_ids`: of prompts and answers; `logprobs` and `prompt_logprobs`: as the client has asked for them."""
 
@@ -26,9 +26,9 @@ class Shown:
 class AnswerShape(Protocol):
     """One endpoint's way of writing an answer. Bodies are plain JSON objects."""
 
-    def whole(self, answer: Answer) -> dict[str, Any]: ...
+    def whole(self, answer: RequestAnswers) -> dict[str, Any]: ...
 
-    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+    def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
         """The chunks before any text."""
         ...
 
@@ -36,10 +36,10 @@ class AnswerShape(Protocol):
         """The choice's next piece; `first`: of its pieces. None where the output says nothing yet."""
         ...
 
-    def usage_chunk(self, answer: Answer) -> dict[str, Any]: ...
+    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]: ...
 
 
-def _closing(answer: Answer) -> dict[str, Any]:
+def _closing(answer: RequestAnswers) -> dict[str, Any]:
     return {
         "usage": usage_part(answer),
         "kv_transfer_params": transfer_part(answer.kv_transfer_params),
@@ -62,14 +62,14 @@ class CompletionShape:
     id: str
     created: int
     model: str
-    shown: Shown
+    shown: ResponseOptions
     places: dict[int, Places] = field(default_factory=dict)
     told: dict[int, TokenLogprobs] = field(default_factory=dict)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: RequestAnswers) -> dict[str, Any]:
         return self._body([self._whole(answer, choice) for choice in answer.choices]) | _closing(answer)
 
-    def _whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+    def _whole(self, answer: RequestAnswers, choice: Choice) -> dict[str, Any]:
         shown, told = self.shown, answer.prompt_logprobs[choice.prompt]
         body = self._choice(
             choice,
@@ -83,7 +83,7 @@ class CompletionShape:
             body |= {"prompt_token_ids": shown.prompts[choice.prompt], "token_ids": choice.token_ids}
         return body
 
-    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+    def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ class CompletionShape:
             body |= {"prompt_token_ids": shown.prompts[choice.prompt]} if first else {}
         return self._body([body]) | _handed_over(output)
 
-    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]:
         return self._body([]) | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
 
     def _logprobs(
@@ -138,11 +138,11 @@ class ChatShape:
     id: str
     created: int
     model: str
-    shown: Shown
+    shown: ResponseOptions
     new_message: Callable[[], ChatMessage]
     growing: dict[int, ChatMessage] = field(default_factory=dict)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: RequestAnswers) -> dict[str, Any]:
         shown = self.shown
         body = self._body("chat.completion", [self._whole(choice) for choice in answer.choices])
         if shown.token_ids:
@@ -158,7 +158,7 @@ class ChatShape:
         body = self._choice(choice, "message", message.message(), self._logprobs(choice.logprobs), finish)
         return body | ({"token_ids": choice.token_ids} if self.shown.token_ids else {})
 
-    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+    def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         named = {"prompt_token_ids": self.shown.prompts[0]} if self.shown.token_ids else {}
         choices = [self._choice(choice, "delta", delta, None, None) for choice in answer.choices]
@@ -177,7 +177,7 @@ class ChatShape:
             body["token_ids"] = output.token_ids
         return self._body("chat.completion.chunk", [body]) | _handed_over(output)
 
-    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]:
         body = self._body("chat.completion.chunk", [])
         return body | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
 

@@ -3,8 +3,10 @@
 import json
 import re
 import sys
+from collections.abc import Iterator
 
-from cairn.server.nesting import MAX_NESTING, too_deep_field
+MAX_NESTING = 256
+"""Objects and lists within each other; fewer than what any JSON decoder here gives up at."""
 
 _SIGNS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 _DIGITS = re.compile(rb"[0-9]{%d,}" % (sys.int_info.default_max_str_digits + 1))
@@ -28,20 +30,37 @@ def why_unreadable(body: bytes) -> tuple[str, str | None] | None:
     return None
 
 
+def too_deep_field(body: bytes) -> str | None:
+    """The top-level field of an object that goes deeper than `MAX_NESTING`; None where there is none. One pass."""
+    return next((_name(field) for _, depth, field in _signs(body) if depth > MAX_NESTING), None)
+
+
 def _field_at(body: bytes, place: int) -> str | None:
     """The top-level field of an object that byte number `place` belongs to."""
-    depth, name = 0, b""
-    for sign in _SIGNS.finditer(body):
-        if sign.start() > place:
+    name = b""
+    for start, _, field in _signs(body):
+        if start > place:
             break
+        name = field
+    return _name(name)
+
+
+def _signs(body: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Strings and brackets: where each begins, how deep it is behind it, and the top-level field's name as written."""
+    depth, field = 0, b""
+    for sign in _SIGNS.finditer(body):
         text = sign[0]
         if text in (b"{", b"["):
             depth += 1
         elif text in (b"}", b"]"):
             depth -= 1
         elif depth == 1 and body[sign.end() : sign.end() + 16].lstrip().startswith(b":"):
-            name = text
+            field = text
+        yield sign.start(), depth, field
+
+
+def _name(field: bytes) -> str | None:
     try:
-        return str(json.loads(name))[:_MAX_NAME]
+        return str(json.loads(field))[:_MAX_NAME]
     except ValueError:
         return None

@@ -1,7 +1,7 @@
 """Reasoning between `<think>` and `</think>`, before everything else."""
 
+from cairn.server.parsers.call_reader import MAX_BREAKS, first_mark, open_mark, trailing_breaks
 from cairn.server.parsers.contract import Content, Event, Reasoning
-from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark, trailing_breaks
 
 OPEN, CLOSE = "<think>", "</think>"
 

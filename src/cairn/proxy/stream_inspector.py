@@ -38,7 +38,7 @@ class _Piece(msgspec.Struct):
     kv_transfer_params: Body | None = None
 
 
-class AnswerTap:
+class StreamInspector:
     """Fed with an answer's bytes as they pass, cut anywhere. `done` once nothing more is to be expected.
 
     It never fails: an answer that it cannot read only has fewer findings.

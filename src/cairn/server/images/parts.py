@@ -11,13 +11,11 @@ from typing import Any
 
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
-from cairn.server.gate import ImageShare
-from cairn.server.images_decode import decode
-from cairn.server.images_fetch import Allowance, Fetcher, data_uri
+from cairn.server.images.decode import decode
+from cairn.server.images.fetch import Allowance, Fetcher, data_uri
+from cairn.server.images.room import ImageShare
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
-
-__all__ = ["ImageParts", "pixels_of"]
 
 _IMAGE_KINDS = ("image_url", "input_image")
 _OTHER_KINDS = ("video_url", "input_video", "video", "audio_url", "input_audio", "audio")

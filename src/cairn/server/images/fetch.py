@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import httpx
 
 from cairn.errors import InvalidRequest
-from cairn.server.gate import ImageShare
-from cairn.server.images_address import Resolver, SystemResolver, public_addresses
+from cairn.server.images.address import Resolver, SystemResolver, public_addresses
+from cairn.server.images.room import ImageShare
 from cairn.server.options import ImageOptions
 
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
