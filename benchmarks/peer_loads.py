@@ -19,7 +19,7 @@ from cairn.bench.datasets import PrefixRepetition, prefix_repetition
 from cairn.bench.endpoint import Endpoint
 from cairn.bench.load import EventLoopPace, Load, Ran
 from cairn.bench.metrics import summary_of
-from cairn.bench.stream import HttpSender, Outcome
+from cairn.bench.stream import HttpSender, RequestOutcome
 from cairn.bench.work import Conversation, TokenizerSpeller, Turn, Vocabulary
 from cairn.http.cookies import no_cookies
 
@@ -101,7 +101,7 @@ class LoadClient:
 
     async def together(
         self, prompts: Sequence[tuple[int, ...]], answer: int, sampling: Mapping[str, Any] = GREEDY
-    ) -> list[Outcome]:
+    ) -> list[RequestOutcome]:
         """All prompts at the same time, with answers of `answer` tokens."""
         work = [Conversation((Turn(prompt, len(prompt), answer),)) for prompt in prompts]
         return (await self.run(work, len(work), sampling)).outcomes
@@ -117,7 +117,7 @@ def check_answers(work: Sequence[Conversation], ran: Ran) -> None:
             raise PeerError(f"an answer has {outcome.output_tokens} tokens, and {tokens} were asked for")
 
 
-def decode_rate(outcomes: Sequence[Outcome]) -> float:
+def decode_rate(outcomes: Sequence[RequestOutcome]) -> float:
     """Tokens a second, from the first request's sending to the last token of all: prompts are short, and a server that
     is out of breath hands over many tokens at once, so that when each was computed cannot be seen."""
     tokens = sum(one.output_tokens for one in outcomes)
@@ -174,7 +174,7 @@ async def _median_rate(client: LoadClient, scale: Scale, count: int, sampling: M
 async def cold_load(client: LoadClient, scale: Scale) -> Figures:
     """Milliseconds to the first token, one request at a time: of prompts never seen, of the same again, of one that
     shares two thirds with an earlier one, and of the next that does so."""
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[RequestOutcome]] = {}
 
     async def send(name: str, prompt: tuple[int, ...]) -> None:
         outcomes.setdefault(name, []).extend(await client.together([prompt], 1))

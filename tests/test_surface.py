@@ -124,7 +124,8 @@ EXPORTED = {
     "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
     "cairn.bench.command": "add_bench_flags run_bench",
-    "cairn.bench.work": "Conversation FIRST_TOKEN Ids Speller TokenizerSpeller Turn Vocabulary Words spelled",
+    "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
+    "Vocabulary Words arrival_times flag spelled",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineCore EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "

@@ -7,7 +7,7 @@ import pytest
 
 from cairn.bench.endpoint import Endpoint
 from cairn.bench.flags import add_bench_flags
-from cairn.bench.options import goals_of, material_of, open_limit, target_of
+from cairn.bench.options import endpoint_of, goals_of, material_of, open_limit
 from cairn.errors import ConfigError
 
 
@@ -107,15 +107,15 @@ def test_eos_is_ignored_where_lengths_are_made_up():
     ],
 )
 def test_where_requests_go(words, url, kind, backend):
-    target = target_of(asked(*words))
-    assert (target.base_url + target.path, target.kind, target.backend) == (url, kind, backend)
+    target = endpoint_of(asked(*words))
+    assert (target.url, target.kind, target.backend) == (url, kind, backend)
 
 
 def test_keys_and_headers(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
-    assert target_of(asked()).headers == {"Authorization": "Bearer sk-env"}
-    assert target_of(asked("--api-key", "sk-flag")).headers == {"Authorization": "Bearer sk-flag"}
-    target = target_of(asked("--header", "Authorization=Basic abc", "X-Team=a=b"))
+    assert endpoint_of(asked()).headers == {"Authorization": "Bearer sk-env"}
+    assert endpoint_of(asked("--api-key", "sk-flag")).headers == {"Authorization": "Bearer sk-flag"}
+    target = endpoint_of(asked("--header", "Authorization=Basic abc", "X-Team=a=b"))
     assert target.headers == {"Authorization": "Basic abc", "X-Team": "a=b"}
     endpoint = Endpoint("u", "chat", "m", headers=target.headers, secrets=target.secrets)
     assert "abc" not in repr(endpoint) and "sk-env" not in repr(endpoint)
@@ -123,9 +123,9 @@ def test_keys_and_headers(monkeypatch):
 
 
 def test_only_what_is_given_is_sent():
-    assert dict(target_of(asked()).fields) == {}
+    assert dict(endpoint_of(asked()).fields) == {}
     words = ("--temperature", "0", "--top-k", "-1", "--extra-body", '{"temperature": 1, "cache_salt": "x"}')
-    assert dict(target_of(asked(*words)).fields) == {"temperature": 1, "top_k": -1, "cache_salt": "x"}
+    assert dict(endpoint_of(asked(*words)).fields) == {"temperature": 1, "top_k": -1, "cache_salt": "x"}
 
 
 def test_goals():

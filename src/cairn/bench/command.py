@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cairn.bench.compare import compare
-from cairn.bench.endpoint import Endpoint
+from cairn.bench.endpoint import Endpoint, first_model, until_ready
 from cairn.bench.flags import add_bench_flags
 from cairn.bench.load import EventLoopPace, Load, Ran
 from cairn.bench.metrics import Summary, summary_of
-from cairn.bench.options import Material, Target, goals_of, material_of, open_limit, pairs_of, target_of
+from cairn.bench.options import Material, endpoint_of, goals_of, material_of, open_limit, pairs_of
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
-from cairn.bench.probe import first_model, until_ready
 from cairn.bench.report import Circumstances, result_json, save, table_lines
-from cairn.bench.stream import HttpSender, Outcome
+from cairn.bench.stream import HttpSender, RequestOutcome
 from cairn.errors import ConfigError
 from cairn.http.cookies import no_cookies
 
@@ -49,12 +48,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _serve(asked: argparse.Namespace) -> int:
-    target, goals, metadata = target_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
+    endpoint, goals, metadata = endpoint_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
     limit = open_limit(asked.max_concurrency)
-    material = material_of(asked, target.kind)
-    model, ran = asyncio.run(_measured(asked, target, material, limit))
+    material = material_of(asked, endpoint.kind)
+    endpoint, ran = asyncio.run(_measured(asked, replace(endpoint, ignore_eos=material.ignore_eos), material, limit))
     summary = summary_of(ran, asked.metric_percentiles, goals)
-    how = _circumstances(asked, target, material, model)
+    how = _circumstances(asked, endpoint, material)
     for line in table_lines(ran, summary, how):
         print(line)
     if asked.save_result or asked.append_result:
@@ -68,8 +67,10 @@ def _exit_code(ran: Ran, summary: Summary) -> int:
     return 0 if summary.completed else 1
 
 
-async def _measured(asked: argparse.Namespace, target: Target, material: Material, limit: int) -> tuple[str, Ran]:
-    """The model's name, and the load's end."""
+async def _measured(
+    asked: argparse.Namespace, endpoint: Endpoint, material: Material, limit: int
+) -> tuple[Endpoint, Ran]:
+    """The endpoint with its model's name, and the load's end."""
     pace = EventLoopPace()
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
     timeout = httpx.Timeout(asked.request_timeout, connect=min(_CONNECT_SECONDS, asked.request_timeout))
@@ -78,24 +79,15 @@ async def _measured(asked: argparse.Namespace, target: Target, material: Materia
         limits=limits, timeout=timeout, trust_env=False, cookies=no_cookies(), verify=not asked.insecure
     ) as http:
         if asked.ready_check_timeout_sec:
-            await until_ready(http, target.base_url, target.headers, pace, asked.ready_check_timeout_sec)
-        named = asked.served_model_name or asked.model
-        model = named or await first_model(http, target.base_url, target.headers)
-        endpoint = Endpoint(
-            url=target.base_url + target.path,
-            kind=target.kind,
-            model=model,
-            ignore_eos=material.ignore_eos,
-            fields=target.fields,
-            headers=target.headers,
-            secrets=target.secrets,
-        )
+            await until_ready(http, endpoint, pace, asked.ready_check_timeout_sec)
+        if not endpoint.model:
+            endpoint = replace(endpoint, model=await first_model(http, endpoint))
         sender = HttpSender(http, endpoint, pace, asked.request_timeout)
         load = Load(sender, endpoint, pace, limit)
         with _until_interrupted() as stop, _progress(asked, material) as bar:
             if material.warmups:
                 _tell_failures(await load.run(material.warmups, [0.0] * len(material.warmups), stop))
-            return model, await load.run(material.work, material.due, stop, bar.step)
+            return endpoint, await load.run(material.work, material.due, stop, bar.step)
 
 
 def _tell_failures(ran: Ran) -> None:
@@ -128,7 +120,7 @@ class _Bar:
     task: TaskID
     failed: int = 0
 
-    def step(self, outcome: Outcome) -> None:
+    def step(self, outcome: RequestOutcome) -> None:
         self.failed += outcome.failure is not None
         words = f"requests, {self.failed} failed" if self.failed else "requests"
         self.progress.update(self.task, advance=1, description=words)
@@ -143,12 +135,12 @@ def _progress(asked: argparse.Namespace, material: Material) -> Iterator[_Bar]:
         yield _Bar(progress, progress.add_task("requests", total=material.num_requests))
 
 
-def _circumstances(asked: argparse.Namespace, target: Target, material: Material, model: str) -> Circumstances:
+def _circumstances(asked: argparse.Namespace, endpoint: Endpoint, material: Material) -> Circumstances:
     return Circumstances(
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
-        backend=target.backend,
+        backend=endpoint.backend,
         label=asked.label,
-        model=model,
+        model=endpoint.model,
         tokenizer=None if asked.tokenizer is None else str(asked.tokenizer),
         num_prompts=material.num_requests,
         request_rate=asked.request_rate,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.bench.work import Conversation, Speller, Turn, Vocabulary
+from cairn.bench.work import MAX_PROMPTS, MAX_TOKENS, Conversation, Speller, Turn, Vocabulary, flag
 from cairn.errors import ConfigError
 
 _MAX_FILE_BYTES = 4 << 30
@@ -21,20 +21,20 @@ _MAX_TOTAL_TOKENS = 2048
 class RandomPrompts:
     """Lengths in tokens; each is drawn from (1 - range_ratio, 1 + range_ratio) times what is asked for, whole."""
 
-    input_len: int = 1024
-    output_len: int = 128
-    range_ratio: float = 0.0
-    prefix_len: int = 0
+    input_len: int = flag(1024, 0, MAX_TOKENS)
+    output_len: int = flag(128, 1, MAX_TOKENS)
+    range_ratio: float = flag(0.0, 0.0, 0.999, "lengths vary by this share up and down")
+    prefix_len: int = flag(0, 0, MAX_TOKENS, "what all prompts share")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRepetition:
     """Lengths in tokens."""
 
-    prefix_len: int = 256
-    suffix_len: int = 256
-    num_prefixes: int = 10
-    output_len: int = 128
+    prefix_len: int = flag(256, 0, MAX_TOKENS)
+    suffix_len: int = flag(256, 1, MAX_TOKENS)
+    num_prefixes: int = flag(10, 1, MAX_PROMPTS)
+    output_len: int = flag(128, 1, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class ShareGpt:
     """`output_len`: tokens; None takes the length of the recorded answer."""
 
     path: Path
-    output_len: int | None = None
+    output_len: int | None = flag(None, 1, MAX_TOKENS, "as recorded unless given")
 
 
 @dataclass(frozen=True, slots=True)
 class Chats:
     """Conversations of `turns` requests; lengths in tokens, counted before the server's template."""
 
-    turns: int = 4
-    num_systems: int = 1
-    system_len: int = 256
-    user_len: int = 64
-    output_len: int = 128
+    turns: int = flag(4, 1, 4096, "requests of one conversation")
+    num_systems: int = flag(1, 1, MAX_PROMPTS, "different system messages")
+    system_len: int = flag(256, 1, MAX_TOKENS)
+    user_len: int = flag(64, 1, MAX_TOKENS)
+    output_len: int = flag(128, 1, MAX_TOKENS)
 
 
 def random_prompts(

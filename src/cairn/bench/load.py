@@ -3,20 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from cairn.bench.endpoint import Endpoint, Said
-from cairn.bench.stream import Failure, Outcome, Sender
+from cairn.bench.endpoint import Endpoint, Pace, Said
+from cairn.bench.stream import Failure, RequestOutcome, Sender
 from cairn.bench.work import Conversation
-from cairn.types import Clock
-
-
-class Pace(Clock, Protocol):
-    """A clock that can be waited for."""
-
-    async def until(self, moment: float) -> None:
-        """Return at `moment`, or at once when it is past."""
-        ...
 
 
 class EventLoopPace:
@@ -34,7 +24,7 @@ class Ran:
     """What became of a load. `outcomes`: in the order of the work, those that have ended; `interrupted`: requests that
     were under way, `unsent`: requests that were still to be sent when it was stopped. `seconds`: from the start on."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     interrupted: int = 0
     unsent: int = 0
     start: float = 0.0
@@ -56,7 +46,7 @@ class Load:
         work: Sequence[Conversation],
         due: Sequence[float],
         stop: asyncio.Event,
-        ended: Callable[[Outcome], None] = lambda outcome: None,
+        ended: Callable[[RequestOutcome], None] = lambda outcome: None,
     ) -> Ran:
         """Send all of `work`, each conversation `due` seconds after the start, ascending.
 
@@ -87,14 +77,14 @@ class Load:
         )
 
     async def _send_all(
-        self, books: "list[_Books]", due: Sequence[float], start: float, ended: Callable[[Outcome], None]
+        self, books: "list[_Books]", due: Sequence[float], start: float, ended: Callable[[RequestOutcome], None]
     ) -> None:
         async with asyncio.TaskGroup() as group:
             for one, seconds in zip(books, due, strict=True):
                 await self._pace.until(start + seconds)
                 group.create_task(self._converse(one, start + seconds, ended))
 
-    async def _converse(self, one: "_Books", due: float, ended: Callable[[Outcome], None]) -> None:
+    async def _converse(self, one: "_Books", due: float, ended: Callable[[RequestOutcome], None]) -> None:
         """One conversation. A turn that fails ends it: the next ones would have no history to stand on."""
         history = [Said("system", one.conversation.system)] if one.conversation.system else []
         for number, turn in enumerate(one.conversation.turns):
@@ -118,19 +108,19 @@ class _Books:
     """How far a conversation is."""
 
     conversation: Conversation
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     under_way: int = 0
 
     @property
     def unsent(self) -> int:
         return len(self.conversation.turns) - len(self.outcomes) - self.under_way
 
-    def add(self, outcome: Outcome, ended: Callable[[Outcome], None]) -> None:
+    def add(self, outcome: RequestOutcome, ended: Callable[[RequestOutcome], None]) -> None:
         self.outcomes.append(outcome)
         ended(outcome)
 
-    def add_lost(self, first: int, now: float, ended: Callable[[Outcome], None]) -> None:
+    def add_lost(self, first: int, now: float, ended: Callable[[RequestOutcome], None]) -> None:
         """The turns from `first` on, which are not sent."""
         for turn in self.conversation.turns[first:]:
             failure = Failure("not sent", "an earlier turn of the conversation failed")
-            self.add(Outcome(sent=now, ended=now, prompt_tokens=turn.num_tokens, failure=failure), ended)
+            self.add(RequestOutcome(sent=now, ended=now, prompt_tokens=turn.num_tokens, failure=failure), ended)

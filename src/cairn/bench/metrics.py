@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cairn.bench.load import Ran
-from cairn.bench.stream import Outcome
+from cairn.bench.stream import RequestOutcome
 
 METRICS = MappingProxyType(
     {
@@ -110,13 +110,13 @@ def _spread(seconds: Sequence[float], percentiles: Sequence[float]) -> Spread:
     )
 
 
-def _keeps(outcome: Outcome, goals: Mapping[str, float]) -> bool:
+def _keeps(outcome: RequestOutcome, goals: Mapping[str, float]) -> bool:
     # An answer of one token has no time per token; it keeps every goal for it.
     reached = {"ttft": outcome.first_token, "tpot": outcome.per_token or 0.0, "e2el": outcome.latency}
     return all(reached[name] * 1000 <= goal for name, goal in goals.items())
 
 
-def _peak_tokens(good: Iterable[Outcome]) -> float:
+def _peak_tokens(good: Iterable[RequestOutcome]) -> float:
     """The most output tokens of one second, counted in whole seconds from the first sending."""
     outcomes = [outcome for outcome in good if outcome.token_times]
     start = min((outcome.sent for outcome in outcomes), default=0.0)
@@ -129,7 +129,7 @@ def _peak_tokens(good: Iterable[Outcome]) -> float:
     return max(weights.values(), default=0.0)
 
 
-def _peak_requests(good: Iterable[Outcome]) -> int:
+def _peak_requests(good: Iterable[RequestOutcome]) -> int:
     """The most requests that were open at one moment; one that ends as another is sent is not open with it."""
     changes = sorted(change for outcome in good for change in ((outcome.sent, 1), (outcome.ended, -1)))
     open_now = most = 0

@@ -30,7 +30,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request. Times are seconds of the load's clock.
 
     `sent`: when; `token_times`: when each event that carried tokens came; `ended`: the last event with a choice, or the
@@ -76,7 +76,7 @@ class Outcome:
 class Sender(Protocol):
     """Whoever gets a request answered."""
 
-    async def send(self, body: Mapping[str, Any], num_tokens: int) -> Outcome:
+    async def send(self, body: Mapping[str, Any], num_tokens: int) -> RequestOutcome:
         """`num_tokens`: length of the prompt as far as known. Raises nothing but CancelledError."""
         ...
 
@@ -175,7 +175,7 @@ class HttpSender:
         self._seconds = seconds
         self._max_bytes = max_bytes
 
-    async def send(self, body: Mapping[str, Any], num_tokens: int) -> Outcome:
+    async def send(self, body: Mapping[str, Any], num_tokens: int) -> RequestOutcome:
         content = json.dumps(body, ensure_ascii=False).encode()
         reading = _Reading(self._clock)
         sent = self._clock.now()
@@ -211,14 +211,14 @@ class HttpSender:
                     if reading.take(event.data):
                         return
 
-    def _outcome(self, reading: _Reading, sent: float, num_tokens: int, failure: Failure | None) -> Outcome:
+    def _outcome(self, reading: _Reading, sent: float, num_tokens: int, failure: Failure | None) -> RequestOutcome:
         if failure is not None:
             failure = Failure(failure.kind, self._endpoint.without_secrets(failure.detail)[:_MAX_ERROR_TEXT])
         usage = reading.usage
         # An answer whose tokens have no text is there with its first choice.
         times = reading.token_times or ([] if reading.first_choice is None else [reading.first_choice])
         ended = self._clock.now() if failure is not None or reading.last_choice is None else reading.last_choice
-        return Outcome(
+        return RequestOutcome(
             sent=sent,
             ended=ended,
             prompt_tokens=num_tokens if usage is None else usage[0],

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.bench.work import Conversation, Turn, Vocabulary
+from cairn.bench.work import Conversation, Turn, Vocabulary, flag
 from cairn.errors import ConfigError
 from cairn.trace_rows import TraceBounds, TraceRow, trace_lines, trace_rows
 
@@ -21,12 +21,11 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class TraceCut:
-    """`duration`: seconds of the trace that are taken, None for all; `speedup`: how much faster they are sent;
-    `length_divisor`: by which all lengths are divided; `most`: requests at most."""
+    """What of a trace is sent, and how fast. `most`: requests at most."""
 
-    speedup: float = 1.0
-    length_divisor: int = 1
-    duration: float | None = None
+    speedup: float = flag(1.0, 1e-6, 1e9, "send so many times faster")
+    length_divisor: int = flag(1, 1, 1 << 20, "divide all lengths by this")
+    duration: float | None = flag(None, 1e-6, 1e12, "take so many seconds of the trace; all unless given")
     most: int | None = None
 
 
