@@ -148,7 +148,7 @@ EXPORTED = {
     "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "ImageParts pixels_of",
-    "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings SideChannel check_secret_file "
+    "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings check_secret_file "
     "kv_events_settings kv_transfer_settings peer_names side_channel",
 }
 

@@ -19,7 +19,7 @@ from cairn.server.requests import (
     TemplateFields,
     refuse_unsupported,
 )
-from cairn.server.sampling import answers_per_prompt, max_tokens_field, max_tokens_of, sampling_of
+from cairn.server.sampling import answers_per_prompt, logprobs_of, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
 from cairn.server.shapes import ResponseOptions
 from cairn.server.transfers import transfer_params
@@ -126,16 +126,16 @@ def engine_request(
 ) -> GenerateRequest:
     """`client`: who asks. Raises InvalidRequest when the request does not fit the model."""
     refuse_unsupported(body)
-    _check_stream_options(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
     _check_length(service.engine.info.max_model_len, prompt, body)
+    allowed = body.allowed_token_ids
     return GenerateRequest(
         request_id=request_id,
         prompt=np.array(prompt.token_ids, dtype="<i8").tobytes(),
         **sampling_of(body),
-        stop=body.stop or [],
         stop_token_ids=valid_tokens(service, body.stop_token_ids or [], "stop_token_ids"),
-        allowed_token_ids=_allowed(service, body),
-        cache_salt=body.cache_salt,
+        allowed_token_ids=None if allowed is None else valid_tokens(service, allowed, "allowed_token_ids"),
         boundaries=prompt.boundaries,
         images=list(prompt.images),
         kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
@@ -175,20 +175,10 @@ async def response_options(service: Service, body: SamplingFields, prompts: Sequ
         prompts=tuple(prompt.token_ids for prompt in prompts),
         echo=tuple(echo),
         token_ids=bool(body.return_token_ids),
-        logprobs=sampling_of(body)["logprobs"] is not None,
+        logprobs=logprobs_of(body) is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         texts=service.token_texts,
     )
-
-
-def _allowed(service: Service, body: SamplingFields) -> list[int] | None:
-    given = body.allowed_token_ids
-    return None if given is None else valid_tokens(service, given, "allowed_token_ids")
-
-
-def _check_stream_options(body: SamplingFields) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
 
 
 def _check_length(limit: int, prompt: Prompt, body: SamplingFields) -> None:

@@ -1,8 +1,9 @@
 """The JSON of answers, whole and in pieces, as OpenAI defines it and vLLM and cairn add to it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from cairn.engine.contract import GenerateOutput, TokenLogprobs
 from cairn.server.answers import Choice, RequestAnswers, cairn_part, transfer_part, usage_part
@@ -23,60 +24,73 @@ class ResponseOptions:
     texts: TokenTexts
 
 
-class AnswerShape(Protocol):
-    """One endpoint's way of writing an answer. Bodies are plain JSON objects."""
-
-    def whole(self, answer: RequestAnswers) -> dict[str, Any]: ...
-
-    def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
-        """The chunks before any text."""
-        ...
-
-    def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
-        """The choice's next piece; `first`: of its pieces. None where the output says nothing yet."""
-        ...
-
-    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]: ...
-
-
-def _closing(answer: RequestAnswers) -> dict[str, Any]:
-    return {
-        "usage": usage_part(answer),
-        "kv_transfer_params": transfer_part(answer.kv_transfer_params),
-        "cairn": cairn_part(answer),
-    }
-
-
-def _handed_over(output: GenerateOutput) -> dict[str, Any]:
-    """What a chunk carries besides its choice: in a stream, keys that say null would only be in the way."""
-    if output.kv_transfer_params is None:
-        return {}
-    return {"kv_transfer_params": transfer_part(output.kv_transfer_params)}
-
-
 @dataclass(frozen=True, slots=True)
-class CompletionShape:
-    """/v1/completions. `places`: how far the tokens of a stream's choices have come in their texts. `told`: what a
-    stream has been told of its prompts, which comes with the first answer to each and before anything of the others."""
+class AnswerShape(ABC):
+    """One endpoint's way of writing the answers to one body. Bodies are plain JSON objects; `whole_kind` and
+    `chunk_kind` are what they call themselves."""
 
     id: str
     created: int
     model: str
     shown: ResponseOptions
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    @abstractmethod
+    def whole(self, answer: RequestAnswers) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
+        """The chunks before any text."""
+
+    @abstractmethod
+    def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
+        """The choice's next piece; `first`: of its pieces. None where the output says nothing yet."""
+
+    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
+
+    def _whole_body(self, answer: RequestAnswers, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._body(self.whole_kind, choices) | {
+            "usage": usage_part(answer),
+            "kv_transfer_params": transfer_part(answer.kv_transfer_params),
+            "cairn": cairn_part(answer),
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], output: GenerateOutput | None = None) -> dict[str, Any]:
+        """In a stream, `kv_transfer_params` that say null would only be in the way."""
+        params = None if output is None else transfer_part(output.kv_transfer_params)
+        return self._body(self.chunk_kind, choices) | ({} if params is None else {"kv_transfer_params": params})
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(
+        self, choice: Choice, content: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        said = {"logprobs": logprobs, "finish_reason": finish, "stop_reason": choice.stop_reason}
+        return {"index": choice.index} | content | said
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionShape(AnswerShape):
+    """/v1/completions. `places`: how far the tokens of a stream's choices have come in their texts. `told`: what a
+    stream has been told of its prompts, which comes with the first answer to each and before anything of the others."""
+
     places: dict[int, Places] = field(default_factory=dict)
     told: dict[int, TokenLogprobs] = field(default_factory=dict)
 
+    whole_kind = chunk_kind = "text_completion"
+
     def whole(self, answer: RequestAnswers) -> dict[str, Any]:
-        return self._body([self._whole(answer, choice) for choice in answer.choices]) | _closing(answer)
+        return self._whole_body(answer, [self._whole(answer, choice) for choice in answer.choices])
 
     def _whole(self, answer: RequestAnswers, choice: Choice) -> dict[str, Any]:
         shown, told = self.shown, answer.prompt_logprobs[choice.prompt]
-        body = self._choice(
-            choice,
-            shown.echo[choice.prompt] + "".join(choice.texts),
-            self._logprobs(choice, choice.logprobs, told, echoes=True),
-            choice.finish_reason,
-        )
+        text = shown.echo[choice.prompt] + "".join(choice.texts)
+        logprobs = self._logprobs(choice, choice.logprobs, told, echoes=True)
+        body = self._choice(choice, {"text": text}, logprobs, choice.finish_reason)
         if shown.prompt_logprobs:
             body["prompt_logprobs"] = None if told is None else shown.texts.prompt(told)
         if shown.token_ids:
@@ -94,14 +108,11 @@ class CompletionShape:
         logprobs = self._logprobs(choice, output.logprobs, self.told.get(choice.prompt), echoes=first)
         if not text and logprobs is None and output.finish_reason is None and not shown.token_ids:
             return None
-        body = self._choice(choice, text, logprobs, output.finish_reason)
+        body = self._choice(choice, {"text": text}, logprobs, output.finish_reason)
         if shown.token_ids:
             body |= {"token_ids": output.token_ids}
             body |= {"prompt_token_ids": shown.prompts[choice.prompt]} if first else {}
-        return self._body([body]) | _handed_over(output)
-
-    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]:
-        return self._body([]) | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
+        return self._chunk([body], output)
 
     def _logprobs(
         self, choice: Choice, said: TokenLogprobs | None, prompt: TokenLogprobs | None, *, echoes: bool
@@ -117,52 +128,37 @@ class CompletionShape:
             parts.append(shown.texts.completion(said, places))
         return None if not parts else parts[0] if len(parts) == 1 else joined(*parts)
 
-    def _choice(self, choice: Choice, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish,
-            "stop_reason": choice.stop_reason,
-        }
-
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-        return head | {"choices": choices}
-
 
 @dataclass(frozen=True, slots=True)
-class ChatShape:
+class ChatShape(AnswerShape):
     """/v1/chat/completions. `new_message` makes the message of one answer; `growing`: those of a stream."""
 
-    id: str
-    created: int
-    model: str
-    shown: ResponseOptions
     new_message: Callable[[], ChatMessage]
     growing: dict[int, ChatMessage] = field(default_factory=dict)
 
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
     def whole(self, answer: RequestAnswers) -> dict[str, Any]:
         shown = self.shown
-        body = self._body("chat.completion", [self._whole(choice) for choice in answer.choices])
+        body = self._whole_body(answer, [self._whole(choice) for choice in answer.choices])
         if shown.token_ids:
             body["prompt_token_ids"] = shown.prompts[0]
         if shown.prompt_logprobs and (told := answer.prompt_logprobs[0]) is not None:
             body["prompt_logprobs"] = shown.texts.prompt(told)
-        return body | _closing(answer)
+        return body
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         message = self.new_message()
         message.add("".join(choice.texts), last=True, cut_off=choice.cut_off)
         finish = message.finish_reason(choice.finish_reason)
-        body = self._choice(choice, "message", message.message(), self._logprobs(choice.logprobs), finish)
+        body = self._choice(choice, {"message": message.message()}, self._logprobs(choice.logprobs), finish)
         return body | ({"token_ids": choice.token_ids} if self.shown.token_ids else {})
 
     def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"delta": {"role": "assistant", "content": ""}}
         named = {"prompt_token_ids": self.shown.prompts[0]} if self.shown.token_ids else {}
-        choices = [self._choice(choice, "delta", delta, None, None) for choice in answer.choices]
-        return [self._body("chat.completion.chunk", [choice]) | named for choice in choices]
+        return [self._chunk([self._choice(choice, delta, None, None)]) | named for choice in answer.choices]
 
     def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
         if choice.index not in self.growing:
@@ -172,28 +168,10 @@ class ChatShape:
         if not delta and logprobs is None and output.finish_reason is None and not self.shown.token_ids:
             return None
         finish = message.finish_reason(output.finish_reason)
-        body = self._choice(choice, "delta", delta or {"content": ""}, logprobs, finish)
+        body = self._choice(choice, {"delta": delta or {"content": ""}}, logprobs, finish)
         if self.shown.token_ids:
             body["token_ids"] = output.token_ids
-        return self._body("chat.completion.chunk", [body]) | _handed_over(output)
-
-    def usage_chunk(self, answer: RequestAnswers) -> dict[str, Any]:
-        body = self._body("chat.completion.chunk", [])
-        return body | {"usage": usage_part(answer), "cairn": cairn_part(answer)}
+        return self._chunk([body], output)
 
     def _logprobs(self, told: TokenLogprobs | None) -> dict[str, Any] | None:
         return self.shown.texts.chat(told) if self.shown.logprobs and told is not None else None
-
-    def _choice(
-        self, choice: Choice, key: str, content: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
-    ) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            key: content,
-            "logprobs": logprobs,
-            "finish_reason": finish,
-            "stop_reason": choice.stop_reason,
-        }
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

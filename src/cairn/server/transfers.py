@@ -47,17 +47,8 @@ def _refuse_transfers(params: dict[str, Any]) -> None:
 
 
 def _depth_exceeds(value: object, limit: int) -> bool:
-    """Whether lists and objects stand in each other more than `limit` deep. Level by level: recursion has a limit."""
-    level: list[object] = [value]
-    for _ in range(limit):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inside(value: object) -> list[object]:
-    """What stands in a list or an object and may hold more itself."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [inner for inner in value if isinstance(inner, dict | list)] if isinstance(value, list) else []
+    """Whether lists and objects stand in each other more than `limit` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_depth_exceeds(one, limit - 1) for one in inner)

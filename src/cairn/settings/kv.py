@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +19,6 @@ __all__ = [
     "KvEventsSettings",
     "KvTransferExtra",
     "KvTransferSettings",
-    "SideChannel",
     "check_secret_file",
     "kv_events_settings",
     "kv_transfer_settings",
@@ -92,14 +90,6 @@ class KvTransferSettings(BaseModel):
     enable_permute_local_kv: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SideChannel:
-    """Where other servers ask for pages; port 0 is any free one."""
-
-    host: str
-    port: int
-
-
 JsonFlag = TypeVar("JsonFlag", bound=BaseModel)
 
 
@@ -116,15 +106,16 @@ def kv_transfer_settings(text: str | None) -> KvTransferSettings | None:
     return None if text is None else _parse("--kv-transfer-config", KvTransferSettings, text)
 
 
-def side_channel(environ: Mapping[str, str] = os.environ) -> SideChannel:
-    """The side channel's address from vLLM's variables; an empty one counts as not set. Raises ConfigError."""
+def side_channel(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Where other servers ask for pages, host and port (0: any free one), from vLLM's variables; an empty one counts as
+    not set. Raises ConfigError."""
     host = environ.get(_HOST_VARIABLE) or "localhost"
     port = environ.get(_PORT_VARIABLE) or "5600"
     if not _HOST.fullmatch(host):
         raise ConfigError(f"{_HOST_VARIABLE}: must be a host name or an address, not {host[:_SHOWN]!r}")
     if not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"{_PORT_VARIABLE}: must be a port from 0 (any free one) to 65535, not {port[:_SHOWN]!r}")
-    return SideChannel(host, int(port))
+    return host, int(port)
 
 
 def peer_names(text: str | None) -> tuple[str, ...]:

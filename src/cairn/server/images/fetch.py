@@ -16,6 +16,7 @@ from cairn.server.images.room import ImageShare
 from cairn.server.options import ImageOptions
 
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
+_KNOWN = "image/png, image/jpeg, image/webp, image/gif"
 _UNTYPED = frozenset(("application/octet-stream", "binary/octet-stream"))
 """What object stores say of files whose type nobody told them."""
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
@@ -51,7 +52,7 @@ def data_uri(text: str, max_bytes: int) -> bytes:
     if not comma or len(head) > _MAX_HEAD or not settings or settings[-1].strip().lower() != "base64":
         raise InvalidRequest("a data URI must have the form data:image/png;base64,...")
     if kind.strip().lower() not in _TYPES:
-        raise InvalidRequest(f"the data URI's type {kind[:_SHOWN]!r} is not served; known: {_known()}")
+        raise InvalidRequest(f"the data URI's type {kind[:_SHOWN]!r} is not served; known: {_KNOWN}")
     if len(body) > (max_bytes + 2) // 3 * 4:
         raise InvalidRequest(f"the image has more than {max_bytes} bytes")
     try:
@@ -165,7 +166,7 @@ class Fetcher:
             url.copy_with(host=address, fragment=None),
             headers={
                 "Host": url.netloc.decode("ascii"),
-                "Accept": _known(),
+                "Accept": _KNOWN,
                 # What is packed may unpack to any size.
                 "Accept-Encoding": "identity",
                 "User-Agent": "cairn",
@@ -183,7 +184,7 @@ class Fetcher:
             raise InvalidRequest(f"the image's server answers with status {response.status_code}")
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in _TYPES | _UNTYPED:
-            raise InvalidRequest(f"the image's server sends {kind[:_SHOWN]!r}; known: {_known()}")
+            raise InvalidRequest(f"the image's server sends {kind[:_SHOWN]!r}; known: {_KNOWN}")
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise InvalidRequest("the image's server sends packed content, which is not unpacked")
         most, length = self._options.max_bytes, response.headers.get("content-length", "")
@@ -216,7 +217,3 @@ def _parse(text: str, relative: bool = False) -> httpx.URL:
 
 def _host(url: httpx.URL) -> str:
     return url.raw_host.decode("ascii").lower().rstrip(".")
-
-
-def _known() -> str:
-    return "image/png, image/jpeg, image/webp, image/gif"

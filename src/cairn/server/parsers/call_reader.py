@@ -32,23 +32,18 @@ def trailing_breaks(text: str) -> int:
     return min(len(text) - len(text.rstrip("\n")), MAX_BREAKS)
 
 
-class CallReader(ABC):
-    """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
-    behind one; line breaks before a call and behind it belong to it."""
+class TextReader:
+    """Reads a text that grows, one state at a time. Implements `AnswerParser`, where a subclass has the states."""
 
-    def __init__(self, beginnings: Sequence[str]) -> None:
-        self._beginnings = beginnings
+    def __init__(self, state: State) -> None:
         self._text = ""
-        self._state: State = self._content
+        self._state = state
         self._events: list[Event] = []
-        self._calls = 0
-        self._opening = ""  # what has been read of a call that is not certain yet
-        self._behind_call = False
         self._cut_off = False
 
     @property
     def held(self) -> int:
-        return len(self._text) + len(self._opening)
+        return len(self._text)
 
     def push(self, text: str) -> list[Event]:
         self._text += text
@@ -63,6 +58,30 @@ class CallReader(ABC):
             pass
         events, self._events = self._events, []
         return events
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
+
+
+class CallReader(TextReader, ABC):
+    """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
+    behind one; line breaks before a call and behind it belong to it."""
+
+    def __init__(self, beginnings: Sequence[str]) -> None:
+        super().__init__(self._content)
+        self._beginnings = beginnings
+        self._calls = 0
+        self._opening = ""  # what has been read of a call that is not certain yet
+        self._behind_call = False
+
+    @property
+    def held(self) -> int:
+        return len(self._text) + len(self._opening)
 
     @abstractmethod
     def _begun(self, beginning: str) -> State:
@@ -107,14 +126,6 @@ class CallReader(ABC):
         self._behind_call = True
         self._state = then
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
-
     def _write(self, text: str) -> None:
         if text:
             self._events.append(CallArguments(self._calls, text))
-
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        return taken
