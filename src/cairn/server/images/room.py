@@ -4,6 +4,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cairn.errors import Overloaded
 from cairn.http.clients import client_id
+from cairn.http.middleware import HttpMiddleware
 
 
 class ImageRoom:
@@ -42,16 +43,14 @@ class ImageShare:
         self._num_bytes = num_bytes
 
 
-class ImageShares:
+class ImageShares(HttpMiddleware):
     """Gives every request a share, `scope["cairn.images"]`, and takes it back when the last byte is sent."""
 
     def __init__(self, app: ASGIApp, room: ImageRoom) -> None:
-        self._app = app
+        super().__init__(app)
         self._room = room
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         share = scope["cairn.images"] = ImageShare(self._room, client_id(scope))
         try:
             return await self._app(scope, receive, send)
