@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cairn.server.chat_message import ChatMessage
+from cairn.server.failures import too_deep_field
 from cairn.server.parsers.choose import AnswerParsers
-from cairn.server.unreadable import too_deep_field
 from doubles.byte_tokenizer import ByteTokenizer
 
 XML = "<think> <tool_call> <function=...>"

@@ -1,5 +1,6 @@
 """From a request body to the engine's request: text to tokens, defaults, and checks against what is served."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.engine.contract import GenerateRequest, ImageInput
+from cairn.engine.contract import EngineInfo, GenerateRequest, ImageInput
 from cairn.errors import InvalidRequest, NotFound
 from cairn.server.images.room import ImageShare
 from cairn.server.messages import ChatInput, breakpoints_of, check_text, conversation
@@ -22,13 +23,15 @@ from cairn.server.requests import (
 from cairn.server.sampling import answers_per_prompt, logprobs_of, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
 from cairn.server.shapes import ResponseOptions
-from cairn.server.transfers import transfer_params
 from cairn.types import Boundary
 
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
 
 _TRUNCATE = "truncate_prompt_tokens"
+_PARAMS = "kv_transfer_params"
+_FLAGS = ("do_remote_decode", "do_remote_prefill")
+_MAX_DEPTH = 32
 
 _KINDS: Mapping[type, str] = MappingProxyType(
     {
@@ -199,3 +202,49 @@ def _check_length(limit: int, prompt: Prompt, body: SamplingFields) -> None:
         raise InvalidRequest(
             f"{which} has {n} tokens and {field} asks for {max_tokens} more; the model takes {limit} together", field
         )
+
+
+# -- kv_transfer_params -----------------------------------------------------------------------------------------------
+
+
+def transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
+    """The JSON that the engine gets; None when there is nothing for it.
+
+    Raises InvalidRequest for what is no JSON, is nested too deeply, or asks a server without a side channel for a
+    transfer. What else the object may say is the engine's to judge.
+    """
+    if params is None:
+        return None
+    if info.side_channel is None:
+        _refuse_transfers(params)
+        return None
+    if _depth_exceeds(params, _MAX_DEPTH):
+        raise InvalidRequest(f"{_PARAMS} is nested more than {_MAX_DEPTH} levels deep", _PARAMS)
+    try:
+        # Not msgspec: it writes NaN as null, and null means something here.
+        return json.dumps(params, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{_PARAMS} has text that is not valid Unicode: {error.reason}", _PARAMS) from None
+    except ValueError:
+        raise InvalidRequest(f"{_PARAMS} has a number that is none", _PARAMS) from None
+
+
+def _refuse_transfers(params: dict[str, Any]) -> None:
+    for flag in _FLAGS:
+        wanted = params.get(flag)
+        if wanted is None or wanted is False:
+            continue
+        param = f"{_PARAMS}.{flag}"
+        if wanted is True:
+            raise InvalidRequest(
+                f"{param}: this server takes no part in transfers; start it with --kv-transfer-config", param
+            )
+        raise InvalidRequest(f"{param} must be true or false, not {type(wanted).__name__}", param)
+
+
+def _depth_exceeds(value: object, limit: int) -> bool:
+    """Whether lists and objects stand in each other more than `limit` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_depth_exceeds(one, limit - 1) for one in inner)
