@@ -17,7 +17,7 @@ from benchmarks.peer_servers import SERVED_NAME, PeerError
 
 from cairn.bench.datasets import PrefixRepetition, prefix_repetition
 from cairn.bench.endpoint import Endpoint
-from cairn.bench.load import EventLoopPace, Load, Ran
+from cairn.bench.load import EventLoopClock, Load, LoadResult
 from cairn.bench.metrics import summary_of
 from cairn.bench.stream import HttpSender, RequestOutcome
 from cairn.bench.work import Conversation, TokenizerSpeller, Turn, Vocabulary
@@ -86,12 +86,14 @@ class LoadClient:
         """Prompts that share nothing with any other."""
         return [self.vocabulary.draw(self.rng, length) for _ in range(count)]
 
-    async def run(self, work: Sequence[Conversation], concurrency: int, sampling: Mapping[str, Any] = GREEDY) -> Ran:
+    async def run(
+        self, work: Sequence[Conversation], concurrency: int, sampling: Mapping[str, Any] = GREEDY
+    ) -> LoadResult:
         """Send all of `work`, `concurrency` requests at a time.
 
         Raises PeerError when one fails, or an answer has not as many tokens as were asked for.
         """
-        pace, fields = EventLoopPace(), {**sampling, **WITH_IDS}
+        pace, fields = EventLoopClock(), {**sampling, **WITH_IDS}
         endpoint = Endpoint(self._url, "completions", SERVED_NAME, ignore_eos=True, fields=fields)
         load = Load(HttpSender(self._http, endpoint, pace, REQUEST_SECONDS), endpoint, pace, concurrency)
         async with asyncio.timeout(LOAD_SECONDS):
@@ -107,7 +109,7 @@ class LoadClient:
         return (await self.run(work, len(work), sampling)).outcomes
 
 
-def check_answers(work: Sequence[Conversation], ran: Ran) -> None:
+def check_answers(work: Sequence[Conversation], ran: LoadResult) -> None:
     """Raises PeerError unless every request has its whole answer: a shorter one would look fast."""
     asked = [turn.max_tokens for conversation in work for turn in conversation.turns]
     for tokens, outcome in zip(asked, ran.outcomes, strict=True):

@@ -7,7 +7,7 @@ import pytest
 
 from cairn.bench.endpoint import Endpoint
 from cairn.bench.flags import add_bench_flags
-from cairn.bench.options import endpoint_of, goals_of, material_of, open_limit
+from cairn.bench.options import endpoint_of, goals_of, make_workload, open_limit
 from cairn.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def asked(*words):
 
 
 def material(*words, kind="completions"):
-    return material_of(asked("--num-prompts", "20", "--random-input-len", "30", *words), kind)
+    return make_workload(asked("--num-prompts", "20", "--random-input-len", "30", *words), kind)
 
 
 def prompts(work):
@@ -57,19 +57,19 @@ def test_a_trace_brings_its_own_times_and_number(tmp_path):
     row = {"input_length": 600, "output_length": 5, "hash_ids": [1]}
     path.write_text("\n".join(json.dumps({**row, "timestamp": 500 * n}) for n in range(5)))
     words = ("--dataset-name", "trace", "--dataset-path", str(path))
-    made = material_of(asked(*words, "--trace-speedup", "2"), "completions")
+    made = make_workload(asked(*words, "--trace-speedup", "2"), "completions")
     assert made.due == [0.0, 0.25, 0.5, 0.75, 1.0] and made.num_requests == 5 and made.ignore_eos
-    assert material_of(asked(*words, "--num-prompts", "3"), "completions").num_requests == 3
+    assert make_workload(asked(*words, "--num-prompts", "3"), "completions").num_requests == 3
 
 
 def test_lengths_in_general_go_where_no_special_one_stands():
     general = ("--num-prompts", "10", "--input-len", "9", "--output-len", "3")
-    turn = material_of(asked(*general), "completions").work[0].turns[0]
+    turn = make_workload(asked(*general), "completions").work[0].turns[0]
     assert (turn.num_tokens, turn.max_tokens) == (9, 3)
-    turn = material_of(asked(*general, "--random-input-len", "5"), "completions").work[0].turns[0]
+    turn = make_workload(asked(*general, "--random-input-len", "5"), "completions").work[0].turns[0]
     assert (turn.num_tokens, turn.max_tokens) == (5, 3)
     for dataset in ("prefix_repetition", "chat"):
-        work = material_of(asked(*general, "--dataset-name", dataset), "completions").work
+        work = make_workload(asked(*general, "--dataset-name", dataset), "completions").work
         assert {turn.max_tokens for one in work for turn in one.turns} == {3}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cairn.proxy.hints import Hints, prefix_digests
 from cairn.proxy.protocol import parse_body
-from cairn.proxy.stream_inspector import Findings, StreamInspector
+from cairn.proxy.stream_inspector import AnswerSummary, StreamInspector
 from cairn.types import ManualClock
 
 HINT = {"engine": "e", "host": "h", "port": 1}
@@ -21,7 +21,7 @@ def trail(**body):
 
 
 def said(text=None, token_ids=None):
-    return Findings(text, token_ids, None)
+    return AnswerSummary(text, token_ids, None)
 
 
 def test_text():

@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from cairn.bench.compare import compare
 from cairn.bench.endpoint import Endpoint, first_model, until_ready
 from cairn.bench.flags import add_bench_flags
-from cairn.bench.load import EventLoopPace, Load, Ran
+from cairn.bench.load import EventLoopClock, Load, LoadResult
 from cairn.bench.metrics import Summary, summary_of
-from cairn.bench.options import Material, endpoint_of, goals_of, material_of, open_limit, pairs_of
+from cairn.bench.options import Workload, endpoint_of, goals_of, make_workload, open_limit, pairs_of
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
-from cairn.bench.report import Circumstances, result_json, save, table_lines
+from cairn.bench.report import RunInfo, result_json, save, table_lines
 from cairn.bench.stream import HttpSender, RequestOutcome
 from cairn.errors import ConfigError
 from cairn.http.cookies import no_cookies
@@ -50,10 +50,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def _serve(asked: argparse.Namespace) -> int:
     endpoint, goals, metadata = endpoint_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
     limit = open_limit(asked.max_concurrency)
-    material = material_of(asked, endpoint.kind)
+    material = make_workload(asked, endpoint.kind)
     endpoint, ran = asyncio.run(_measured(asked, replace(endpoint, ignore_eos=material.ignore_eos), material, limit))
     summary = summary_of(ran, asked.metric_percentiles, goals)
-    how = _circumstances(asked, endpoint, material)
+    how = _run_info(asked, endpoint, material)
     for line in table_lines(ran, summary, how):
         print(line)
     if asked.save_result or asked.append_result:
@@ -61,17 +61,17 @@ def _serve(asked: argparse.Namespace) -> int:
     return _exit_code(ran, summary)
 
 
-def _exit_code(ran: Ran, summary: Summary) -> int:
+def _exit_code(ran: LoadResult, summary: Summary) -> int:
     if ran.stopped:
         return _INTERRUPTED
     return 0 if summary.completed else 1
 
 
 async def _measured(
-    asked: argparse.Namespace, endpoint: Endpoint, material: Material, limit: int
-) -> tuple[Endpoint, Ran]:
+    asked: argparse.Namespace, endpoint: Endpoint, material: Workload, limit: int
+) -> tuple[Endpoint, LoadResult]:
     """The endpoint with its model's name, and the load's end."""
-    pace = EventLoopPace()
+    pace = EventLoopClock()
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
     timeout = httpx.Timeout(asked.request_timeout, connect=min(_CONNECT_SECONDS, asked.request_timeout))
     # trust_env off: a proxy of the environment would be measured as well
@@ -90,7 +90,7 @@ async def _measured(
             return endpoint, await load.run(material.work, material.due, stop, bar.step)
 
 
-def _tell_failures(ran: Ran) -> None:
+def _tell_failures(ran: LoadResult) -> None:
     failures = [outcome.failure for outcome in ran.outcomes if outcome.failure is not None]
     if failures:
         print(f"{len(failures)} warm-ups failed: {failures[0].kind}: {failures[0].detail}", file=sys.stderr)
@@ -127,7 +127,7 @@ class _Bar:
 
 
 @contextlib.contextmanager
-def _progress(asked: argparse.Namespace, material: Material) -> Iterator[_Bar]:
+def _progress(asked: argparse.Namespace, material: Workload) -> Iterator[_Bar]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     hidden = asked.disable_tqdm or not console.is_terminal
@@ -135,8 +135,8 @@ def _progress(asked: argparse.Namespace, material: Material) -> Iterator[_Bar]:
         yield _Bar(progress, progress.add_task("requests", total=material.num_requests))
 
 
-def _circumstances(asked: argparse.Namespace, endpoint: Endpoint, material: Material) -> Circumstances:
-    return Circumstances(
+def _run_info(asked: argparse.Namespace, endpoint: Endpoint, material: Workload) -> RunInfo:
+    return RunInfo(
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
         backend=endpoint.backend,
         label=asked.label,
@@ -157,7 +157,7 @@ def _circumstances(asked: argparse.Namespace, endpoint: Endpoint, material: Mate
     )
 
 
-def _write(asked: argparse.Namespace, result: dict[str, Any], how: Circumstances) -> None:
+def _write(asked: argparse.Namespace, result: dict[str, Any], how: RunInfo) -> None:
     """The JSON file, and the plots beside it."""
     name = asked.result_filename or _file_name(how)
     path = (asked.result_dir or Path()) / name
@@ -170,7 +170,7 @@ def _write(asked: argparse.Namespace, result: dict[str, Any], how: Circumstances
         print(f"cairn: {error}", file=sys.stderr)
 
 
-def _file_name(how: Circumstances) -> str:
+def _file_name(how: RunInfo) -> str:
     concurrency = "" if how.max_concurrency is None else f"-concurrency{how.max_concurrency}"
     model = how.model.rstrip("/").rpartition("/")[2] or "model"
     return f"{how.label or how.backend}-{how.request_rate}qps{concurrency}-{model}-{how.date}.json".replace("/", "_")

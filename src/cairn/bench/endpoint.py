@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.5
 _ROLES = MappingProxyType({"system": "System", "user": "User", "assistant": "Assistant"})
 
 
-class Pace(Clock, Protocol):
+class WaitableClock(Clock, Protocol):
     """A clock that can be waited for."""
 
     async def until(self, moment: float) -> None:
@@ -25,7 +25,7 @@ class Pace(Clock, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SentMessage:
     """One message of a conversation so far. `role`: system, user or assistant."""
 
     role: str
@@ -49,11 +49,11 @@ class Endpoint:
     base_url: str = ""
     backend: str = "openai"
 
-    def body(self, history: Sequence[Said], turn: Turn) -> dict[str, Any]:
+    def body(self, history: Sequence[SentMessage], turn: Turn) -> dict[str, Any]:
         """A streaming request for the turn's answer after `history`, with usage at the end."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.kind == "chat":
-            said = [*history, Said("user", _as_text(turn))]
+            said = [*history, SentMessage("user", _as_text(turn))]
             body["messages"] = [{"role": one.role, "content": one.text} for one in said]
             body["max_completion_tokens"] = turn.max_tokens
         else:
@@ -75,13 +75,13 @@ def _as_text(turn: Turn) -> str:
     return turn.prompt
 
 
-def _continued(history: Sequence[Said], turn: Turn) -> str:
+def _continued(history: Sequence[SentMessage], turn: Turn) -> str:
     """A conversation for an endpoint that knows no messages. What was sent before is a prefix of what is sent next."""
     lines = [f"{_ROLES[one.role]}: {one.text}\n" for one in history]
     return "".join(lines) + f"User: {_as_text(turn)}\nAssistant: "
 
 
-async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint, pace: Pace, seconds: float) -> None:
+async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint, pace: WaitableClock, seconds: float) -> None:
     """Return once the server answers /v1/models, with whatever but 5xx. Raises CairnError after `seconds`."""
     deadline = pace.now() + seconds
     while True:

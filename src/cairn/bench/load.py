@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cairn.bench.endpoint import Endpoint, Pace, Said
+from cairn.bench.endpoint import Endpoint, SentMessage, WaitableClock
 from cairn.bench.stream import Failure, RequestOutcome, Sender
 from cairn.bench.work import Conversation
 
 
-class EventLoopPace:
+class EventLoopClock:
     """The time of the running event loop."""
 
     def now(self) -> float:
@@ -20,7 +20,7 @@ class EventLoopPace:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class LoadResult:
     """What became of a load. `outcomes`: in the order of the work, those that have ended; `interrupted`: requests that
     were under way, `unsent`: requests that were still to be sent when it was stopped. `seconds`: from the start on."""
 
@@ -35,7 +35,7 @@ class Ran:
 class Load:
     """Sends conversations. One `run` at a time."""
 
-    def __init__(self, sender: Sender, endpoint: Endpoint, pace: Pace, max_concurrency: int) -> None:
+    def __init__(self, sender: Sender, endpoint: Endpoint, pace: WaitableClock, max_concurrency: int) -> None:
         self._sender = sender
         self._endpoint = endpoint
         self._pace = pace
@@ -47,15 +47,15 @@ class Load:
         due: Sequence[float],
         stop: asyncio.Event,
         ended: Callable[[RequestOutcome], None] = lambda outcome: None,
-    ) -> Ran:
+    ) -> LoadResult:
         """Send all of `work`, each conversation `due` seconds after the start, ascending.
 
         Ends early, with what there is, once `stop` is set. `ended` is called for every request that has.
         """
         start = self._pace.now()
-        books = [_Books(conversation) for conversation in work]
+        books = [_Progress(conversation) for conversation in work]
         if stop.is_set():
-            return Ran(unsent=sum(one.unsent for one in books), start=start, stopped=True)
+            return LoadResult(unsent=sum(one.unsent for one in books), start=start, stopped=True)
         sending = asyncio.create_task(self._send_all(books, due, start, ended))
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -67,7 +67,7 @@ class Load:
             results = await asyncio.gather(sending, stopping, return_exceptions=True)
         if not stopped and isinstance(results[0], BaseException):
             raise results[0]
-        return Ran(
+        return LoadResult(
             outcomes=[outcome for one in books for outcome in one.outcomes],
             interrupted=sum(one.under_way for one in books),
             unsent=sum(one.unsent for one in books),
@@ -77,16 +77,16 @@ class Load:
         )
 
     async def _send_all(
-        self, books: "list[_Books]", due: Sequence[float], start: float, ended: Callable[[RequestOutcome], None]
+        self, books: "list[_Progress]", due: Sequence[float], start: float, ended: Callable[[RequestOutcome], None]
     ) -> None:
         async with asyncio.TaskGroup() as group:
             for one, seconds in zip(books, due, strict=True):
                 await self._pace.until(start + seconds)
                 group.create_task(self._converse(one, start + seconds, ended))
 
-    async def _converse(self, one: "_Books", due: float, ended: Callable[[RequestOutcome], None]) -> None:
+    async def _converse(self, one: "_Progress", due: float, ended: Callable[[RequestOutcome], None]) -> None:
         """One conversation. A turn that fails ends it: the next ones would have no history to stand on."""
-        history = [Said("system", one.conversation.system)] if one.conversation.system else []
+        history = [SentMessage("system", one.conversation.system)] if one.conversation.system else []
         for number, turn in enumerate(one.conversation.turns):
             async with self._places:
                 sent = self._pace.now()
@@ -99,12 +99,12 @@ class Load:
                 return
             if len(one.conversation.turns) > 1:
                 assert isinstance(turn.prompt, str), "a conversation is made of text"
-                history += [Said("user", turn.prompt), Said("assistant", outcome.text)]
+                history += [SentMessage("user", turn.prompt), SentMessage("assistant", outcome.text)]
             due = self._pace.now()
 
 
 @dataclass(slots=True)
-class _Books:
+class _Progress:
     """How far a conversation is."""
 
     conversation: Conversation

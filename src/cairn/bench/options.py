@@ -47,7 +47,7 @@ _SAMPLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class Workload:
     """What is sent, when (seconds after the start), and what is sent before to warm up. `settings`: of the dataset, for
     the record."""
 
@@ -140,7 +140,7 @@ def open_limit(asked: int | None) -> int:
     return asked if asked is not None else most
 
 
-def material_of(asked: argparse.Namespace, kind: Literal["completions", "chat"]) -> Material:
+def make_workload(asked: argparse.Namespace, kind: Literal["completions", "chat"]) -> Workload:
     """All prompts, made before anything is sent. Raises ConfigError naming the flag or the file."""
     # Streams of their own: another number of prompts leaves the arrivals as they were, and warm-ups share nothing.
     prompts, arrivals, others = (np.random.default_rng([asked.seed, stream]) for stream in range(3))
@@ -156,7 +156,7 @@ def material_of(asked: argparse.Namespace, kind: Literal["completions", "chat"])
     else:
         due = arrival_times(len(work), asked.request_rate, asked.burstiness, arrivals).tolist()
     ignore_eos = asked.ignore_eos or asked.dataset_name in ("random", "trace")
-    return Material(work, due, warmups, settings, ignore_eos)
+    return Workload(work, due, warmups, settings, ignore_eos)
 
 
 def _language(asked: argparse.Namespace) -> tuple[Vocabulary, Speller]:

@@ -10,7 +10,7 @@ import msgspec
 
 from cairn.proxy.affinity import message_bytes, prompt_bytes
 from cairn.proxy.protocol import Body, text_field
-from cairn.proxy.stream_inspector import Findings
+from cairn.proxy.stream_inspector import AnswerSummary
 from cairn.types import Clock
 
 _UNITS_PER_MARK = 64
@@ -78,7 +78,7 @@ class PrefixDigests:
             self._mark(data[start : start + step])
         self._rest = data[whole:]
 
-    def end(self, found: Findings) -> bytes | None:
+    def end(self, found: AnswerSummary) -> bytes | None:
         """The deepest mark once the answer has been added; nothing more may be added then.
 
         An answer that is not known, or not in the prompt's own units, is left out: the mark is then the prompt's.

@@ -46,7 +46,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(cache_routes.router())
     install_error_handlers(app)
     app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
-    app.add_middleware(ImageShares, room=service.image_room)
+    app.add_middleware(ImageShares, room=service.images.room)
     add_middleware(
         app,
         gate=service.gate,
@@ -65,6 +65,6 @@ async def _report(service: Service) -> None:
     line = ThroughputLine(service.clock.now())
     while True:
         await asyncio.sleep(service.limits.log_seconds)
-        text = line.update(await service.stats(), service.clock.now())
+        text = line.update(await service.queries.stats(), service.clock.now())
         if text is not None:
             logger.info(text)

@@ -61,7 +61,7 @@ async def _opened(service: Service, body: ChatRequest, prompt: Prompt) -> bool:
     content = body.messages[-1].content
     if body.continue_final_message:
         return isinstance(content, str) and service.parsers.leaves_open(content)
-    return service.parsers.opens(await service.decode(prompt.token_ids[-_PROMPT_END:]))
+    return service.parsers.opens(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
 
 
 # -- tools and tool_choice ---------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Job:
         return RequestAnswers([len(request.prompt) // 8 for request in self.requests], self.requests[0].n)
 
 
-News: TypeAlias = tuple[int, GenerateOutput]
+PromptOutput: TypeAlias = tuple[int, GenerateOutput]
 """An output, behind the number of its prompt."""
 
 
@@ -76,7 +76,7 @@ async def respond(http: Request, service: Service, job: Job) -> Response:
     return EventStream(_events(service, job, first, news), job.deadline.seconds_left + _LAST_EVENT_SECONDS)
 
 
-async def _first(news: AsyncGenerator[News, None]) -> News:
+async def _first(news: AsyncGenerator[PromptOutput, None]) -> PromptOutput:
     return await anext(news)
 
 
@@ -85,12 +85,12 @@ async def _whole(service: Service, job: Job) -> bytes:
     async with aclosing(_outputs(service, job)) as news:
         async for prompt, output in news:
             answer.add(prompt, output)
-    if any(told is not None for told in answer.prompt_logprobs):
-        return await service.beside(lambda: msgspec.json.encode(job.shape.whole(answer)))
+    if any(logprobs is not None for logprobs in answer.prompt_logprobs):
+        return await service.tokenizer.run(lambda: msgspec.json.encode(job.shape.whole(answer)))
     return msgspec.json.encode(job.shape.whole(answer))
 
 
-async def _outputs(service: Service, job: Job) -> AsyncGenerator[News, None]:
+async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, None]:
     """The engine's outputs to all prompts, measured; closing this aborts what is open. A job that the engine does not
     take has not begun, and is counted nowhere."""
     numbers = {request.request_id: number for number, request in enumerate(job.requests)}
@@ -151,7 +151,7 @@ def _without_tokens(output: GenerateOutput) -> GenerateOutput:
 
 
 async def _events(
-    service: Service, job: Job, first: News, news: AsyncGenerator[News, None]
+    service: Service, job: Job, first: PromptOutput, news: AsyncGenerator[PromptOutput, None]
 ) -> AsyncGenerator[bytes, None]:
     """The whole stream, from the opening to [DONE]; a failure on the way is an event of its own."""
     shape, answer = job.shape, job.answer()
@@ -163,14 +163,14 @@ async def _events(
         for chunk in shape.opening(answer):
             yield _event(msgspec.json.encode(chunk | opening_usage))
         try:
-            latest: News | None = first
+            latest: PromptOutput | None = first
             while latest is not None:
                 prompt, output = latest
                 choice = answer.choice(prompt, output)
                 begins = not choice.begun
                 answer.add(prompt, output)
                 write = partial(shape.chunk, choice, output, begins)
-                piece = write() if output.prompt_logprobs is None else await service.beside(write)
+                piece = write() if output.prompt_logprobs is None else await service.tokenizer.run(write)
                 if piece is not None:
                     if usage_everywhere:
                         piece["usage"] = usage_part(answer)

@@ -2,6 +2,8 @@
 
 from typing import Any, TypeAlias
 
+from cairn.server.messages import TEMPLATE_SWITCHES
+
 Schema: TypeAlias = dict[str, Any]
 
 _MAX_MODEL_FIELDS = ("id", "object", "created", "owned_by", "root", "parent", "max_model_len")
@@ -105,10 +107,12 @@ def _named_tool() -> Schema:
 
 
 def _switches() -> Schema:
-    names = ("add_vision_id", "enable_thinking", "preserve_thinking", "thinking", "truncate_history_thinking")
-    effort = {"type": ["string", "null"], "maxLength": 64}
-    switches: Schema = {name: {"type": ["boolean", "null"]} for name in names}
-    return {"type": "object", "properties": switches | {"reasoning_effort": effort}, "additionalProperties": False}
+    kinds: dict[type, Schema] = {
+        bool: {"type": ["boolean", "null"]},
+        str: {"type": ["string", "null"], "maxLength": 64},
+    }
+    switches = {name: kinds[kind] for name, kind in TEMPLATE_SWITCHES.items()}
+    return {"type": "object", "properties": switches, "additionalProperties": False}
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ async def _completion_prompt(service: Service, body: CompletionRequest, prompt: 
         if not prompt:
             raise InvalidRequest(f"{where} is empty", "prompt")
         check_text(prompt, where, "prompt")
-        tokens = await service.encode(prompt, body.add_special_tokens is not False)
+        tokens = await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
         return Prompt(where, tokens, [], text=prompt)
     if isinstance(prompt, list):
         return Prompt(where, valid_tokens(service, prompt, where), [])
@@ -111,7 +111,7 @@ async def _completion_prompt(service: Service, body: CompletionRequest, prompt: 
 
 
 async def chat_prompt(service: Service, body: ChatRequest, share: ImageShare) -> Prompt:
-    rendered = await service.render_chat(await conversation_of(service, body, body.messages, share))
+    rendered = await service.tokenizer.render_chat(await conversation_of(service, body, body.messages, share))
     return Prompt("messages", rendered.token_ids, rendered.boundaries, rendered.images)
 
 
@@ -173,7 +173,7 @@ async def response_options(service: Service, body: SamplingFields, prompts: Sequ
     """What the answers show besides their text."""
     echo = [""] * len(prompts)
     if isinstance(body, CompletionRequest) and body.echo:
-        echo = [await service.decode(one.token_ids) if one.text is None else one.text for one in prompts]
+        echo = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
     return ResponseOptions(
         prompts=tuple(prompt.token_ids for prompt in prompts),
         echo=tuple(echo),

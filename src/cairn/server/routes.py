@@ -81,7 +81,7 @@ async def _generate(
     client = client_id(http.scope)
     requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}", client) for prompt in prompts]
     form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
-    bad_words = await _in_time(http, deadline, service.bad_words(body.bad_words or []))
+    bad_words = await _in_time(http, deadline, service.tokenizer.bad_words(body.bad_words or []))
     more = {"structure": form.structure, "bad_words": bad_words}
     requests = [msgspec.structs.replace(request, **more) for request in requests]
     shown = await _in_time(http, deadline, response_options(service, body, prompts))
@@ -132,9 +132,9 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) 
 async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
     if body.messages is not None:
         conversation = await conversation_of(service, body, body.messages, _share(http))
-        return (await service.render_chat(conversation)).token_ids
+        return (await service.tokenizer.render_chat(conversation)).token_ids
     prompt = check_text(body.prompt or "", "prompt", "prompt")
-    return await service.encode(prompt, body.add_special_tokens is not False)
+    return await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
@@ -142,7 +142,7 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfA
     check_model(service, body.model)
     refuse_unsupported(body)
     tokens = valid_tokens(service, body.tokens, "tokens")
-    return _json({"prompt": await _in_time(http, deadline, service.decode(tokens))})
+    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(tokens))})
 
 
 def _json(body: dict[str, Any]) -> Response:

@@ -4,15 +4,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import fields
 from typing import TypeVar
 
-from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
+from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.gate import Gate
 from cairn.http.middleware import random_id
 from cairn.server.images import ImageParts
-from cairn.server.images.room import ImageRoom
 from cairn.server.logprobs import TokenTexts
 from cairn.server.messages import ChatInput
 from cairn.server.metrics import Metrics
@@ -30,8 +29,8 @@ _MAX_LOOKING = 256
 Result = TypeVar("Result")
 
 
-class EngineQueries:
-    """What callers ask the engine: each has a deadline of its own, and only so many may wait at once.
+class BoundedQueries:
+    """One kind of question to the engine: each caller has a deadline of its own, and only so many may wait at once.
 
     `what` the engine is to do, in words; `seconds`: a caller's whole wait, from its arrival on, behind others included;
     `max_waiting`: callers that may wait at once; `dead`: why the engine has ended, None while it lives.
@@ -64,6 +63,57 @@ class EngineQueries:
             self._waiting -= 1
 
 
+class EngineQueries:
+    """What callers ask the engine: to tell its counters, to show its cache, to empty it."""
+
+    def __init__(self, engine: EngineClient, limits: ServerLimits) -> None:
+        def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
+            return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: engine.dead)
+
+        self.counting = queries("tell its counters", limits.stats_seconds, _MAX_COUNTING)
+        self.looking = queries("show its cache", limits.view_seconds, _MAX_LOOKING)
+        self.emptying = queries("empty its cache", limits.view_seconds, _MAX_EMPTYING)
+        self._engine = engine
+        self._stats = EngineStats()
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters; the last known ones when it does not answer in time."""
+        try:
+            self._stats = await self.counting.ask(self._engine.stats)
+        except (EngineDead, Overloaded):
+            return self._stats
+        return self._stats
+
+
+class TokenizerThread:
+    """The engine's tokenizer beside the event loop. One thread: fast tokenizers refuse to be used from two at once."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return await self.run(lambda: self._tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return await self.run(lambda: self._tokenizer.decode(token_ids))
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
+        return await self.run(lambda: bad_word_tokens(self._tokenizer.encode, words)) if words else []
+
+    async def render_chat(self, chat: ChatInput) -> RenderedPrompt:
+        settings = {one.name: getattr(chat, one.name) for one in fields(chat) if one.name != "messages"}
+        return await self.run(lambda: self._tokenizer.render_chat(chat.messages, **settings))
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """For what asks the tokenizer for many tokens, such as the log-probabilities of a whole prompt."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class Service:
     """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests."""
 
@@ -87,63 +137,18 @@ class Service:
         self.images = images or ImageParts(limits.images)
         info = engine.info
         self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)
-        self.image_room = ImageRoom(limits.images.max_open_bytes)
         self.metrics = Metrics(engine.info, options.model_name)
         self.parsers = choose_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
         self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
-        self.counting = self._queries("tell its counters", limits.stats_seconds, _MAX_COUNTING)
-        self.looking = self._queries("show its cache", limits.view_seconds, _MAX_LOOKING)
-        self.emptying = self._queries("empty its cache", limits.view_seconds, _MAX_EMPTYING)
-        self._stats = EngineStats()
-        # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
+        self.queries = EngineQueries(engine, limits)
+        self.tokenizer = TokenizerThread(engine.tokenizer)
 
     @property
     def healthy(self) -> bool:
         return self.engine.dead is None and not self.gate.closed
 
-    async def stats(self) -> EngineStats:
-        """The engine's counters; the last known ones when it does not answer in time."""
-        try:
-            self._stats = await self.counting.ask(self.engine.stats)
-        except (EngineDead, Overloaded):
-            return self._stats
-        return self._stats
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self._tokenize(lambda: self.engine.tokenizer.encode(text, add_special_tokens))
-
-    async def decode(self, token_ids: list[int]) -> str:
-        return await self._tokenize(lambda: self.engine.tokenizer.decode(token_ids))
-
-    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
-        return await self._tokenize(lambda: bad_word_tokens(self.engine.tokenizer.encode, words)) if words else []
-
-    async def render_chat(self, chat: ChatInput) -> RenderedPrompt:
-        render = partial(
-            self.engine.tokenizer.render_chat,
-            chat.messages,
-            tools=chat.tools,
-            add_generation_prompt=chat.add_generation_prompt,
-            template_kwargs=chat.template_kwargs,
-            breakpoints=chat.breakpoints,
-            continue_final_message=chat.continue_final_message,
-        )
-        return await self._tokenize(render)
-
-    async def beside(self, writing: Callable[[], Result]) -> Result:
-        """What tells of a whole prompt is written beside the event loop: it asks the tokenizer for every token."""
-        return await self._tokenize(writing)
-
     async def aclose(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.tokenizer.close()
         await self.images.aclose()
-
-    def _queries(self, what: str, seconds: float, max_waiting: int) -> EngineQueries:
-        return EngineQueries(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: self.engine.dead)
-
-    async def _tokenize(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

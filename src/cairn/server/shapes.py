@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from cairn.engine.contract import GenerateOutput, TokenLogprobs
 from cairn.server.answers import Choice, RequestAnswers, cairn_part, transfer_part, usage_part
 from cairn.server.chat_message import ChatMessage
-from cairn.server.logprobs import Places, TokenTexts, joined
+from cairn.server.logprobs import TextOffsets, TokenTexts, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class AnswerShape(ABC):
     id: str
     created: int
     model: str
-    shown: ResponseOptions
+    options: ResponseOptions
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -75,11 +75,11 @@ class AnswerShape(ABC):
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape(AnswerShape):
-    """/v1/completions. `places`: how far the tokens of a stream's choices have come in their texts. `told`: what a
-    stream has been told of its prompts, which comes with the first answer to each and before anything of the others."""
+    """/v1/completions. `offsets`: how far the tokens of a stream's choices have come in their texts. `prompt_logprobs`:
+    those of a stream's prompts, which come with the first answer to each and before anything of the others."""
 
-    places: dict[int, Places] = field(default_factory=dict)
-    told: dict[int, TokenLogprobs] = field(default_factory=dict)
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     whole_kind = chunk_kind = "text_completion"
 
@@ -87,45 +87,45 @@ class CompletionShape(AnswerShape):
         return self._whole_body(answer, [self._whole(answer, choice) for choice in answer.choices])
 
     def _whole(self, answer: RequestAnswers, choice: Choice) -> dict[str, Any]:
-        shown, told = self.shown, answer.prompt_logprobs[choice.prompt]
-        text = shown.echo[choice.prompt] + "".join(choice.texts)
-        logprobs = self._logprobs(choice, choice.logprobs, told, echoes=True)
+        options, prompt_logprobs = self.options, answer.prompt_logprobs[choice.prompt]
+        text = options.echo[choice.prompt] + "".join(choice.texts)
+        logprobs = self._logprobs(choice, choice.logprobs, prompt_logprobs, echoes=True)
         body = self._choice(choice, {"text": text}, logprobs, choice.finish_reason)
-        if shown.prompt_logprobs:
-            body["prompt_logprobs"] = None if told is None else shown.texts.prompt(told)
-        if shown.token_ids:
-            body |= {"prompt_token_ids": shown.prompts[choice.prompt], "token_ids": choice.token_ids}
+        if options.prompt_logprobs:
+            body["prompt_logprobs"] = None if prompt_logprobs is None else options.texts.prompt(prompt_logprobs)
+        if options.token_ids:
+            body |= {"prompt_token_ids": options.prompts[choice.prompt], "token_ids": choice.token_ids}
         return body
 
     def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
-        shown = self.shown
-        text = shown.echo[choice.prompt] + output.text if first else output.text
+        options = self.options
+        text = options.echo[choice.prompt] + output.text if first else output.text
         if output.prompt_logprobs is not None:
-            self.told[choice.prompt] = output.prompt_logprobs
-        logprobs = self._logprobs(choice, output.logprobs, self.told.get(choice.prompt), echoes=first)
-        if not text and logprobs is None and output.finish_reason is None and not shown.token_ids:
+            self.prompt_logprobs[choice.prompt] = output.prompt_logprobs
+        logprobs = self._logprobs(choice, output.logprobs, self.prompt_logprobs.get(choice.prompt), echoes=first)
+        if not text and logprobs is None and output.finish_reason is None and not options.token_ids:
             return None
         body = self._choice(choice, {"text": text}, logprobs, output.finish_reason)
-        if shown.token_ids:
+        if options.token_ids:
             body |= {"token_ids": output.token_ids}
-            body |= {"prompt_token_ids": shown.prompts[choice.prompt]} if first else {}
+            body |= {"prompt_token_ids": options.prompts[choice.prompt]} if first else {}
         return self._chunk([body], output)
 
     def _logprobs(
         self, choice: Choice, said: TokenLogprobs | None, prompt: TokenLogprobs | None, *, echoes: bool
     ) -> dict[str, Any] | None:
         """Of a piece of a choice, behind those of its prompt if that is part of the piece."""
-        shown = self.shown
-        if not shown.logprobs:
+        options = self.options
+        if not options.logprobs:
             return None
-        places, parts = self.places.setdefault(choice.index, Places()), []
-        if echoes and shown.echo[choice.prompt] and prompt is not None:
-            parts.append(shown.texts.echoed(shown.prompts[choice.prompt], prompt, places))
+        offsets, parts = self.offsets.setdefault(choice.index, TextOffsets()), []
+        if echoes and options.echo[choice.prompt] and prompt is not None:
+            parts.append(options.texts.echoed(options.prompts[choice.prompt], prompt, offsets))
         if said is not None:
-            parts.append(shown.texts.completion(said, places))
+            parts.append(options.texts.completion(said, offsets))
         return None if not parts else parts[0] if len(parts) == 1 else joined(*parts)
 
 
@@ -140,12 +140,12 @@ class ChatShape(AnswerShape):
     chunk_kind = "chat.completion.chunk"
 
     def whole(self, answer: RequestAnswers) -> dict[str, Any]:
-        shown = self.shown
+        options = self.options
         body = self._whole_body(answer, [self._whole(choice) for choice in answer.choices])
-        if shown.token_ids:
-            body["prompt_token_ids"] = shown.prompts[0]
-        if shown.prompt_logprobs and (told := answer.prompt_logprobs[0]) is not None:
-            body["prompt_logprobs"] = shown.texts.prompt(told)
+        if options.token_ids:
+            body["prompt_token_ids"] = options.prompts[0]
+        if options.prompt_logprobs and (prompt_logprobs := answer.prompt_logprobs[0]) is not None:
+            body["prompt_logprobs"] = options.texts.prompt(prompt_logprobs)
         return body
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -153,11 +153,11 @@ class ChatShape(AnswerShape):
         message.add("".join(choice.texts), last=True, cut_off=choice.cut_off)
         finish = message.finish_reason(choice.finish_reason)
         body = self._choice(choice, {"message": message.message()}, self._logprobs(choice.logprobs), finish)
-        return body | ({"token_ids": choice.token_ids} if self.shown.token_ids else {})
+        return body | ({"token_ids": choice.token_ids} if self.options.token_ids else {})
 
     def opening(self, answer: RequestAnswers) -> list[dict[str, Any]]:
         delta = {"delta": {"role": "assistant", "content": ""}}
-        named = {"prompt_token_ids": self.shown.prompts[0]} if self.shown.token_ids else {}
+        named = {"prompt_token_ids": self.options.prompts[0]} if self.options.token_ids else {}
         return [self._chunk([self._choice(choice, delta, None, None)]) | named for choice in answer.choices]
 
     def chunk(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
@@ -165,13 +165,13 @@ class ChatShape(AnswerShape):
             self.growing[choice.index] = self.new_message()
         message, logprobs = self.growing[choice.index], self._logprobs(output.logprobs)
         delta = message.add(output.text, last=output.finish_reason is not None, cut_off=choice.cut_off)
-        if not delta and logprobs is None and output.finish_reason is None and not self.shown.token_ids:
+        if not delta and logprobs is None and output.finish_reason is None and not self.options.token_ids:
             return None
         finish = message.finish_reason(output.finish_reason)
         body = self._choice(choice, {"delta": delta or {"content": ""}}, logprobs, finish)
-        if self.shown.token_ids:
+        if self.options.token_ids:
             body["token_ids"] = output.token_ids
         return self._chunk([body], output)
 
-    def _logprobs(self, told: TokenLogprobs | None) -> dict[str, Any] | None:
-        return self.shown.texts.chat(told) if self.shown.logprobs and told is not None else None
+    def _logprobs(self, logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
+        return self.options.texts.chat(logprobs) if self.options.logprobs and logprobs is not None else None

@@ -53,7 +53,7 @@ async def ready(service: ServiceOfApp) -> Response:
     """As /health, and the engine has been asked: 503 as well while it does not answer."""
     if service.healthy:
         try:
-            await service.counting.ask(service.engine.stats)
+            await service.queries.counting.ask(service.engine.stats)
         except (EngineDead, Overloaded) as error:
             return JSONResponse({"status": str(error)}, 503)
     return await health(service)
@@ -88,7 +88,7 @@ async def server_info(service: ServiceOfApp) -> dict[str, Any]:
 
 
 async def metrics(service: ServiceOfApp) -> Response:
-    return Response(service.metrics.exposition(await service.stats()), media_type=CONTENT_TYPE_LATEST)
+    return Response(service.metrics.exposition(await service.queries.stats()), media_type=CONTENT_TYPE_LATEST)
 
 
 async def reset_prefix_cache(
@@ -103,7 +103,7 @@ async def reset_prefix_cache(
     for name, asked in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
         if asked:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
-    held = await service.emptying.ask(service.engine.reset_cache)
+    held = await service.queries.emptying.ask(service.engine.reset_cache)
     if held:
         raise failed(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
     return Response(status_code=200)

@@ -13,7 +13,7 @@ from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
 from cairn.server.images.decode import decode
 from cairn.server.images.fetch import Allowance, Fetcher, data_uri
-from cairn.server.images.room import ImageShare
+from cairn.server.images.room import ImageRoom, ImageShare
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
 
@@ -45,6 +45,7 @@ class ImageParts:
 
     def __init__(self, options: ImageOptions, fetcher: Fetcher | None = None) -> None:
         self._options = options
+        self.room = ImageRoom(options.max_open_bytes)
         self._fetcher = fetcher or Fetcher(options)
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
         self._free = asyncio.Semaphore(options.decoders)
