@@ -19,7 +19,7 @@ from cairn.bench.compare import compare
 from cairn.bench.endpoint import Endpoint, first_model, until_ready
 from cairn.bench.flags import add_bench_flags
 from cairn.bench.load import EventLoopClock, Load, LoadResult
-from cairn.bench.metrics import Summary, summary_of
+from cairn.bench.metrics import summary_of
 from cairn.bench.options import Workload, endpoint_of, goals_of, make_workload, open_limit, pairs_of
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
 from cairn.bench.report import RunInfo, result_json, save, table_lines
@@ -58,13 +58,7 @@ def _serve(asked: argparse.Namespace) -> int:
         print(line)
     if asked.save_result or asked.append_result:
         _write(asked, metadata | result_json(ran, summary, how, with_texts=asked.save_detailed), how)
-    return _exit_code(ran, summary)
-
-
-def _exit_code(ran: LoadResult, summary: Summary) -> int:
-    if ran.stopped:
-        return _INTERRUPTED
-    return 0 if summary.completed else 1
+    return _INTERRUPTED if ran.stopped else 0 if summary.completed else 1
 
 
 async def _measured(

@@ -145,13 +145,7 @@ def _check(parsed: argparse.Namespace) -> int:
 
     from cairn.models.check import CheckSettings, check, render
 
-    settings = CheckSettings(
-        dtype=parsed.dtype,
-        block_size=parsed.block_size,
-        kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
-        max_model_len=parsed.max_model_len,
-        max_num_seqs=parsed.max_num_seqs,
-    )
-    report = check(parsed.model, settings)
+    settings = {name: value for name, value in vars(parsed).items() if name not in ("command", "model")}
+    report = check(parsed.model, CheckSettings(**settings))
     Console().print(render(report))
     return 0 if report.ok else 1

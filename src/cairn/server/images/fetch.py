@@ -26,25 +26,6 @@ _SHOWN = 80
 _MAX_HEAD = 256
 
 
-class Allowance:
-    """What is left of a request's bytes or pixels, and the `client` who has sent it. `share`: where all open requests'
-    bytes are counted, `size` for each of these."""
-
-    def __init__(self, left: int, of: str, share: ImageShare, size: int = 1) -> None:
-        self.left = left
-        self.client = share.client
-        self._of = of
-        self._share = share
-        self._size = size
-
-    def take(self, amount: int) -> None:
-        """Raises InvalidRequest when less than that is left, Overloaded when other requests have taken it."""
-        self.left -= amount
-        if self.left < 0:
-            raise InvalidRequest(f"the request's images have more {self._of} together than one request may have")
-        self._share.take(amount * self._size)
-
-
 def data_uri(text: str, max_bytes: int) -> bytes:
     """What `data:image/png;base64,...` holds. Raises InvalidRequest."""
     head, comma, body = text.partition(",")
@@ -105,13 +86,13 @@ class Fetcher:
         self._transport = transport
         self._slots = _FetchSlots(options.max_fetches, options.max_client_fetches)
 
-    async def fetch(self, url: str, allowance: Allowance) -> bytes:
+    async def fetch(self, url: str, share: ImageShare) -> bytes:
         """The bytes at an http(s) URL. Raises InvalidRequest that says what is wrong with it."""
         seconds = self._options.fetch_seconds
-        async with self._slots.slot(allowance.client):
+        async with self._slots.slot(share.client):
             try:
                 async with asyncio.timeout(seconds):
-                    return await self._follow(_parse(url), allowance)
+                    return await self._follow(_parse(url), share)
             except TimeoutError:
                 raise InvalidRequest(f"the image could not be fetched within {seconds:g} s") from None
             except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
@@ -121,13 +102,13 @@ class Fetcher:
         if self._transport is not None:
             await self._transport.aclose()
 
-    async def _follow(self, url: httpx.URL, allowance: Allowance) -> bytes:
+    async def _follow(self, url: httpx.URL, share: ImageShare) -> bytes:
         for _ in range(self._options.max_redirects + 1):
             self._check_host(url)
             response = await self._send(url)
             try:
                 if response.status_code not in _REDIRECTS:
-                    return await self._read(response, allowance)
+                    return await self._read(response, share)
                 target = response.headers.get("location")
                 if not target:
                     raise InvalidRequest("the image's server redirects to nowhere")
@@ -179,7 +160,7 @@ class Fetcher:
         )
         return await self._transport.handle_async_request(request)
 
-    async def _read(self, response: httpx.Response, allowance: Allowance) -> bytes:
+    async def _read(self, response: httpx.Response, share: ImageShare) -> bytes:
         if response.status_code != 200:
             raise InvalidRequest(f"the image's server answers with status {response.status_code}")
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -195,7 +176,7 @@ class Fetcher:
             read += piece
             if len(read) > most:
                 raise InvalidRequest(f"the image has more than {most} bytes")
-            allowance.take(len(piece))
+            share.take_fetched(len(piece), self._options.max_request_bytes)
         return bytes(read)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
 from cairn.server.images.decode import decode
-from cairn.server.images.fetch import Allowance, Fetcher, data_uri
+from cairn.server.images.fetch import Fetcher, data_uri
 from cairn.server.images.room import ImageRoom, ImageShare
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
@@ -20,7 +20,6 @@ from cairn.server.requests import Message
 _IMAGE_KINDS = ("image_url", "input_image")
 _OTHER_KINDS = ("video_url", "input_video", "video", "audio_url", "input_audio", "audio")
 _ROLES = ("user", "tool")
-_BYTES_OF_PIXEL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ class ImageParts:
         return found
 
     async def _fetch_all(self, parts: Sequence[_Part], share: ImageShare) -> list[bytes]:
-        allowance = Allowance(self._options.max_request_bytes, "bytes", share)
-        tasks = [asyncio.create_task(self._fetch(part, allowance)) for part in parts]
+        tasks = [asyncio.create_task(self._fetch(part, share)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -110,23 +108,24 @@ class ImageParts:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, part: _Part, allowance: Allowance) -> bytes:
+    async def _fetch(self, part: _Part, share: ImageShare) -> bytes:
         try:
             if part.url[:5].lower() != "data:":
-                return await self._fetcher.fetch(part.url, allowance)
+                return await self._fetcher.fetch(part.url, share)
             data = data_uri(part.url, self._options.max_bytes)
-            allowance.take(len(data))
+            share.take_fetched(len(data), self._options.max_request_bytes)
             return data
         except InvalidRequest as error:
             raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
 
     async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes], share: ImageShare) -> list[Pixels]:
         """One after the other, so that what they may have together is known before each."""
-        allowance, pictures = Allowance(self._options.max_request_pixels, "pixels", share, _BYTES_OF_PIXEL), []
+        left, pictures = self._options.max_request_pixels, []
         for part, data in zip(parts, found, strict=True):
             try:
-                picture = await self._decode(data, min(self._options.max_pixels, allowance.left))
-                allowance.take(picture.width * picture.height)
+                picture = await self._decode(data, min(self._options.max_pixels, left))
+                left -= picture.width * picture.height
+                share.take(len(picture.rgb))
             except InvalidRequest as error:
                 raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
             pictures.append(picture)

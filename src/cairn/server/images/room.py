@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.errors import Overloaded
+from cairn.errors import InvalidRequest, Overloaded
 from cairn.http.clients import client_id
 from cairn.http.middleware import HttpMiddleware
 
@@ -31,6 +31,14 @@ class ImageShare:
         self.client = client
         self._room = room
         self._num_bytes = 0
+        self._num_fetched = 0
+
+    def take_fetched(self, num_bytes: int, max_bytes: int) -> None:
+        """More of the images as they come, which may have `max_bytes` together. Raises InvalidRequest, Overloaded."""
+        self._num_fetched += num_bytes
+        if self._num_fetched > max_bytes:
+            raise InvalidRequest("the request's images have more bytes together than one request may have")
+        self.take(num_bytes)
 
     def take(self, num_bytes: int) -> None:
         """Raises Overloaded when the room is full."""
