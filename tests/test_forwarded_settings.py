@@ -6,7 +6,7 @@ import pytest
 
 from cairn.cli import main
 from cairn.errors import ConfigError
-from cairn.http.forwarded import trusted_proxies
+from cairn.http.listening import trusted_proxies
 from test_settings import load
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cairn.cli import main
 from cairn.errors import ConfigError
-from cairn.http.forwarded import trusted_proxies
+from cairn.http.listening import trusted_proxies
 from cairn.proxy.options import ProxyOptions
 from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
 

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from cairn.proxy.health import HealthChecks
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.pool import Pool
+from cairn.proxy.pool import HealthChecks, Pool
 from cairn.proxy.upstream import CallFailed, Reply
 from cairn.types import ManualClock
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cairn.bench.datasets import Chats, PrefixRepetition, RandomPrompts, ShareGpt
+from cairn.bench.datasets import Chats, PrefixRepetition, RandomPrompts, ShareGpt, TraceCut
 from cairn.bench.metrics import METRICS
-from cairn.bench.traces import TraceCut
 from cairn.bench.work import MAX_PROMPTS, MAX_TOKENS
 
 DATASETS: Mapping[str, type[Any]] = MappingProxyType(

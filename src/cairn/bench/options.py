@@ -18,14 +18,15 @@ from cairn.bench.datasets import (
     PrefixRepetition,
     RandomPrompts,
     ShareGpt,
+    TraceCut,
     chats,
     prefix_repetition,
     random_prompts,
     sharegpt,
+    trace_prompts,
 )
 from cairn.bench.endpoint import Endpoint
 from cairn.bench.flags import DATASETS
-from cairn.bench.traces import TraceCut, trace_prompts
 from cairn.bench.work import Conversation, Speller, TokenizerSpeller, Vocabulary, Words, arrival_times, spelled
 from cairn.errors import ConfigError
 

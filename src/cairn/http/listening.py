@@ -1,12 +1,13 @@
-"""A socket, and a web server on it that ends when it is told to."""
+"""A socket, and a web server on it that ends when it is told to; and which proxies in front of it are believed."""
 
 import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import resource
 import socket
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import uvicorn
 from cairn.errors import ConfigError
 from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
 from cairn.http.gate import Gate
+from cairn.setting_types import list_entries
 
 _FLUSH_SECONDS = 5
 _STARTED_POLL_SECONDS = 0.01
@@ -25,6 +27,10 @@ _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 32
 """Connections that are taken before the ones above the limit are closed: fewer than descriptors are spare."""
 
+_TRUSTED_VARIABLE = "FORWARDED_ALLOW_IPS"
+_LOOPBACK = "127.0.0.1,::1"
+_MAX_TRUSTED = 4096
+_SHOWN = 80
 
 logger = logging.getLogger(__name__)
 
@@ -153,3 +159,28 @@ async def first_of(*waits: Awaitable[Any]) -> None:
         for task in own:
             task.cancel()
         await asyncio.gather(*own, return_exceptions=True)
+
+
+def trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The proxies of --forwarded-allow-ips, whose X-Forwarded-For is believed, in uvicorn's words and variable:
+    addresses and networks, from `a,b` or `["a", "b"]`, or `*` alone: everybody. None: what the variable says, where an
+    empty text is nobody, else loopback. Raises ConfigError."""
+    where = "--forwarded-allow-ips"
+    if text is None:
+        where, text = _TRUSTED_VARIABLE, environ.get(_TRUSTED_VARIABLE, _LOOPBACK)
+        if not text.strip():
+            return ()
+    names = list_entries(text)
+    if names is None:
+        raise ConfigError(f"{where}: must be addresses and networks as a,b or a JSON list, not {text[:_SHOWN]!r}")
+    if len(names) > _MAX_TRUSTED:
+        raise ConfigError(f"{where}: {len(names)} entries are too many: at most {_MAX_TRUSTED} are taken")
+    for name in names if names != ["*"] else ():
+        try:
+            ipaddress.ip_network(name)
+        except ValueError:
+            raise ConfigError(
+                f"{where}: must hold addresses and networks like 10.0.0.5, 10.0.0.0/8 or fd00::/8, or be * alone, "
+                f"not {name[:_SHOWN]!r}"
+            ) from None
+    return tuple(names)

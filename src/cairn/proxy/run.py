@@ -5,8 +5,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from cairn.http.forwarded import trusted_proxies
-from cairn.http.listening import DrainingServer, first_of, listen, until_started, web_server
+from cairn.http.listening import DrainingServer, first_of, listen, trusted_proxies, until_started, web_server
 from cairn.proxy.app import create_app
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService

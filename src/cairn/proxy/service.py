@@ -9,11 +9,10 @@ from cairn.errors import Overloaded
 from cairn.http.failures import failed
 from cairn.http.gate import Gate
 from cairn.http.middleware import random_id
-from cairn.proxy.health import HealthChecks
 from cairn.proxy.hints import Hints
 from cairn.proxy.metrics import ProxyMetrics
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.pool import Pool, Upstream
+from cairn.proxy.pool import HealthChecks, Pool, Upstream
 from cairn.proxy.upstream import CallFailed, UpstreamClient
 from cairn.types import Clock, SystemClock
 

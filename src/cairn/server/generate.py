@@ -16,12 +16,11 @@ from cairn.engine.contract import GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.failures import ClientGone, error_content, failed
-from cairn.server.answers import RequestAnswers, cairn_part, usage_part
 from cairn.server.failures import request_error
 from cairn.server.metrics import RequestMeter
 from cairn.server.requests import SamplingFields
 from cairn.server.service import Service
-from cairn.server.shapes import AnswerShape
+from cairn.server.shapes import AnswerShape, RequestAnswers, cairn_part, usage_part
 
 _LAST_EVENT_SECONDS = 10.0
 

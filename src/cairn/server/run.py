@@ -13,8 +13,7 @@ from cairn.engine.contract import EngineClient
 from cairn.errors import Overloaded
 from cairn.http.connections import ConnectionDeadlines
 from cairn.http.failures import error_response
-from cairn.http.forwarded import trusted_proxies
-from cairn.http.listening import DrainingServer, first_of, listen, until_started, web_server
+from cairn.http.listening import DrainingServer, first_of, listen, trusted_proxies, until_started, web_server
 from cairn.http.middleware import LingeringClose
 from cairn.server.app import create_app
 from cairn.server.images import ImageParts
