@@ -8,8 +8,9 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn import __version__
-from cairn.errors import EngineDead, InvalidRequest, NotFound, Overloaded
+from cairn.errors import EngineDead, InvalidRequest, Overloaded
 from cairn.http.failures import failed
+from cairn.server.prompts import check_model
 from cairn.server.routes import ServiceOfApp
 from cairn.server.service import Service
 
@@ -35,10 +36,8 @@ async def list_models(service: ServiceOfApp) -> dict[str, Any]:
 
 
 async def show_model(name: str, service: ServiceOfApp) -> dict[str, Any]:
-    card = _model_card(service)
-    if name != card["id"]:
-        raise NotFound(f"the model {name!r} is not served here; {card['id']!r} is", "model")
-    return card
+    check_model(service, name)
+    return _model_card(service)
 
 
 async def health(service: ServiceOfApp) -> Response:
