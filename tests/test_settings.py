@@ -3,13 +3,15 @@
 import argparse
 import os
 import shlex
+from dataclasses import fields
 
 import pytest
 
 from cairn.cli import engine_config
+from cairn.engine.contract import EngineConfig
 from cairn.errors import ConfigError
 from cairn.server.options import ServerLimits
-from cairn.settings.serve import add_flags, load_settings
+from cairn.settings.serve import ServeSettings, add_flags, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,14 @@ def test_defaults():
     assert config.enable_prefix_caching and not config.exact and config.mamba_cache_mode == "auto"
     assert (options.host, options.port, options.model_name, options.api_key) == ("127.0.0.1", 8000, "m", None)
     assert options.shutdown_timeout == 30.0 and ServerLimits().max_open is None
+
+
+def test_whatever_the_engine_is_built_with_can_be_set():
+    """Settings are passed on by name: one that is called otherwise would be the engine's default whatever is asked."""
+    assert {one.name for one in fields(EngineConfig)} - ServeSettings.model_fields.keys() == {
+        "kv_events",
+        "kv_transfer",
+    }
 
 
 VLLM_COMMAND_LINE = """

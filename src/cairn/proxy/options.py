@@ -39,8 +39,11 @@ Urls = Annotated[
 
 
 class ProxyOptions(BaseModel):
-    """Sizes in bytes, times in seconds. A server is passed over when it has at least `load_slack` requests open and
-    more than `load_factor` times the mean of its pool."""
+    """The settings of `cairn proxy`. Sizes in bytes, times in seconds.
+
+    A server is passed over when it has at least `load_slack` requests open and more than `load_factor` times the mean
+    of its pool.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -171,14 +171,13 @@ def breakpoints_of(body: TemplateFields, messages: list[Message]) -> list[Breakp
             if isinstance(holder, dict):
                 add(holder, f"tools[{i}]", "tools")
     for i, message in enumerate(messages):
-        content = message.content if isinstance(message.content, list) else []
-        for j, part in enumerate(content):
+        for j, part in enumerate(message.parts):
             if not isinstance(part, dict):
                 continue
             where = f"messages[{i}].content[{j}]"
             if part.get("cache_control") is not None and part.get("type") == "text" and not part.get("text"):
                 raise InvalidRequest(f"{where}.cache_control: an empty text cannot be held", "messages")
-            add(part, where, "messages", i, j if j + 1 < len(content) else None)
+            add(part, where, "messages", i, j if j + 1 < len(message.parts) else None)
         add(message.model_extra or {}, f"messages[{i}]", "messages", i)
     return found
 

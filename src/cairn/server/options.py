@@ -12,7 +12,7 @@ __all__ = ["ImageOptions", "ServerLimits", "ServerOptions"]
 
 
 class ServerOptions(BaseModel):
-    """Sizes in bytes, times in seconds."""
+    """The settings of `cairn serve` about HTTP. Sizes in bytes, times in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 

@@ -67,7 +67,7 @@ class ImageParts:
         for i in sorted({part.message for part in parts}):
             content = [
                 {"type": "image", "image": found[i, j]} if (i, j) in found else part
-                for j, part in enumerate(messages[i].content)
+                for j, part in enumerate(messages[i].parts)
             ]
             changed[i] = messages[i].model_copy(update={"content": content})
         return changed
@@ -79,7 +79,7 @@ class ImageParts:
     def _find(self, messages: list[Message], reads_images: bool) -> list[_Part]:
         found: list[_Part] = []
         for i, message in enumerate(messages):
-            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            for j, part in enumerate(message.parts):
                 kind = part.get("type") if isinstance(part, dict) else None
                 where = f"messages[{i}].content[{j}]"
                 if kind in _OTHER_KINDS:
@@ -170,11 +170,10 @@ def _url(part: dict[str, Any], where: str) -> str:
 def _refuse_markers(messages: list[Message], markers: tuple[str, ...]) -> None:
     """Raises InvalidRequest where a text has, or texts side by side have, what stands for an image."""
     for i, message in enumerate(messages) if markers else ():
-        content = message.content
-        if isinstance(content, str):
-            _refuse_marker(content, markers, f"messages[{i}].content")
+        if isinstance(message.content, str):
+            _refuse_marker(message.content, markers, f"messages[{i}].content")
         before = ""
-        for j, part in enumerate(content if isinstance(content, list) else ()):
+        for j, part in enumerate(message.parts):
             text = part.get("text") if isinstance(part, dict) else None
             before = before + text if isinstance(text, str) else ""
             _refuse_marker(before, markers, f"messages[{i}].content[{j}]")
