@@ -197,7 +197,7 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.server.app", "from cairn.engine import contract_of_another_kind"),
         (arrows, "cairn.server.app", "if True:\n    import cairn"),
         (arrows, "cairn.bench.stream", "from cairn.http.failures import failed"),
-        (arrows, "cairn.bench.traces", "from cairn.replay.traces import read_trace"),
+        (arrows, "cairn.bench.datasets", "from cairn.replay.traces import read_trace"),
         (arrows, "cairn.replay.layouts", "from cairn.models.loader import read_config"),
         (arrows, "cairn.attic", "import os"),
         (settings_only_in_the_cli, "cairn.engine.build", "from cairn.settings.serve import ServeSettings"),

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from cairn.http.gate import Gate
-from cairn.http.middleware import BodyLimit, CatchAllErrors, HeadLimit
+from cairn.http.middleware import BodyLimit, CatchAllErrors, Gate, HeadLimit
 from cairn.server.failures import MAX_NESTING, too_deep_field
 from cairn.server.images.room import ImageRoom, ImageShare
 from cairn.server.prompts import Prompt, truncated

@@ -10,11 +10,11 @@ from starlette.responses import Response
 from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.failures import error_response, failed
-from cairn.http.gate import Gate
 from cairn.http.middleware import (
     ApiKey,
     BodyLimit,
     CatchAllErrors,
+    Gate,
     GateKeeper,
     HeadLimit,
     LingeringClose,

@@ -15,7 +15,7 @@ import uvicorn
 
 from cairn.errors import ConfigError
 from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
-from cairn.http.gate import Gate
+from cairn.http.middleware import Gate
 from cairn.setting_types import list_entries
 
 _FLUSH_SECONDS = 5

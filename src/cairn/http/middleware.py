@@ -17,10 +17,9 @@ from contextlib import suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cairn.errors import InvalidRequest, RequestError
+from cairn.errors import InvalidRequest, Overloaded, QueueFull, RequestError
 from cairn.http.clients import note_api_key
 from cairn.http.failures import ClientGone, error_response, failed, internal_error
-from cairn.http.gate import Gate
 
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 16 << 20
@@ -134,6 +133,39 @@ class ApiKey(HttpMiddleware):
 
 def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
+
+
+class Gate:
+    """Counts the requests that are being answered. Closed for good once the process drains. `who` closes: the server,
+    or the proxy."""
+
+    def __init__(self, max_open: int, who: str = "server") -> None:
+        self.max_open = max_open
+        self.num_open = 0
+        self.closed = False
+        self._who = who
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    def enter(self) -> None:
+        """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
+        if self.closed:
+            raise Overloaded(f"the {self._who} is shutting down: send the request to another one")
+        if self.num_open >= self.max_open:
+            raise QueueFull(f"{self.num_open} requests are open already: try again later")
+        self.num_open += 1
+        self._emptied.clear()
+
+    def leave(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            self._emptied.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def wait_empty(self) -> None:
+        await self._emptied.wait()
 
 
 class GateKeeper(HttpMiddleware):

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 
 from cairn.errors import Overloaded
 from cairn.http.failures import failed
-from cairn.http.gate import Gate
-from cairn.http.middleware import random_id
+from cairn.http.middleware import Gate, random_id
 from cairn.proxy.hints import Hints
 from cairn.proxy.metrics import ProxyMetrics
 from cairn.proxy.options import ProxyOptions

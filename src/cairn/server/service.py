@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
-from cairn.http.gate import Gate
-from cairn.http.middleware import random_id
+from cairn.http.middleware import Gate, random_id
 from cairn.server.images import ImageParts
 from cairn.server.logprobs import TokenTexts
 from cairn.server.messages import ChatInput
