@@ -17,9 +17,9 @@ from benchmarks.peer_servers import SERVED_NAME, PeerError
 
 from cairn.bench.datasets import PrefixRepetition, prefix_repetition
 from cairn.bench.endpoint import Endpoint
-from cairn.bench.load import EventLoopPace, Load, Ran
+from cairn.bench.load import EventLoopClock, Load, LoadResult
 from cairn.bench.metrics import summary_of
-from cairn.bench.stream import HttpSender, Outcome
+from cairn.bench.stream import HttpSender, RequestOutcome
 from cairn.bench.work import Conversation, TokenizerSpeller, Turn, Vocabulary
 from cairn.http.cookies import no_cookies
 
@@ -86,12 +86,14 @@ class LoadClient:
         """Prompts that share nothing with any other."""
         return [self.vocabulary.draw(self.rng, length) for _ in range(count)]
 
-    async def run(self, work: Sequence[Conversation], concurrency: int, sampling: Mapping[str, Any] = GREEDY) -> Ran:
+    async def run(
+        self, work: Sequence[Conversation], concurrency: int, sampling: Mapping[str, Any] = GREEDY
+    ) -> LoadResult:
         """Send all of `work`, `concurrency` requests at a time.
 
         Raises PeerError when one fails, or an answer has not as many tokens as were asked for.
         """
-        pace, fields = EventLoopPace(), {**sampling, **WITH_IDS}
+        pace, fields = EventLoopClock(), {**sampling, **WITH_IDS}
         endpoint = Endpoint(self._url, "completions", SERVED_NAME, ignore_eos=True, fields=fields)
         load = Load(HttpSender(self._http, endpoint, pace, REQUEST_SECONDS), endpoint, pace, concurrency)
         async with asyncio.timeout(LOAD_SECONDS):
@@ -101,13 +103,13 @@ class LoadClient:
 
     async def together(
         self, prompts: Sequence[tuple[int, ...]], answer: int, sampling: Mapping[str, Any] = GREEDY
-    ) -> list[Outcome]:
+    ) -> list[RequestOutcome]:
         """All prompts at the same time, with answers of `answer` tokens."""
         work = [Conversation((Turn(prompt, len(prompt), answer),)) for prompt in prompts]
         return (await self.run(work, len(work), sampling)).outcomes
 
 
-def check_answers(work: Sequence[Conversation], ran: Ran) -> None:
+def check_answers(work: Sequence[Conversation], ran: LoadResult) -> None:
     """Raises PeerError unless every request has its whole answer: a shorter one would look fast."""
     asked = [turn.max_tokens for conversation in work for turn in conversation.turns]
     for tokens, outcome in zip(asked, ran.outcomes, strict=True):
@@ -117,7 +119,7 @@ def check_answers(work: Sequence[Conversation], ran: Ran) -> None:
             raise PeerError(f"an answer has {outcome.output_tokens} tokens, and {tokens} were asked for")
 
 
-def decode_rate(outcomes: Sequence[Outcome]) -> float:
+def decode_rate(outcomes: Sequence[RequestOutcome]) -> float:
     """Tokens a second, from the first request's sending to the last token of all: prompts are short, and a server that
     is out of breath hands over many tokens at once, so that when each was computed cannot be seen."""
     tokens = sum(one.output_tokens for one in outcomes)
@@ -174,7 +176,7 @@ async def _median_rate(client: LoadClient, scale: Scale, count: int, sampling: M
 async def cold_load(client: LoadClient, scale: Scale) -> Figures:
     """Milliseconds to the first token, one request at a time: of prompts never seen, of the same again, of one that
     shares two thirds with an earlier one, and of the next that does so."""
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[RequestOutcome]] = {}
 
     async def send(name: str, prompt: tuple[int, ...]) -> None:
         outcomes.setdefault(name, []).extend(await client.together([prompt], 1))

@@ -16,6 +16,7 @@ FLOOR_0 = (
     "cairn.keys",
     "cairn.machine",
     "cairn.trace_rows",
+    "cairn.setting_types",
     "cairn.__version__",
 )
 
@@ -47,6 +48,7 @@ ARROWS = MappingProxyType(
         "keys": (),
         "machine": (),
         "trace_rows": (),
+        "setting_types": (),
         "cache": (),
         "transfer": ("cairn.cache.layout",),
         "kernels": (),
@@ -62,18 +64,12 @@ ARROWS = MappingProxyType(
         "proxy": ("cairn.http",),
         "replay": ("cairn.cache", *MODEL_NUMBERS),
         "bench": ("cairn.http.cookies",),
-        "api_key_settings": (),
-        "settings": ("cairn.api_key_settings",),
-        "kv_settings": (),
-        "forwarded_settings": (),
-        "image_settings": (),
-        "proxy_settings": ("cairn.settings", "cairn.api_key_settings"),
+        "settings": ("cairn.server.options", "cairn.proxy.options"),
         "cli": ("cairn",),
         "__main__": ("cairn.cli",),
     }
 )
 
-SETTINGS = ("settings", "api_key_settings", "forwarded_settings", "kv_settings", "image_settings", "proxy_settings")
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
@@ -107,9 +103,7 @@ def settings_only_in_the_cli(modules):
     """No room is given the whole configuration."""
     for module in modules:
         for found in imports(module):
-            if module.room not in (*SETTINGS, "cli") and any(
-                within(found.target, f"cairn.{name}") for name in SETTINGS
-            ):
+            if module.room not in ("settings", "cli") and within(found.target, "cairn.settings"):
                 yield f"{module.name}:{found.line} imports the settings"
 
 
@@ -203,10 +197,10 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.server.app", "from cairn.engine import contract_of_another_kind"),
         (arrows, "cairn.server.app", "if True:\n    import cairn"),
         (arrows, "cairn.bench.stream", "from cairn.http.failures import failed"),
-        (arrows, "cairn.bench.traces", "from cairn.replay.traces import read_trace"),
+        (arrows, "cairn.bench.datasets", "from cairn.replay.traces import read_trace"),
         (arrows, "cairn.replay.layouts", "from cairn.models.loader import read_config"),
         (arrows, "cairn.attic", "import os"),
-        (settings_only_in_the_cli, "cairn.engine.build", "from cairn.settings import ServeSettings"),
+        (settings_only_in_the_cli, "cairn.engine.build", "from cairn.settings.serve import ServeSettings"),
         (torch_in_its_rooms, "cairn.cache.pages", "import torch"),
         (torch_in_its_rooms, "cairn.scheduler.plan", "from torch.nn import functional"),
         (torch_in_its_rooms, "cairn.engine.core", "def step():\n    import torch.nn as nn"),
@@ -214,7 +208,7 @@ def test_the_package_keeps_the_rule(rule):
         (torch_in_its_rooms, "cairn.cli", "from safetensors.torch import save_file"),
         (web_framework_in_its_rooms, "cairn.engine.client", "from starlette.requests import Request"),
         (web_framework_in_its_rooms, "cairn.cli", "def serve():\n    import uvicorn"),
-        (web_framework_in_its_rooms, "cairn.settings", "import fastapi.params"),
+        (web_framework_in_its_rooms, "cairn.settings.serve", "import fastapi.params"),
         (nothing_of_the_tests, "cairn.engine.build", "from doubles.echo_core import EchoCore"),
         (nothing_of_the_tests, "cairn.engine.build", "def late():\n    import tests.source_scan"),
     ],

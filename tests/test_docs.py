@@ -13,7 +13,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.server.metrics import Metrics
-from cairn.settings import ServeSettings, add_flags
+from cairn.settings.serve import ServeSettings, add_flags
 from doubles.echo_core import build_echo_core
 from source_scan import ROOT, SRC
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from cairn.cli import main, server_options
+from cairn.cli import main
 from cairn.errors import ConfigError
-from cairn.forwarded_settings import trusted_proxies
+from cairn.http.listening import trusted_proxies
 from test_settings import load
 
 
@@ -53,8 +53,8 @@ def test_too_many():
 
 
 def test_flag_and_file(tmp_path):
-    assert server_options(load("m")).forwarded_allow_ips == ("127.0.0.1", "::1")
-    assert server_options(load("m", "--forwarded-allow-ips", "10.0.0.5")).forwarded_allow_ips == ("10.0.0.5",)
+    assert trusted_proxies(load("m").forwarded_allow_ips) == ("127.0.0.1", "::1")
+    assert trusted_proxies(load("m", "--forwarded-allow-ips", "10.0.0.5").forwarded_allow_ips) == ("10.0.0.5",)
     file = tmp_path / "settings.yaml"
     file.write_text("forwarded-allow-ips: [10.0.0.5, 10.1.0.0/16]\n")
-    assert server_options(load("m", "--config", str(file))).forwarded_allow_ips == ("10.0.0.5", "10.1.0.0/16")
+    assert trusted_proxies(load("m", "--config", str(file)).forwarded_allow_ips) == ("10.0.0.5", "10.1.0.0/16")

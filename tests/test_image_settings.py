@@ -2,14 +2,14 @@
 
 import pytest
 
-from cairn.cli import engine_config, server_options
+from cairn.cli import engine_config, image_options
 from cairn.errors import ConfigError
-from cairn.image_settings import image_limit, media_domains
+from cairn.settings.images import image_limit, media_domains
 from test_settings import load
 
 
 def test_defaults():
-    options, config = server_options(load("m")).images, engine_config(load("m"))
+    options, config = image_options(load("m")), engine_config(load("m"))
     assert (options.limit, options.domains, options.max_bytes, options.fetch_seconds) == (16, None, 16 << 20, 5.0)
     assert (config.language_model_only, config.mm_encoder_cache_bytes) == (False, 256 << 20)
 
@@ -20,7 +20,7 @@ def test_every_flag():
         *("--image-fetch-timeout", "2", "--max-image-bytes", "1MiB", "--max-image-pixels", "1000"),
         *("--mm-encoder-cache-bytes", "0"),
     )
-    options, config = server_options(settings).images, engine_config(settings)
+    options, config = image_options(settings), engine_config(settings)
     assert (options.limit, options.domains) == (3, ("a.example", "b.example"))
     assert (options.fetch_seconds, options.max_bytes, options.max_pixels) == (2.0, 1 << 20, 1000)
     assert (config.language_model_only, config.mm_encoder_cache_bytes) == (False, 0)
@@ -29,7 +29,7 @@ def test_every_flag():
 @pytest.mark.parametrize("flags", [["--language-model-only"], ["--limit-mm-per-prompt", '{"image": 0}']])
 def test_text_alone(flags):
     settings = load("m", *flags)
-    assert server_options(settings).images.limit == 0 and engine_config(settings).language_model_only
+    assert image_options(settings).limit == 0 and engine_config(settings).language_model_only
 
 
 @pytest.mark.parametrize(

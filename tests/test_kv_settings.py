@@ -11,7 +11,7 @@ from cairn.cli import engine_config, main
 from cairn.cli.run import warn
 from cairn.engine.contract import KvTransferConfig
 from cairn.errors import ConfigError
-from cairn.kv_settings import check_secret_file, kv_transfer_settings
+from cairn.settings.kv import check_secret_file, kv_transfer_settings
 from test_settings import load
 
 PUBLISHED = {

@@ -3,12 +3,15 @@
 import argparse
 import os
 import shlex
+from dataclasses import fields
 
 import pytest
 
-from cairn.cli import engine_config, server_options
+from cairn.cli import engine_config
+from cairn.engine.contract import EngineConfig
 from cairn.errors import ConfigError
-from cairn.settings import add_flags, load_settings
+from cairn.server.options import ServerLimits
+from cairn.settings.serve import ServeSettings, add_flags, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +28,21 @@ def load(*arguments):
 
 
 def test_defaults():
-    config, options = engine_config(load("m")), server_options(load("m"))
+    config, options = engine_config(load("m")), load("m")
     assert (config.model, config.block_size) == ("m", 16)
     assert (load("m").cpu_threads, config.kv_cache_memory_bytes, config.max_num_seqs) == (None, None, None)
     assert (config.max_num_batched_tokens, config.max_waiting) == (2048, 1024)
     assert config.enable_prefix_caching and not config.exact and config.mamba_cache_mode == "auto"
-    assert (options.host, options.port, options.model_name, options.api_keys) == ("127.0.0.1", 8000, "m", ())
-    assert (options.shutdown_seconds, options.max_open) == (30.0, None)
+    assert (options.host, options.port, options.model_name, options.api_key) == ("127.0.0.1", 8000, "m", None)
+    assert options.shutdown_timeout == 30.0 and ServerLimits().max_open is None
+
+
+def test_whatever_the_engine_is_built_with_can_be_set():
+    """Settings are passed on by name: one that is called otherwise would be the engine's default whatever is asked."""
+    assert {one.name for one in fields(EngineConfig)} - ServeSettings.model_fields.keys() == {
+        "kv_events",
+        "kv_transfer",
+    }
 
 
 VLLM_COMMAND_LINE = """
@@ -45,13 +56,13 @@ VLLM_COMMAND_LINE = """
 
 def test_every_flag_of_a_vllm_command_line():
     settings = load(*shlex.split(VLLM_COMMAND_LINE))
-    config, options = engine_config(settings), server_options(settings)
+    config, options = engine_config(settings), settings
     assert (config.block_size, config.max_model_len, config.seed, config.dtype) == (128, 777, 5, "bfloat16")
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) == (99, 3, 4)
     assert (config.enable_prefix_caching, config.mamba_cache_mode) == (False, "align")
     assert (config.eviction, config.exact, config.kv_cache_memory_bytes) == ("lru", True, 2 << 30)
-    assert (options.host, options.port, options.model_name, options.api_keys) == ("0.0.0.0", 9, "name", ("key",))
-    assert (options.shutdown_seconds, settings.cpu_threads) == (1.5, 2)
+    assert (options.host, options.port, options.model_name, options.api_key) == ("0.0.0.0", 9, "name", ["key"])
+    assert (options.shutdown_timeout, settings.cpu_threads) == (1.5, 2)
 
 
 def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):
@@ -188,15 +199,15 @@ def test_what_is_missing(arguments, said):
 
 def test_several_api_keys(tmp_path, monkeypatch):
     def keys(*flags):
-        return server_options(load("m", *flags)).api_keys
+        return load("m", *flags).api_key
 
-    assert keys("--api-key", "a,b") == keys("--api-key", "a", "--api-key", "b") == ("a", "b")
+    assert keys("--api-key", "a,b") == keys("--api-key", "a", "--api-key", "b") == ["a", "b"]
     file = tmp_path / "serve.yaml"
     file.write_text("api-key: [c, d]\n")
-    assert keys("--config", str(file)) == ("c", "d")
+    assert keys("--config", str(file)) == ["c", "d"]
     monkeypatch.setenv("CAIRN_API_KEY", "e,f")
-    assert keys("--config", str(file)) == ("e", "f")
-    assert keys("--api-key", "g") == ("g",)
+    assert keys("--config", str(file)) == ["e", "f"]
+    assert keys("--api-key", "g") == ["g"]
 
 
 def test_keys_with_blanks_between_them(tmp_path, monkeypatch):
@@ -204,22 +215,22 @@ def test_keys_with_blanks_between_them(tmp_path, monkeypatch):
 
     def keys(*arguments):
         settings = load(*arguments)
-        return settings.model, server_options(settings).api_keys
+        return settings.model, settings.api_key
 
-    assert keys("m", "--api-key", "a", "b") == ("m", ("a", "b"))
-    assert keys("m", "--api-key", "a,b", "c", "--port", "1", "--api-key", "d", "e") == ("m", ("a", "b", "c", "d", "e"))
+    assert keys("m", "--api-key", "a", "b") == ("m", ["a", "b"])
+    assert keys("m", "--api-key", "a,b", "c", "--port", "1", "--api-key", "d", "e") == ("m", ["a", "b", "c", "d", "e"])
     assert keys("--api-key", "a", "b", "--port", "1", "m") == keys("--api-key", "a", "b", "--", "m")
-    assert keys("m", "--api-key=a", "--api-key=b") == ("m", ("a", "b"))
+    assert keys("m", "--api-key=a", "--api-key=b") == ("m", ["a", "b"])
     # a folder is MODEL where nothing else is
-    assert keys("--api-key", "a", "b", str(tmp_path)) == (str(tmp_path), ("a", "b"))
-    assert keys("--api-key", "a", str(tmp_path)) == (str(tmp_path), ("a",))
-    assert keys("m", "--api-key", "a", str(tmp_path)) == ("m", ("a", str(tmp_path)))
+    assert keys("--api-key", "a", "b", str(tmp_path)) == (str(tmp_path), ["a", "b"])
+    assert keys("--api-key", "a", str(tmp_path)) == (str(tmp_path), ["a"])
+    assert keys("m", "--api-key", "a", str(tmp_path)) == ("m", ["a", str(tmp_path)])
     monkeypatch.setenv("CAIRN_MODEL", "from-env")
-    assert keys("--api-key", "a", str(tmp_path)) == ("from-env", ("a", str(tmp_path)))
+    assert keys("--api-key", "a", str(tmp_path)) == ("from-env", ["a", str(tmp_path)])
     monkeypatch.delenv("CAIRN_MODEL")
     file = tmp_path / "serve.yaml"
     file.write_text("model: from-file\n")
-    assert keys("--config", str(file), "--api-key", "a", str(tmp_path)) == ("from-file", ("a", str(tmp_path)))
+    assert keys("--config", str(file), "--api-key", "a", str(tmp_path)) == ("from-file", ["a", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from cairn.bench.command import add_bench_flags
 from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
-from cairn.proxy_settings import add_proxy_flags
 from cairn.server.metrics import Metrics
-from cairn.settings import add_flags
+from cairn.settings.proxy import add_proxy_flags
+from cairn.settings.serve import add_flags
 from doubles.echo_core import build_echo_core
 
 FLAGS = """
@@ -124,7 +124,8 @@ EXPORTED = {
     "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
     "cairn.bench.command": "add_bench_flags run_bench",
-    "cairn.bench.work": "Conversation FIRST_TOKEN Ids Speller TokenizerSpeller Turn Vocabulary Words spelled",
+    "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
+    "Vocabulary Words arrival_times flag spelled",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineCore EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
@@ -135,22 +136,20 @@ EXPORTED = {
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline StepRunner",
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
-    "cairn.cli": "engine_config main proxy_options server_options",
+    "cairn.cli": "engine_config image_options main",
     "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
     "cairn.engine.process": "ProcessEngine",
     "cairn.proxy.app": "create_app",
     "cairn.proxy.options": "ProxyOptions",
     "cairn.proxy.run": "ProxyServer",
-    "cairn.proxy_settings": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
+    "cairn.settings.proxy": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
     "cairn.server.app": "create_app",
-    "cairn.server.options": "ImageOptions ServerOptions",
+    "cairn.server.options": "ImageOptions ServerLimits ServerOptions",
     "cairn.server.run": "HttpServer",
-    "cairn.forwarded_settings": "trusted_proxies",
-    "cairn.api_key_settings": "ApiKeys add_argument flatten_keys last_key_word",
-    "cairn.settings": "ENV_PREFIX ServeSettings add_flags load_settings parse_size size_in_bytes",
-    "cairn.image_settings": "MAX_IMAGES image_limit media_domains",
+    "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
+    "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "ImageParts pixels_of",
-    "cairn.kv_settings": "KvEventsSettings KvTransferExtra KvTransferSettings SideChannel check_secret_file "
+    "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings check_secret_file "
     "kv_events_settings kv_transfer_settings peer_names side_channel",
 }
 
@@ -185,7 +184,7 @@ def names_of(exposition):
 
 
 def test_proxy_metrics():
-    service = ProxyService(ProxyOptions(prefill=("http://p:1",), decode=("http://d:1",), version="1"))
+    service = ProxyService(ProxyOptions(prefill=["http://p:1"], decode=["http://d:1"]))
     assert names_of(service.metrics.exposition()) == set(PROXY_METRICS.split())
 
 

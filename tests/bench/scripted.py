@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from cairn.bench.endpoint import Endpoint
-from cairn.bench.load import EventLoopPace, Load
+from cairn.bench.load import EventLoopClock, Load
 from cairn.bench.stream import HttpSender
 
 URL = "http://server.test/v1/completions"
@@ -127,7 +127,7 @@ async def send(server, *, seconds=600.0, secrets=(), num_tokens=7, max_bytes=1 <
     """One request to it."""
     async with httpx.AsyncClient(transport=server) as http:
         endpoint = Endpoint(URL, "completions", "m", secrets=secrets)
-        sender = HttpSender(http, endpoint, EventLoopPace(), seconds, max_bytes)
+        sender = HttpSender(http, endpoint, EventLoopClock(), seconds, max_bytes)
         return await sender.send({"prompt": [1]}, num_tokens)
 
 
@@ -138,5 +138,5 @@ async def run(server, work, *, due=None, concurrency=100, kind="completions", st
         asyncio.get_running_loop().call_later(stop_at, stop.set)
     async with httpx.AsyncClient(transport=server) as http:
         endpoint = Endpoint(URL, kind, "m")
-        load = Load(HttpSender(http, endpoint, EventLoopPace(), seconds), endpoint, EventLoopPace(), concurrency)
+        load = Load(HttpSender(http, endpoint, EventLoopClock(), seconds), endpoint, EventLoopClock(), concurrency)
         return await load.run(work, due or [0.0] * len(work), stop, ended or (lambda outcome: None))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cairn.bench.arrivals import arrival_times
+from cairn.bench.work import arrival_times
 
 
 @pytest.mark.parametrize("burstiness", [0.1, 1.0, 7.5, math.inf])

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from bench.scripted import Answer, Server, answer_at, run, token, virtually
-from cairn.bench.load import Ran
-from cairn.bench.metrics import Spread, summary_of
+from cairn.bench.load import LoadResult
+from cairn.bench.metrics import LatencyStats, summary_of
 from cairn.bench.work import Conversation, Turn
 
 ONE = Conversation((Turn((1, 2), 2, 4),))
@@ -89,8 +89,8 @@ def test_tokens_that_share_an_event_count_in_the_peak():
 
 
 def test_nothing_measured_is_no_figure():
-    summary = summary_of(Ran(), (99.0,), {"ttft": 1.0})
-    nothing = Spread(None, None, None, ((99.0, None),))
+    summary = summary_of(LoadResult(), (99.0,), {"ttft": 1.0})
+    nothing = LatencyStats(None, None, None, ((99.0, None),))
     assert all(spread == nothing for spread in summary.spreads.values())
     assert (summary.completed, summary.failed, summary.cached_tokens, summary.cached_share) == (0, 0, None, None)
     assert (summary.rate(5), summary.peak_tokens, summary.peak_requests) == (0.0, 0, 0)

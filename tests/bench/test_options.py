@@ -7,7 +7,7 @@ import pytest
 
 from cairn.bench.endpoint import Endpoint
 from cairn.bench.flags import add_bench_flags
-from cairn.bench.options import goals_of, material_of, open_limit, target_of
+from cairn.bench.options import endpoint_of, goals_of, make_workload, open_limit
 from cairn.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def asked(*words):
 
 
 def material(*words, kind="completions"):
-    return material_of(asked("--num-prompts", "20", "--random-input-len", "30", *words), kind)
+    return make_workload(asked("--num-prompts", "20", "--random-input-len", "30", *words), kind)
 
 
 def prompts(work):
@@ -57,19 +57,19 @@ def test_a_trace_brings_its_own_times_and_number(tmp_path):
     row = {"input_length": 600, "output_length": 5, "hash_ids": [1]}
     path.write_text("\n".join(json.dumps({**row, "timestamp": 500 * n}) for n in range(5)))
     words = ("--dataset-name", "trace", "--dataset-path", str(path))
-    made = material_of(asked(*words, "--trace-speedup", "2"), "completions")
+    made = make_workload(asked(*words, "--trace-speedup", "2"), "completions")
     assert made.due == [0.0, 0.25, 0.5, 0.75, 1.0] and made.num_requests == 5 and made.ignore_eos
-    assert material_of(asked(*words, "--num-prompts", "3"), "completions").num_requests == 3
+    assert make_workload(asked(*words, "--num-prompts", "3"), "completions").num_requests == 3
 
 
 def test_lengths_in_general_go_where_no_special_one_stands():
     general = ("--num-prompts", "10", "--input-len", "9", "--output-len", "3")
-    turn = material_of(asked(*general), "completions").work[0].turns[0]
+    turn = make_workload(asked(*general), "completions").work[0].turns[0]
     assert (turn.num_tokens, turn.max_tokens) == (9, 3)
-    turn = material_of(asked(*general, "--random-input-len", "5"), "completions").work[0].turns[0]
+    turn = make_workload(asked(*general, "--random-input-len", "5"), "completions").work[0].turns[0]
     assert (turn.num_tokens, turn.max_tokens) == (5, 3)
     for dataset in ("prefix_repetition", "chat"):
-        work = material_of(asked(*general, "--dataset-name", dataset), "completions").work
+        work = make_workload(asked(*general, "--dataset-name", dataset), "completions").work
         assert {turn.max_tokens for one in work for turn in one.turns} == {3}
 
 
@@ -107,15 +107,15 @@ def test_eos_is_ignored_where_lengths_are_made_up():
     ],
 )
 def test_where_requests_go(words, url, kind, backend):
-    target = target_of(asked(*words))
-    assert (target.base_url + target.path, target.kind, target.backend) == (url, kind, backend)
+    target = endpoint_of(asked(*words))
+    assert (target.url, target.kind, target.backend) == (url, kind, backend)
 
 
 def test_keys_and_headers(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
-    assert target_of(asked()).headers == {"Authorization": "Bearer sk-env"}
-    assert target_of(asked("--api-key", "sk-flag")).headers == {"Authorization": "Bearer sk-flag"}
-    target = target_of(asked("--header", "Authorization=Basic abc", "X-Team=a=b"))
+    assert endpoint_of(asked()).headers == {"Authorization": "Bearer sk-env"}
+    assert endpoint_of(asked("--api-key", "sk-flag")).headers == {"Authorization": "Bearer sk-flag"}
+    target = endpoint_of(asked("--header", "Authorization=Basic abc", "X-Team=a=b"))
     assert target.headers == {"Authorization": "Basic abc", "X-Team": "a=b"}
     endpoint = Endpoint("u", "chat", "m", headers=target.headers, secrets=target.secrets)
     assert "abc" not in repr(endpoint) and "sk-env" not in repr(endpoint)
@@ -123,9 +123,9 @@ def test_keys_and_headers(monkeypatch):
 
 
 def test_only_what_is_given_is_sent():
-    assert dict(target_of(asked()).fields) == {}
+    assert dict(endpoint_of(asked()).fields) == {}
     words = ("--temperature", "0", "--top-k", "-1", "--extra-body", '{"temperature": 1, "cache_salt": "x"}')
-    assert dict(target_of(asked(*words)).fields) == {"temperature": 1, "top_k": -1, "cache_salt": "x"}
+    assert dict(endpoint_of(asked(*words)).fields) == {"temperature": 1, "top_k": -1, "cache_salt": "x"}
 
 
 def test_goals():

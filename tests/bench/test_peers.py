@@ -39,7 +39,7 @@ from benchmarks.peers import order_of, parse, peers_of
 from rich.console import Console
 
 from bench.scripted import DONE, Answer, Server, answer_at, run, token, usage, virtually
-from cairn.bench.stream import Outcome
+from cairn.bench.stream import RequestOutcome
 from cairn.bench.work import Conversation, TokenizerSpeller, Vocabulary
 from cairn.bench.work import Turn as Request
 from cairn.models import qwen3_5
@@ -298,8 +298,8 @@ def test_the_same_seed_sends_the_same(name):
 
 
 def test_decode_rate_counts_all_tokens_until_the_last():
-    slow = Outcome(0.5, 9, 4, token_times=(1.0, 3.0, 5.0, 7.0, 9.0), output_tokens=5)
-    late = Outcome(1, 6, 4, token_times=(3.0, 4.0, 5.0, 6.0), output_tokens=8)
+    slow = RequestOutcome(0.5, 9, 4, token_times=(1.0, 3.0, 5.0, 7.0, 9.0), output_tokens=5)
+    late = RequestOutcome(1, 6, 4, token_times=(3.0, 4.0, 5.0, 6.0), output_tokens=8)
     assert decode_rate([slow, late]) == pytest.approx(13 / 8.5)
     assert decode_rate([late]) == pytest.approx(8 / 5)
 

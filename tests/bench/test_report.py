@@ -8,12 +8,12 @@ from bench.scripted import Answer, Server, answer_at, run, token, virtually
 from cairn.bench.compare import differences, read_result, rows_of
 from cairn.bench.metrics import summary_of
 from cairn.bench.plots import cached_shares, first_tokens, plot_cached_share, plot_comparison, plot_first_tokens
-from cairn.bench.report import Circumstances, result_json, save, table_lines
+from cairn.bench.report import RunInfo, result_json, save, table_lines
 from cairn.bench.work import Conversation, Turn
 from cairn.errors import ConfigError
 
 ONE = Conversation((Turn((1, 2), 2, 4),))
-HOW = Circumstances(
+HOW = RunInfo(
     date="20261101-120000",
     backend="openai",
     label=None,
@@ -85,7 +85,7 @@ def test_tokens_of_an_answer_that_broke_off_are_not_counted():
 
 
 def test_a_rate_without_end_is_a_word(ran):
-    how = Circumstances(**{name: getattr(HOW, name) for name in HOW.__slots__} | {"request_rate": float("inf")})
+    how = RunInfo(**{name: getattr(HOW, name) for name in HOW.__slots__} | {"request_rate": float("inf")})
     assert as_json(ran, how=how)["request_rate"] == "inf" and as_json(ran)["request_rate"] == 2.0
     assert not any("Request rate" in line for line in table_lines(ran, summary_of(ran, (), {}), how))
 
@@ -128,7 +128,7 @@ def test_the_table(ran):
 
 
 def test_goodput_has_its_line_where_it_was_asked_for(ran):
-    how = Circumstances(**{name: getattr(HOW, name) for name in HOW.__slots__} | {"has_goals": True})
+    how = RunInfo(**{name: getattr(HOW, name) for name in HOW.__slots__} | {"has_goals": True})
     lines = table_lines(ran, summary_of(ran, (), {"ttft": 1000.0}), how)
     assert "Request goodput (req/s):                 0.40" in lines
     assert as_json(ran, how=how, goals={"ttft": 1000.0}.items())["request_goodput"] == pytest.approx(0.4)

@@ -7,13 +7,13 @@ import httpx
 import pytest
 
 from bench.scripted import DONE, Answer, Server, answer_at, event, send, token, usage, virtually
-from cairn.bench.stream import Outcome
+from cairn.bench.stream import RequestOutcome
 
 
 def test_times_are_those_of_the_events():
     server = Server([answer_at(0.5, 0.75, 1.5, prompt=10, cached=4)])
     outcome = virtually(send(server))
-    assert outcome == Outcome(
+    assert outcome == RequestOutcome(
         sent=0.0,
         ended=1.5,
         prompt_tokens=10,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cairn.bench.traces import TraceCut, trace_prompts
+from cairn.bench.datasets import TraceCut, trace_prompts
 from cairn.bench.work import Vocabulary
 from cairn.errors import ConfigError
 from cairn.trace_rows import MOONCAKE_UNIT

@@ -18,7 +18,7 @@ from cairn.errors import ConfigError
 from cairn.keys import common_tokens
 from cairn.replay.layouts import sizes_for
 from cairn.replay.traces import read_trace
-from cairn.settings import add_flags, load_settings
+from cairn.settings.serve import add_flags, load_settings
 from cairn.types import Boundary
 
 REQUESTS = 300

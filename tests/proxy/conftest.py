@@ -215,8 +215,9 @@ class RunningProxy:
     def __init__(self, prefill, decode, **options):
         self.code = None
         self.port = None
-        options = {"port": 0, "version": "1.2.3", "health_seconds": 60.0} | options
-        self._options = ProxyOptions(prefill=tuple(prefill), decode=tuple(decode), **options)
+        self._body_seconds = options.pop("body_seconds", 60.0)
+        options = {"port": 0, "health_interval": 60.0} | options
+        self._options = ProxyOptions(prefill=list(prefill), decode=list(decode), **options)
         self.http = httpx.Client(timeout=SECONDS, verify=False, trust_env=False)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -226,7 +227,7 @@ class RunningProxy:
 
     async def _run(self):
         self._loop = asyncio.get_running_loop()
-        self._server = ProxyServer(self._options)
+        self._server = ProxyServer(self._options, body_seconds=self._body_seconds)
         self.code = await self._server.run(self._on_ready)
 
     def _on_ready(self, port):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn import __version__
 from cairn.errors import InvalidRequest
-from cairn.proxy.forward import job_of
+from cairn.proxy.forward import forwarded_request
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.protocol import decode_body, handover_of, parse_body, prefill_body
 from cairn.proxy.service import ProxyService
@@ -86,7 +87,7 @@ def test_no_more_requests_than_allowed(setting, answers):
 
 def test_the_api_key(setting):
     p, d = setting.prefill(), setting.decode()
-    proxy = setting.proxy([p], [d], api_keys=("secret", "other"))
+    proxy = setting.proxy([p], [d], api_key=["secret", "other"])
     for headers in (None, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
         response = proxy.ask(headers=headers)
         assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
@@ -113,7 +114,7 @@ def test_paths_methods_and_ids(setting):
         response = proxy.ask(headers={"X-Request-Id": request_id})
         assert response.status_code == 400 and "X-Request-Id" in response.json()["error"]["message"]
     assert not p.seen and not d.seen
-    assert proxy.get("/version").json() == {"version": "1.2.3"}
+    assert proxy.get("/version").json() == {"version": __version__}
 
 
 def test_models_come_from_a_decode_server(setting, answers):
@@ -133,7 +134,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=12,
 )
-SERVICE = ProxyService(ProxyOptions(prefill=(), decode=(), version="1"))
+SERVICE = ProxyService(ProxyOptions(decode=["http://d:1"]))
 NAMES = ("model", "prompt", "messages", "stream", "stream_options", "cache_salt", "prompt_cache_key", "max_tokens")
 
 
@@ -142,7 +143,7 @@ NAMES = ("model", "prompt", "messages", "stream", "stream_options", "cache_salt"
 @given(st.dictionaries(st.sampled_from((*NAMES, "kv_transfer_params")) | st.text(max_size=5), JSON, max_size=8))
 def test_any_object_is_refused_or_forwarded_whole(body):
     try:
-        job = job_of(SERVICE, "/v1/completions", json.dumps(body).encode(), [])
+        job = forwarded_request(SERVICE, "/v1/completions", json.dumps(body).encode(), [])
     except InvalidRequest as error:
         assert error.param == "stream" and not isinstance(body["stream"], bool)
         return

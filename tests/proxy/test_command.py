@@ -11,9 +11,11 @@ import threading
 import httpx
 import pytest
 
-from cairn.cli import main, proxy_options
+from cairn.cli import main
 from cairn.errors import ConfigError
-from cairn.proxy_settings import add_proxy_flags, load_proxy_settings
+from cairn.http.listening import trusted_proxies
+from cairn.proxy.options import ProxyOptions
+from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
 
 SERVERS = ("--prefill", "http://p:1", "--decode", "http://d:2")
 
@@ -28,13 +30,14 @@ def clean_environment(monkeypatch):
 def load(*arguments):
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     source = add_proxy_flags(parser)
-    return proxy_options(load_proxy_settings(parser.parse_args(list(arguments)), source))
+    return load_proxy_settings(parser.parse_args(list(arguments)), source)
 
 
 def test_defaults_are_the_options_own():
     options = load(*SERVERS)
-    assert (options.prefill, options.decode) == (("http://p:1",), ("http://d:2",))
-    assert options == type(options)(prefill=options.prefill, decode=options.decode, version=options.version)
+    assert (options.prefill, options.decode) == (["http://p:1"], ["http://d:2"])
+    own = ProxyOptions(prefill=options.prefill, decode=options.decode)
+    assert own.model_dump() == options.model_dump(exclude={"log_level"})
 
 
 EVERY_FLAG = """
@@ -48,16 +51,16 @@ EVERY_FLAG = """
 
 def test_every_flag():
     options = load(*EVERY_FLAG.split())
-    assert options.prefill == ("http://a:1", "https://b:2/deep")
-    assert options.decode == ("http://a:1", "http://[::1]:8")
-    assert (options.host, options.port, options.api_keys) == ("0.0.0.0", 9, ("k",))
+    assert options.prefill == ["http://a:1", "https://b:2/deep"]
+    assert options.decode == ["http://a:1", "http://[::1]:8"]
+    assert (options.host, options.port, options.api_key) == ("0.0.0.0", 9, ["k"])
     assert (options.max_open, options.max_body_bytes, options.max_attempts) == (2, 3_000_000, 4)
-    assert (options.connect_seconds, options.prefill_seconds, options.stall_seconds) == (5.5, 6, 7)
-    assert (options.request_seconds, options.shutdown_seconds) == (8, 9)
-    assert (options.health_seconds, options.health_timeout_seconds) == (10, 11)
+    assert (options.connect_timeout, options.prefill_timeout, options.stall_timeout) == (5.5, 6, 7)
+    assert (options.request_timeout, options.shutdown_timeout) == (8, 9)
+    assert (options.health_interval, options.health_timeout) == (10, 11)
     assert (options.affinity_bytes, options.load_factor, options.load_slack) == (12, 13, 14)
-    assert (options.max_hints, options.hint_seconds) == (15, 16)
-    assert options.forwarded_allow_ips == ("10.0.0.0/8", "::1")
+    assert (options.max_hints, options.hint_timeout) == (15, 16)
+    assert trusted_proxies(options.forwarded_allow_ips) == ("10.0.0.0/8", "::1")
 
 
 def test_variables(monkeypatch):
@@ -65,18 +68,18 @@ def test_variables(monkeypatch):
     monkeypatch.setenv("CAIRN_PROXY_DECODE", "http://c:3")
     monkeypatch.setenv("CAIRN_PROXY_API_KEY", "k")
     options = load("--decode", "http://d:4")
-    assert (options.prefill, options.decode) == (("http://a:1", "http://b:2"), ("http://d:4",))
-    assert options.api_keys == ("k",)
+    assert (options.prefill, options.decode) == (["http://a:1", "http://b:2"], ["http://d:4"])
+    assert options.api_key == ["k"]
 
 
 def test_several_api_keys(monkeypatch):
     def keys(*words):
-        return load(*SERVERS, *words).api_keys
+        return load(*SERVERS, *words).api_key
 
-    assert keys() == ()
-    assert keys("--api-key", "a", "b,c", "--port", "1", "--api-key", "d") == ("a", "b", "c", "d")
+    assert keys() is None
+    assert keys("--api-key", "a", "b,c", "--port", "1", "--api-key", "d") == ["a", "b", "c", "d"]
     monkeypatch.setenv("CAIRN_PROXY_API_KEY", "e,f")
-    assert keys() == ("e", "f") and keys("--api-key", "g") == ("g",)
+    assert keys() == ["e", "f"] and keys("--api-key", "g") == ["g"]
 
 
 @pytest.mark.parametrize(

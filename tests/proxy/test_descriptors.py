@@ -34,7 +34,7 @@ async def ask(client):
     return "answered"
 
 async def main():
-    async with UpstreamClient(ProxyOptions(prefill=(), decode=(), version="1")) as client:
+    async with UpstreamClient(ProxyOptions(decode=["http://d:1"])) as client:
         before, files = await ask(client), []
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
         try:

@@ -101,7 +101,7 @@ def test_what_a_prefill_server_refuses_the_client_hears_unchanged(setting, answe
 
 def test_a_prefill_server_that_takes_too_long(setting, answers):
     p, d = setting.prefill(answers.never), setting.decode()
-    proxy = setting.proxy([p], [d], prefill_seconds=0.2)
+    proxy = setting.proxy([p], [d], prefill_timeout=0.2)
     assert proxy.ask().status_code == 200
     answers.until(lambda: p.num_cancelled == 1)
     assert "kv_transfer_params" not in d.seen[0].json
@@ -243,7 +243,7 @@ def test_when_no_decode_server_says_anything(setting, answers):
 
 def test_a_decode_server_that_is_silent(setting, answers):
     d = setting.decode(answers.never)
-    proxy = setting.proxy([setting.prefill()], [d], stall_seconds=0.2)
+    proxy = setting.proxy([setting.prefill()], [d], stall_timeout=0.2)
     assert proxy.ask().status_code == 502
     answers.until(lambda: d.num_cancelled == 1)
     assert proxy.metric("upstream_failures_total", pool="decode", kind="timeout") == 1
@@ -265,7 +265,7 @@ def test_a_stream_that_breaks_ends_with_an_error_and_is_not_begun_again(setting,
 
 def test_a_stream_that_stalls_ends_with_an_error(setting, answers):
     d = setting.decode(answers.decoded("one", "two", hold_after=1))
-    proxy = setting.proxy([setting.prefill()], [d], stall_seconds=1.0)
+    proxy = setting.proxy([setting.prefill()], [d], stall_timeout=1.0)
     text = proxy.ask(stream=True).text
     assert "one" in text and "silent for too long" in text and "two" not in text
     answers.until(lambda: d.num_cancelled == 1)
@@ -273,7 +273,7 @@ def test_a_stream_that_stalls_ends_with_an_error(setting, answers):
 
 def test_the_deadline_of_a_whole_request(setting, answers):
     d = setting.decode(answers.decoded("one", "two", hold_after=1), answers.never)
-    proxy = setting.proxy([setting.prefill()], [d], request_seconds=1.5)
+    proxy = setting.proxy([setting.prefill()], [d], request_timeout=1.5)
     text = proxy.ask(stream=True).text
     assert "one" in text and "was not there within 1.5 s" in text and text.endswith("data: [DONE]\n\n")
     response = proxy.ask()
@@ -304,7 +304,7 @@ def test_an_answer_that_is_no_stream_and_breaks_is_seen_to_be_cut(setting):
 def test_servers_that_are_down_are_not_asked(setting, answers):
     p, pool = setting.prefill(), [setting.decode(), setting.decode()]
     pool[0].health = 503
-    proxy = setting.proxy([p], pool, health_seconds=0.05)
+    proxy = setting.proxy([p], pool, health_interval=0.05)
     for number in range(10):
         assert proxy.ask(prompt=str(number)).status_code == 200
     assert not pool[0].seen and len(pool[1].seen) == 10
@@ -320,7 +320,7 @@ def test_servers_that_are_down_are_not_asked(setting, answers):
     assert proxy.ask().status_code == 200 and len(pool[0].seen) == 1
 
 
-QUICK_CHECKS = {"health_seconds": 0.05, "health_timeout_seconds": 0.5}
+QUICK_CHECKS = {"health_interval": 0.05, "health_timeout": 0.5}
 
 
 @pytest.mark.parametrize("num_waiting", [1, 5])
@@ -497,7 +497,7 @@ def test_draining_finishes_what_is_open_and_takes_no_more(setting, answers):
 
 def test_draining_has_an_end(setting, answers):
     d = setting.decode(answers.decoded("one", "two", hold_after=1), answers.never)
-    proxy = setting.proxy([setting.prefill()], [d], shutdown_seconds=0.1)
+    proxy = setting.proxy([setting.prefill()], [d], shutdown_timeout=0.1)
     with httpx.Client(timeout=10, verify=False) as client:
         url = proxy.url + "/v1/completions"
         streamed = Background(lambda: client.post(url, json={"prompt": "x", "stream": True}))

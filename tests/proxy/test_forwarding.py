@@ -124,7 +124,7 @@ def test_the_clients_address_is_the_proxys_to_tell(setting, peer, said, told):
 
 def test_only_proxies_that_are_named_are_believed(setting):
     p, d = setting.prefill(), setting.decode()
-    proxy = setting.proxy([p], [d], forwarded_allow_ips=("10.0.0.0/8",))
+    proxy = setting.proxy([p], [d], forwarded_allow_ips="10.0.0.0/8")
     assert proxy.ask(headers={"X-Forwarded-For": "203.0.113.5"}).status_code == 200
     assert {seen.headers["x-forwarded-for"] for seen in (*p.seen, *d.seen)} == {"127.0.0.1"}
 

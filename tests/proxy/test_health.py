@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from cairn.proxy.health import HealthChecks
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.pool import Pool
+from cairn.proxy.pool import HealthChecks, Pool
 from cairn.proxy.upstream import CallFailed, Reply
 from cairn.types import ManualClock
 
@@ -31,9 +30,7 @@ class Scripted:
 @pytest.fixture
 def checks():
     pool, client, clock = Pool("decode", ["http://a", "http://b"]), Scripted(), ManualClock(100)
-    options = ProxyOptions(
-        prefill=(), decode=("http://a", "http://b"), version="1", health_seconds=5.0, health_timeout_seconds=2.0
-    )
+    options = ProxyOptions(decode=["http://a", "http://b"], health_interval=5.0, health_timeout=2.0)
     health = HealthChecks([pool], client, options, clock)
 
     def check(answer, seconds=5.0):

@@ -8,21 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.proxy.hints import Hints
+from cairn.proxy.hints import Hints, prefix_digests
 from cairn.proxy.protocol import parse_body
-from cairn.proxy.tap import AnswerTap, Findings
-from cairn.proxy.trail import trail_of
+from cairn.proxy.stream_inspector import AnswerSummary, StreamInspector
 from cairn.types import ManualClock
 
 HINT = {"engine": "e", "host": "h", "port": 1}
 
 
 def trail(**body):
-    return trail_of(parse_body(json.dumps(body).encode()))
+    return prefix_digests(parse_body(json.dumps(body).encode()))
 
 
 def said(text=None, token_ids=None):
-    return Findings(text, token_ids, None)
+    return AnswerSummary(text, token_ids, None)
 
 
 def test_text():
@@ -96,7 +95,7 @@ STREAM = b"".join(
 
 
 def tapped(*pieces, stream=True, length=None):
-    tap = AnswerTap(stream, length)
+    tap = StreamInspector(stream, length)
     for piece in pieces:
         tap.feed(piece)
     return tap

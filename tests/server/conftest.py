@@ -12,7 +12,7 @@ import uvicorn
 
 from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.server.images import ImageParts
-from cairn.server.options import ServerOptions
+from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.run import HttpServer
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
@@ -33,7 +33,10 @@ class RunningServer:
         self.code = None
         self.port = None
         self._config = EngineConfig(**({"model": "echo", "kv_cache_memory_bytes": 128 << 20} | config))
-        self._options = ServerOptions(**({"model_name": "echo", "version": "1.2.3", "port": 0} | (options or {})))
+        limits = {name: value for name, value in (options or {}).items() if name in ServerLimits.__dataclass_fields__}
+        options = {name: value for name, value in (options or {}).items() if name not in limits}
+        self._options = ServerOptions(**{"model": "echo", "port": 0} | options)
+        self._limits = ServerLimits(**limits)
         self._tokenizer = tokenizer or ByteTokenizer()
         self._images = images
         self._deadlines = deadlines
@@ -100,7 +103,7 @@ class RunningServer:
 
         self._loop = asyncio.get_running_loop()
         engine = LocalEngine(self._config, build, self._tokenizer, deadlines=self._deadlines)
-        self._server = HttpServer(engine, self._options, self._images)
+        self._server = HttpServer(engine, self._options, self._limits, self._images)
         self.code = await self._server.run(self._on_ready)
 
     def _on_ready(self, port):

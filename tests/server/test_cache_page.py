@@ -13,7 +13,7 @@ from cairn.engine.contract import CacheView
 from cairn.server.cache_page import cache_page
 from doubles.echo_core import build_echo_core
 
-KEY = {"api_keys": ("sesame",)}
+KEY = {"api_key": ["sesame"]}
 
 
 def test_the_view_has_its_form(server):
@@ -189,7 +189,7 @@ def test_every_reason_has_a_word_and_a_colour(page):
 
 def test_a_hostile_model_name_is_a_string_in_the_json(serve):
     name = "</script><img src=x onerror=alert(1)>"
-    server = serve({"model_name": name})
+    server = serve({"model": name})
     answer = server.get("/cache")
     assert json.loads(answer.text)["server"]["model"] == name and name not in server.get("/cache/ui").text
     assert answer.headers["content-type"] == "application/json"

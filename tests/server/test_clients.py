@@ -39,7 +39,7 @@ def bearer(key):
 
 
 def test_a_key_is_a_client_wherever_it_is(serve):
-    server = serve({"api_keys": ("first", "second")})
+    server = serve({"api_key": ["first", "second"]})
     first = clients_of(server, headers=bearer("first"))
     assert first == clients_of(server, peer="127.0.0.2", headers=bearer("first") | FORWARDED)
     second = clients_of(server, headers=bearer("second"))
@@ -73,13 +73,13 @@ def test_a_trusted_proxy_is_believed(server, said, told):
 
 def test_a_stranger_is_not_believed(server, serve):
     assert clients_of(server, peer="127.0.0.2", headers=FORWARDED) == ["address:127.0.0.2"]
-    other = serve({"forwarded_allow_ips": ("10.0.0.0/8", "127.0.0.2")})
+    other = serve({"forwarded_allow_ips": "10.0.0.0/8,127.0.0.2"})
     assert clients_of(other, headers=FORWARDED) == ["address:127.0.0.1"]
     assert clients_of(other, peer="127.0.0.2", headers=FORWARDED) == ["address:203.0.113.5"]
 
 
 def test_behind_the_proxy_two_addresses_are_two_clients(server, run_app):
-    proxy = run_app(create_app(ProxyService(ProxyOptions(prefill=(), decode=(server.url,), version="1"))))
+    proxy = run_app(create_app(ProxyService(ProxyOptions(decode=[server.url]))))
     for peer in ("127.0.0.2", "127.0.0.3"):
         assert clients_of(server, proxy.url, peer) == [f"address:{peer}"]
         assert clients_of(server, proxy.url, peer, FORWARDED) == [f"address:{peer}"]

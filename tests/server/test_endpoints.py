@@ -6,6 +6,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cairn import __version__
 from doubles.echo_core import BYTES_PER_TOKEN
 
 
@@ -26,7 +27,7 @@ def test_tokenize_a_chat(server):
 def test_health_and_version(server):
     assert server.get("/health").status_code == 200
     assert server.get("/ping").status_code == server.post("/ping").status_code == 200
-    assert server.get("/version").json() == {"version": "1.2.3"}
+    assert server.get("/version").json() == {"version": __version__}
 
 
 def test_the_request_id_comes_back(server):
@@ -88,7 +89,7 @@ def test_a_full_hit_runs_no_forward_pass_for_its_first_token(server):
 class TestApiKey:
     @pytest.fixture
     def locked(self, serve):
-        return serve(options={"api_keys": ("0ther", "s3cret")})
+        return serve(options={"api_key": ["0ther", "s3cret"]})
 
     def test_with_the_key(self, locked):
         with locked.client(api_key="s3cret") as client:

@@ -171,7 +171,7 @@ def test_what_a_prefill_server_has_made_up_is_not_the_clients_error(
         )
     )
     assert ask(transfer_server, "/v1/completions", junk).status_code == 400
-    options = ProxyOptions(prefill=(prefill.url,), decode=(transfer_server.url,), version="1")
+    options = ProxyOptions(prefill=[prefill.url], decode=[transfer_server.url])
     proxy = run_app(create_app(ProxyService(options)))
     answer = proxy.http.post("/v1/completions", json=BODY | {"stream": stream})
     assert answer.status_code == 200 and "error" not in answer.text, answer.text

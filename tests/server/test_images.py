@@ -18,7 +18,7 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from PIL import Image
 
 from cairn.server.images import ImageParts
-from cairn.server.images_fetch import Fetcher
+from cairn.server.images.fetch import Fetcher
 from cairn.server.options import ImageOptions
 from doubles.byte_tokenizer import ByteTokenizer
 
@@ -633,7 +633,7 @@ def test_placeholders_typed_as_text(world, body, where):
 
 def test_placeholders_put_together_from_several_texts():
     from cairn.errors import InvalidRequest
-    from cairn.server.images import _refuse_markers
+    from cairn.server.images.parts import _refuse_markers
     from cairn.server.requests import Message
 
     def message(*texts):

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from cairn.errors import InvalidRequest
-from cairn.server.images_address import SystemResolver, is_public, public_addresses
+from cairn.server.images.address import SystemResolver, is_public, public_addresses
 
 INNER = """
 0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 100.64.0.1 100.100.100.200 127.0.0.1 127.8.8.8 169.254.169.254 169.254.0.1

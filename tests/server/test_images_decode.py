@@ -10,7 +10,7 @@ from PIL import Image, ImageFile
 from transformers.image_transforms import convert_to_rgb
 
 from cairn.errors import InvalidRequest
-from cairn.server.images_decode import decode
+from cairn.server.images.decode import decode
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16")
 FORMATS = {"PNG": "1 L LA P RGB RGBA I;16", "GIF": "1 L P RGB RGBA", "WEBP": "RGB RGBA", "JPEG": "L RGB CMYK YCbCr"}

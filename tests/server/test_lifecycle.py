@@ -140,7 +140,7 @@ def test_draining_finishes_what_is_open_and_takes_no_more(serve):
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_draining_has_an_end(serve, twice):
-    server = serve(model=PAUSED, options={"shutdown_seconds": 60.0 if twice else 0.1})
+    server = serve(model=PAUSED, options={"shutdown_timeout": 60.0 if twice else 0.1})
     streamed = Background(lambda: server.post("/v1/completions", BODY | {"stream": True}))
     never = Background(lambda: server.post("/v1/completions", BODY))
     running(server, 2)
@@ -178,7 +178,7 @@ def test_an_engine_that_is_full_says_so(serve):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_a_deadline(serve, stream):
-    server = serve(model=PAUSED, options={"request_seconds": 0.6})
+    server = serve(model=PAUSED, options={"request_timeout": 0.6})
     response = server.post("/v1/completions", BODY | {"stream": stream})
     assert response.status_code == (200 if stream else 504)
     assert "not there within 0.6 s" in response.text
@@ -192,7 +192,7 @@ def test_the_prompt_is_made_within_the_deadline(serve):
             time.sleep(0.4)
             return [1]
 
-    server = serve(tokenizer=Slow(), options={"request_seconds": 0.1})
+    server = serve(tokenizer=Slow(), options={"request_timeout": 0.1})
     assert server.post("/v1/completions", BODY).status_code == 504
 
 

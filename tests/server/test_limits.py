@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from cairn import __version__
 from cairn.engine.client import EngineDeadlines
 from cairn.engine.contract import EngineConfig
 from cairn.errors import QueueFull
@@ -199,7 +200,7 @@ def test_a_client_that_writes_all_before_it_reads_gets_its_answer(server):
 
 def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve):
     """Neither the missing key nor the unknown path is worth reading on."""
-    server = serve(options={"api_keys": ("k",)})
+    server = serve(options={"api_key": ["k"]})
     connections = [connect(server) for _ in range(2)]
     lines = (b"POST /v1/completions HTTP/1.1\r\n", b"DELETE /v1/models HTTP/1.1\r\n")
     for connection, line in zip(connections, lines, strict=True):
@@ -294,7 +295,7 @@ ODD_TARGETS = [
 
 @pytest.fixture(scope="module")
 def locked(running_server):
-    server = running_server(options={"api_keys": ("one", "two")})
+    server = running_server(options={"api_key": ["one", "two"]})
     yield server
     server.drain()
     server.join()
@@ -354,7 +355,7 @@ class Starting:
         return build_echo_core(config)
 
     async def _run(self):
-        options = ServerOptions(model_name="echo", version="1", port=self.port, api_keys=("k",))
+        options = ServerOptions(model="echo", port=self.port, api_key=["k"])
         engine = LocalEngine(EngineConfig(model="echo"), self._built, ByteTokenizer())
         self._server, self._loop = HttpServer(engine, options), asyncio.get_running_loop()
         try:
@@ -404,7 +405,7 @@ def test_a_server_can_be_ended_before_it_serves():
 def test_what_is_told_of_a_server(serve):
     server = serve(model="echo:pause_after=1", max_num_seqs=3)
     told = server.get("/server_info").json()
-    assert told["version"] == "1.2.3" and told["engine"]["max_num_seqs"] == 3
+    assert told["version"] == __version__ and told["engine"]["max_num_seqs"] == 3
     assert told["limits"]["max_body_bytes"] == 16 << 20 and "key" not in json.dumps(told)
     with httpx.stream("POST", server.url + "/v1/completions", json={"prompt": "ab", "stream": True}) as response:
         lines = response.iter_lines()

@@ -7,12 +7,11 @@ import json
 import pytest
 
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from cairn.http.middleware import BodyLimit, BugShield, HeadLimit
-from cairn.server.gate import Gate, ImageRoom, ImageShare
-from cairn.server.nesting import MAX_NESTING, too_deep_field
-from cairn.server.prompts import Prompt
+from cairn.http.middleware import BodyLimit, CatchAllErrors, Gate, HeadLimit
+from cairn.server.failures import MAX_NESTING, too_deep_field
+from cairn.server.images.room import ImageRoom, ImageShare
+from cairn.server.prompts import Prompt, truncated
 from cairn.server.requests import CompletionRequest
-from cairn.server.truncation import truncated
 from cairn.types import Boundary
 
 
@@ -129,7 +128,7 @@ def test_a_bug_behind_the_start_of_an_answer_gets_no_second_one(started):
             sent.append(message.get("status"))
 
         with pytest.raises(ZeroDivisionError) if started else contextlib.nullcontext():
-            await BugShield(app)({"type": "http", "path": "/", "headers": []}, None, send)
+            await CatchAllErrors(app)({"type": "http", "path": "/", "headers": []}, None, send)
         return sent[0], sent.count(None)
 
     assert asyncio.run(play()) == ((200, 0) if started else (500, 1))

@@ -108,7 +108,7 @@ def test_what_the_document_calls_wrong(schema, method, path, most):
 
 
 def test_a_locked_server_says_which_paths_want_a_key(serve):
-    server = serve(options={"api_keys": ("k",)})
+    server = serve(options={"api_key": ["k"]})
     document = server.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
-from cairn.server.parsers.choose import AnswerParsers, choose_parsers
+from cairn.server.parsers.choose import AnswerParsers, PlainText, choose_parsers
 from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from cairn.server.parsers.json_calls import MAX_CALL, JsonCalls
-from cairn.server.parsers.plain import PlainText
 from cairn.server.parsers.reasoning import ThinkParser
 from cairn.server.parsers.values import kinds_of, typed
 from cairn.server.parsers.xml_calls import MAX_VALUE, XmlCalls

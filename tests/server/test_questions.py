@@ -9,9 +9,8 @@ from cairn.engine.contract import EngineConfig
 from cairn.errors import EngineDead, Overloaded
 from cairn.server import status_routes
 from cairn.server.cache_routes import CacheViews
-from cairn.server.options import ServerOptions
-from cairn.server.questions import Questions
-from cairn.server.service import Service
+from cairn.server.options import ServerLimits, ServerOptions
+from cairn.server.service import BoundedQueries, Service
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from virtual_time import run
@@ -46,7 +45,7 @@ class Hanging:
 
 
 def service_of(engine):
-    return Service(engine, ServerOptions(model_name="m", version="1"))
+    return Service(engine, ServerOptions(model="m"), ServerLimits())
 
 
 async def outcome_of(asking, starts_at):
@@ -100,7 +99,7 @@ def test_a_reset_and_a_probe_have_one_as_well():
     [
         (lambda service, views: views.get(service, 9), 256, "view 9"),
         (lambda service, views: status_routes.reset_prefix_cache(service), 24, "reset"),
-        (lambda service, views: service.counting.ask(service.engine.stats), 24, "stats"),
+        (lambda service, views: service.queries.counting.ask(service.engine.stats), 24, "stats"),
     ],
 )
 def test_only_so_many_wait(ask, most, kind):
@@ -119,10 +118,12 @@ def test_who_waits_gets_the_answer_once_there_is_one():
     service = service_of(engine)
 
     async def scenario():
-        waiting = [asyncio.create_task(service.emptying.ask(engine.reset_cache)) for _ in range(3)]
+        waiting = [asyncio.create_task(service.queries.emptying.ask(engine.reset_cache)) for _ in range(3)]
         await asyncio.sleep(59.0)
         engine.answers = 0
-        return await service.emptying.ask(engine.reset_cache), await asyncio.gather(*waiting, return_exceptions=True)
+        return await service.queries.emptying.ask(engine.reset_cache), await asyncio.gather(
+            *waiting, return_exceptions=True
+        )
 
     answered, given_up = run(scenario())
     assert answered == 0 and all(isinstance(error, Overloaded) for error in given_up)
@@ -133,7 +134,7 @@ def test_an_engine_that_lives_is_not_said_to_have_ended():
         raise EngineDead("64 questions to the engine are open already")
 
     async def scenario(dead):
-        await Questions("count", seconds=1.0, max_waiting=1, dead=lambda: dead).ask(refuse)
+        await BoundedQueries("count", seconds=1.0, max_waiting=1, dead=lambda: dead).ask(refuse)
 
     with pytest.raises(Overloaded, match=r"64 questions .*: try again later"):
         run(scenario(None))

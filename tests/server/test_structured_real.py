@@ -27,7 +27,7 @@ class Served:
     def __init__(self, folder):
         config = EngineConfig(model=str(folder), kv_cache_memory_bytes=16 << 20)
         self._ready, self._port, self.code = threading.Event(), 0, None
-        self._options = ServerOptions(model_name="tiny", version="1", port=0)
+        self._options = ServerOptions(model="tiny", port=0)
         self._engine = LocalEngine(config, build_core, ModelTokenizer(folder))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()

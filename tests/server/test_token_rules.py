@@ -5,7 +5,7 @@ import pytest
 
 from cairn.engine.contract import EngineConfig
 from cairn.errors import InvalidRequest
-from cairn.server.bad_words import bad_word_tokens
+from cairn.server.sampling import bad_word_tokens
 from doubles.echo_core import build_echo_core
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

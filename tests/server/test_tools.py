@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cairn.server.chat_message import ChatMessage
-from cairn.server.nesting import too_deep_field
+from cairn.server.failures import too_deep_field
 from cairn.server.parsers.choose import AnswerParsers
 from doubles.byte_tokenizer import ByteTokenizer
 

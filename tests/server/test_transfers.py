@@ -10,7 +10,7 @@ from cairn.engine.contract import KvTransferConfig
 from cairn.proxy.app import create_app as cairn_proxy
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
-from cairn.proxy.tap import AnswerTap
+from cairn.proxy.stream_inspector import StreamInspector
 from doubles.echo_core import BYTES_PER_TOKEN
 from server.strangers_proxy import create_app as strangers_proxy
 
@@ -142,7 +142,7 @@ def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(pair, pa
     with_params = [event for event in events if "kv_transfer_params" in event]
     assert len(with_params) == 1 and with_params[0]["choices"][0]["finish_reason"] == "stop"
     assert with_params[0] is events[-2 if include_usage else -1]
-    tap = AnswerTap(stream=True)
+    tap = StreamInspector(stream=True)
     tap.feed(answer.content)
     found = tap.findings()
     assert tap.done and json.loads(bytes(found.hint))["port"] == port_of(server)
@@ -303,7 +303,7 @@ def test_a_request_that_is_aborted_is_counted_with_its_sources(serve):
 @pytest.mark.parametrize(("path", "body"), PATHS)
 def test_a_strangers_proxy(serve, run_app, path, body, stream):
     """What the page says, and nothing else, is enough."""
-    key = {"api_keys": ("s3cret",)}
+    key = {"api_key": ["s3cret"]}
     prefill, decode = (serve(options=key, kv_transfer=TAKES_PART) for _ in range(2))
     proxy = run_app(strangers_proxy(prefill.url, decode.url))
     headers = {"X-Request-Id": "one-id", "Authorization": "Bearer s3cret"}
@@ -337,7 +337,7 @@ def test_a_strangers_proxy_passes_refusals_on(serve, run_app):
 @pytest.mark.parametrize("stream", [False, True])
 def test_cairns_own_proxy_and_the_second_turn(serve, run_app, stream):
     prefill, decode = (serve(kv_transfer=TAKES_PART) for _ in range(2))
-    options = ProxyOptions(prefill=(prefill.url,), decode=(decode.url,), version="1")
+    options = ProxyOptions(prefill=[prefill.url], decode=[decode.url])
     proxy = run_app(cairn_proxy(ProxyService(options)))
     turn = [{"role": "user", "content": "hello"}]
     # As much of an echo as the first message is: the echo answers with its whole prompt.

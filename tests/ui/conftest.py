@@ -33,7 +33,7 @@ class Watched:
         self.core = None
         self._ready = threading.Event()
         self._nodes = num_nodes
-        self._options = ServerOptions(**({"model_name": "nemotron-3-nano", "version": "1", "port": 0} | options))
+        self._options = ServerOptions(**{"model": "nemotron-3-nano", "port": 0} | options)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
         assert self._ready.wait(60), "the server did not start"

@@ -187,7 +187,7 @@ def test_a_server_that_is_gone_is_asked_less_and_less(watch, visit):
 
 
 def test_a_key_is_asked_for_and_kept_in_memory_only(watch, visit, picture):
-    server = watch(num_nodes=300, api_keys=("open-sesame",))
+    server = watch(num_nodes=300, api_key=["open-sesame"])
     visitor = visit(server)
     page = visitor.page
     page.wait_for_selector("#login:visible")
@@ -215,7 +215,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(watch, visit, picture):
 
 def test_a_hostile_name_stays_text(watch, visit):
     name = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>'
-    visitor = visit(watch(num_nodes=300, model_name=name))
+    visitor = visit(watch(num_nodes=300, model=name))
     page = shown(visitor)
     assert page.inner_text("#model") == name and page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0 and visitor.errors == []

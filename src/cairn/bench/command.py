@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cairn.bench.compare import compare
-from cairn.bench.endpoint import Endpoint
+from cairn.bench.endpoint import Endpoint, first_model, until_ready
 from cairn.bench.flags import add_bench_flags
-from cairn.bench.load import EventLoopPace, Load, Ran
-from cairn.bench.metrics import Summary, summary_of
-from cairn.bench.options import Material, Target, goals_of, material_of, open_limit, pairs_of, target_of
+from cairn.bench.load import EventLoopClock, Load, LoadResult
+from cairn.bench.metrics import summary_of
+from cairn.bench.options import Workload, endpoint_of, goals_of, make_workload, open_limit, pairs_of
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
-from cairn.bench.probe import first_model, until_ready
-from cairn.bench.report import Circumstances, result_json, save, table_lines
-from cairn.bench.stream import HttpSender, Outcome
+from cairn.bench.report import RunInfo, result_json, save, table_lines
+from cairn.bench.stream import HttpSender, RequestOutcome
 from cairn.errors import ConfigError
 from cairn.http.cookies import no_cookies
 
@@ -49,28 +48,24 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _serve(asked: argparse.Namespace) -> int:
-    target, goals, metadata = target_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
+    endpoint, goals, metadata = endpoint_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
     limit = open_limit(asked.max_concurrency)
-    material = material_of(asked, target.kind)
-    model, ran = asyncio.run(_measured(asked, target, material, limit))
+    material = make_workload(asked, endpoint.kind)
+    endpoint, ran = asyncio.run(_measured(asked, replace(endpoint, ignore_eos=material.ignore_eos), material, limit))
     summary = summary_of(ran, asked.metric_percentiles, goals)
-    how = _circumstances(asked, target, material, model)
+    how = _run_info(asked, endpoint, material)
     for line in table_lines(ran, summary, how):
         print(line)
     if asked.save_result or asked.append_result:
         _write(asked, metadata | result_json(ran, summary, how, with_texts=asked.save_detailed), how)
-    return _exit_code(ran, summary)
+    return _INTERRUPTED if ran.stopped else 0 if summary.completed else 1
 
 
-def _exit_code(ran: Ran, summary: Summary) -> int:
-    if ran.stopped:
-        return _INTERRUPTED
-    return 0 if summary.completed else 1
-
-
-async def _measured(asked: argparse.Namespace, target: Target, material: Material, limit: int) -> tuple[str, Ran]:
-    """The model's name, and the load's end."""
-    pace = EventLoopPace()
+async def _measured(
+    asked: argparse.Namespace, endpoint: Endpoint, material: Workload, limit: int
+) -> tuple[Endpoint, LoadResult]:
+    """The endpoint with its model's name, and the load's end."""
+    pace = EventLoopClock()
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
     timeout = httpx.Timeout(asked.request_timeout, connect=min(_CONNECT_SECONDS, asked.request_timeout))
     # trust_env off: a proxy of the environment would be measured as well
@@ -78,27 +73,18 @@ async def _measured(asked: argparse.Namespace, target: Target, material: Materia
         limits=limits, timeout=timeout, trust_env=False, cookies=no_cookies(), verify=not asked.insecure
     ) as http:
         if asked.ready_check_timeout_sec:
-            await until_ready(http, target.base_url, target.headers, pace, asked.ready_check_timeout_sec)
-        named = asked.served_model_name or asked.model
-        model = named or await first_model(http, target.base_url, target.headers)
-        endpoint = Endpoint(
-            url=target.base_url + target.path,
-            kind=target.kind,
-            model=model,
-            ignore_eos=material.ignore_eos,
-            fields=target.fields,
-            headers=target.headers,
-            secrets=target.secrets,
-        )
+            await until_ready(http, endpoint, pace, asked.ready_check_timeout_sec)
+        if not endpoint.model:
+            endpoint = replace(endpoint, model=await first_model(http, endpoint))
         sender = HttpSender(http, endpoint, pace, asked.request_timeout)
         load = Load(sender, endpoint, pace, limit)
         with _until_interrupted() as stop, _progress(asked, material) as bar:
             if material.warmups:
                 _tell_failures(await load.run(material.warmups, [0.0] * len(material.warmups), stop))
-            return model, await load.run(material.work, material.due, stop, bar.step)
+            return endpoint, await load.run(material.work, material.due, stop, bar.step)
 
 
-def _tell_failures(ran: Ran) -> None:
+def _tell_failures(ran: LoadResult) -> None:
     failures = [outcome.failure for outcome in ran.outcomes if outcome.failure is not None]
     if failures:
         print(f"{len(failures)} warm-ups failed: {failures[0].kind}: {failures[0].detail}", file=sys.stderr)
@@ -128,14 +114,14 @@ class _Bar:
     task: TaskID
     failed: int = 0
 
-    def step(self, outcome: Outcome) -> None:
+    def step(self, outcome: RequestOutcome) -> None:
         self.failed += outcome.failure is not None
         words = f"requests, {self.failed} failed" if self.failed else "requests"
         self.progress.update(self.task, advance=1, description=words)
 
 
 @contextlib.contextmanager
-def _progress(asked: argparse.Namespace, material: Material) -> Iterator[_Bar]:
+def _progress(asked: argparse.Namespace, material: Workload) -> Iterator[_Bar]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     hidden = asked.disable_tqdm or not console.is_terminal
@@ -143,12 +129,12 @@ def _progress(asked: argparse.Namespace, material: Material) -> Iterator[_Bar]:
         yield _Bar(progress, progress.add_task("requests", total=material.num_requests))
 
 
-def _circumstances(asked: argparse.Namespace, target: Target, material: Material, model: str) -> Circumstances:
-    return Circumstances(
+def _run_info(asked: argparse.Namespace, endpoint: Endpoint, material: Workload) -> RunInfo:
+    return RunInfo(
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
-        backend=target.backend,
+        backend=endpoint.backend,
         label=asked.label,
-        model=model,
+        model=endpoint.model,
         tokenizer=None if asked.tokenizer is None else str(asked.tokenizer),
         num_prompts=material.num_requests,
         request_rate=asked.request_rate,
@@ -165,7 +151,7 @@ def _circumstances(asked: argparse.Namespace, target: Target, material: Material
     )
 
 
-def _write(asked: argparse.Namespace, result: dict[str, Any], how: Circumstances) -> None:
+def _write(asked: argparse.Namespace, result: dict[str, Any], how: RunInfo) -> None:
     """The JSON file, and the plots beside it."""
     name = asked.result_filename or _file_name(how)
     path = (asked.result_dir or Path()) / name
@@ -178,7 +164,7 @@ def _write(asked: argparse.Namespace, result: dict[str, Any], how: Circumstances
         print(f"cairn: {error}", file=sys.stderr)
 
 
-def _file_name(how: Circumstances) -> str:
+def _file_name(how: RunInfo) -> str:
     concurrency = "" if how.max_concurrency is None else f"-concurrency{how.max_concurrency}"
     model = how.model.rstrip("/").rpartition("/")[2] or "model"
     return f"{how.label or how.backend}-{how.request_rate}qps{concurrency}-{model}-{how.date}.json".replace("/", "_")

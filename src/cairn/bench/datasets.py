@@ -1,40 +1,51 @@
-"""Prompts that are made up, and prompts from a ShareGPT file. The same seed gives the same prompts."""
+"""Prompts that are made up, from a ShareGPT file, or as a trace has them (`cairn.trace_rows`): sent when it says, and
+sharing what it says. The same seed gives the same prompts."""
 
 import json
 import math
+import zlib
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cairn.bench.work import Conversation, Speller, Turn, Vocabulary
+from cairn.bench.work import MAX_PROMPTS, MAX_TOKENS, Conversation, Speller, Turn, Vocabulary, flag
 from cairn.errors import ConfigError
+from cairn.trace_rows import TraceBounds, TraceRow, trace_lines, trace_rows
 
 _MAX_FILE_BYTES = 4 << 30
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
 
+_BOUNDS = TraceBounds(lines=1 << 24, unit=1 << 20, tokens=1 << 26, ids=1 << 40)
+# Odd 64-bit constants of splitmix64 (Steele, Lea, Flood 2014).
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
     """Lengths in tokens; each is drawn from (1 - range_ratio, 1 + range_ratio) times what is asked for, whole."""
 
-    input_len: int = 1024
-    output_len: int = 128
-    range_ratio: float = 0.0
-    prefix_len: int = 0
+    input_len: int = flag(1024, 0, MAX_TOKENS)
+    output_len: int = flag(128, 1, MAX_TOKENS)
+    range_ratio: float = flag(0.0, 0.0, 0.999, "lengths vary by this share up and down")
+    prefix_len: int = flag(0, 0, MAX_TOKENS, "what all prompts share")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRepetition:
     """Lengths in tokens."""
 
-    prefix_len: int = 256
-    suffix_len: int = 256
-    num_prefixes: int = 10
-    output_len: int = 128
+    prefix_len: int = flag(256, 0, MAX_TOKENS)
+    suffix_len: int = flag(256, 1, MAX_TOKENS)
+    num_prefixes: int = flag(10, 1, MAX_PROMPTS)
+    output_len: int = flag(128, 1, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +53,18 @@ class ShareGpt:
     """`output_len`: tokens; None takes the length of the recorded answer."""
 
     path: Path
-    output_len: int | None = None
+    output_len: int | None = flag(None, 1, MAX_TOKENS, "as recorded unless given")
 
 
 @dataclass(frozen=True, slots=True)
 class Chats:
     """Conversations of `turns` requests; lengths in tokens, counted before the server's template."""
 
-    turns: int = 4
-    num_systems: int = 1
-    system_len: int = 256
-    user_len: int = 64
-    output_len: int = 128
+    turns: int = flag(4, 1, 4096, "requests of one conversation")
+    num_systems: int = flag(1, 1, MAX_PROMPTS, "different system messages")
+    system_len: int = flag(256, 1, MAX_TOKENS)
+    user_len: int = flag(64, 1, MAX_TOKENS)
+    output_len: int = flag(128, 1, MAX_TOKENS)
 
 
 def random_prompts(
@@ -161,3 +172,76 @@ def _pair(entry: Any, where: str) -> tuple[str, str] | None:
     if not isinstance(texts[0], str) or not isinstance(texts[1], str):
         raise ConfigError(f"{where}: `value` of a turn must be text")
     return texts[0], texts[1]
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCut:
+    """What of a trace is sent, and how fast. `most`: requests at most."""
+
+    speedup: float = flag(1.0, 1e-6, 1e9, "send so many times faster")
+    length_divisor: int = flag(1, 1, 1 << 20, "divide all lengths by this")
+    duration: float | None = flag(None, 1e-6, 1e12, "take so many seconds of the trace; all unless given")
+    most: int | None = None
+
+
+def trace_prompts(path: Path, cut: TraceCut, vocabulary: Vocabulary, seed: int) -> list[Conversation]:
+    """One request a line, in order of arrival, the first one due at 0.
+
+    Every `length_divisor`-th token of the trace is sent: prompts that share k tokens there share k // divisor here, and
+    differ in nearly all others. What comes after a prompt's last id is its own. Raises ConfigError naming the file, the
+    line and the field.
+    """
+    try:
+        unit, rows = _read(path, cut)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read: {error}") from error
+    salt = _mixed(np.array([seed], np.uint64))[0]
+    start = rows[0].arrived
+    work = []
+    for number, row in enumerate(rows):
+        prompt = vocabulary.named(_token_hashes(row, number, unit, cut.length_divisor, salt))
+        turn = Turn(prompt, len(prompt), max(1, row.num_out // cut.length_divisor))
+        work.append(Conversation((turn,), at=(row.arrived - start) / cut.speedup))
+    return work
+
+
+def _token_hashes(row: TraceRow, number: int, unit: int, divisor: int, salt: np.uint64) -> NDArray[np.uint64]:
+    """A hash for each token that is sent, of the whole path up to it."""
+    # The last token of each run of `divisor` ones: it knows all ids of its run.
+    positions = np.arange(divisor - 1, max(row.num_in, divisor), divisor, dtype=np.int64)
+    ids = row.ids[: row.num_in // unit]
+    order = np.arange(len(ids), dtype=np.uint64)
+    # Sums wrap around. A prefix sum of mixed ids stands for the path so far.
+    paths = np.cumsum(_mixed(ids.astype(np.uint64) * _STEP + _mixed(order)), dtype=np.uint64)
+    shared = positions < len(ids) * unit
+    base = np.full(len(positions), _mixed(np.array([~np.uint64(number)], np.uint64))[0])
+    base[shared] = paths[positions[shared] // unit]
+    return _mixed(base + salt + positions.astype(np.uint64) * _STEP)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finalizer: every bit of the input moves every bit of the output."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))
+
+
+def _read(path: Path, cut: TraceCut) -> tuple[int, list[TraceRow]]:
+    lines = trace_lines(path, _BOUNDS.lines)
+    first = next(lines, None)
+    if first is None:
+        raise ConfigError(f"--dataset-path {path} is empty: a trace has one JSON object a line")
+    unit, found = trace_rows(first, lines, _BOUNDS)
+    rows: list[TraceRow] = []
+    for row in islice(found, cut.most):
+        if rows and row.arrived < rows[-1].arrived:
+            raise ConfigError(f"{row.where}: requests must be in order of arrival")
+        if rows and cut.duration is not None and row.arrived - rows[0].arrived >= cut.duration:
+            break
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"--dataset-path {path} has a header and no requests")
+    return unit, rows

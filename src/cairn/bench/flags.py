@@ -3,15 +3,26 @@
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from cairn.bench.datasets import Chats, PrefixRepetition, RandomPrompts, ShareGpt, TraceCut
 from cairn.bench.metrics import METRICS
+from cairn.bench.work import MAX_PROMPTS, MAX_TOKENS
 
-DATASETS = ("random", "prefix_repetition", "sharegpt", "trace", "chat")
-_MAX_PROMPTS = 1 << 20
-_MAX_TOKENS = 1 << 24
+DATASETS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "random": RandomPrompts,
+        "prefix_repetition": PrefixRepetition,
+        "sharegpt": ShareGpt,
+        "trace": TraceCut,
+        "chat": Chats,
+    }
+)
+"""By --dataset-name: what can be said of the dataset, in flags that begin with its name."""
 _MAX_SECONDS = 7 * 86_400.0
 
 
@@ -23,8 +34,12 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_target(serve.add_argument_group("the server"))
     _add_load(serve.add_argument_group("the load"))
-    _add_lengths(serve.add_argument_group("lengths of prompts and answers, in tokens"))
-    _add_trace(serve.add_argument_group("--dataset-name trace"))
+    lengths = serve.add_argument_group("lengths of prompts and answers, in tokens")
+    lengths.add_argument("--input-len", type=_whole(0, MAX_TOKENS), help="the same as --random-input-len")
+    lengths.add_argument("--output-len", type=_whole(1, MAX_TOKENS), help="of answers, whatever the dataset")
+    for dataset, settings in DATASETS.items():
+        group = serve.add_argument_group("--dataset-name trace") if dataset == "trace" else lengths
+        _add_dataset_flags(group, dataset, settings)
     _add_sampling(serve.add_argument_group("sampling"))
     _add_report(serve.add_argument_group("the report"))
     compare = commands.add_parser("compare", help="two result files side by side", allow_abbrev=False)
@@ -67,12 +82,12 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="default: %(default)s")
+    group.add_argument("--dataset-name", choices=tuple(DATASETS), default="random", help="default: %(default)s")
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="of sharegpt and trace")
     group.add_argument(
-        "--num-prompts", type=_whole(1, _MAX_PROMPTS), help="requests; default: 1000, or all that a trace has"
+        "--num-prompts", type=_whole(1, MAX_PROMPTS), help="requests; default: 1000, or all that a trace has"
     )
-    group.add_argument("--num-warmups", type=_whole(0, _MAX_PROMPTS), default=0, help="requests before the measured")
+    group.add_argument("--num-warmups", type=_whole(0, MAX_PROMPTS), default=0, help="requests before the measured")
     group.add_argument(
         "--request-rate", type=_number(1e-6, math.inf), default=math.inf, help="a second; default: all at once"
     )
@@ -82,7 +97,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         default=1.0,
         help="shape of the gamma distribution of gaps: 1 is Poisson, less is burstier; default: %(default)g",
     )
-    group.add_argument("--max-concurrency", type=_whole(1, _MAX_PROMPTS), help="requests that may be open at a time")
+    group.add_argument("--max-concurrency", type=_whole(1, MAX_PROMPTS), help="requests that may be open at a time")
     group.add_argument("--seed", type=_whole(0, (1 << 63) - 1), default=0, help="default: %(default)s")
     group.add_argument(
         "--ignore-eos", action="store_true", help="answers have the length asked for; always with random and trace"
@@ -95,36 +110,15 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_lengths(group: argparse._ArgumentGroup) -> None:
-    """None of a length is the dataset's default."""
-    group.add_argument("--input-len", type=_whole(0, _MAX_TOKENS), help="the same as --random-input-len")
-    group.add_argument("--output-len", type=_whole(1, _MAX_TOKENS), help="of answers, whatever the dataset")
-    group.add_argument("--random-input-len", type=_whole(0, _MAX_TOKENS), help="default: 1024")
-    group.add_argument("--random-output-len", type=_whole(1, _MAX_TOKENS), help="default: 128")
-    group.add_argument(
-        "--random-range-ratio", type=_number(0, 0.999), default=0.0, help="lengths vary by this share up and down"
-    )
-    group.add_argument("--random-prefix-len", type=_whole(0, _MAX_TOKENS), default=0, help="what all prompts share")
-    group.add_argument("--prefix-repetition-prefix-len", type=_whole(0, _MAX_TOKENS), default=256)
-    group.add_argument("--prefix-repetition-suffix-len", type=_whole(1, _MAX_TOKENS), default=256)
-    group.add_argument("--prefix-repetition-num-prefixes", type=_whole(1, _MAX_PROMPTS), default=10)
-    group.add_argument("--prefix-repetition-output-len", type=_whole(1, _MAX_TOKENS), help="default: 128")
-    group.add_argument("--sharegpt-output-len", type=_whole(1, _MAX_TOKENS), help="default: the recorded answer's")
-    group.add_argument("--chat-turns", type=_whole(1, 4096), default=4, help="requests of one conversation")
-    group.add_argument("--chat-num-systems", type=_whole(1, _MAX_PROMPTS), default=1, help="different system messages")
-    group.add_argument("--chat-system-len", type=_whole(1, _MAX_TOKENS), default=256)
-    group.add_argument("--chat-user-len", type=_whole(1, _MAX_TOKENS), default=64)
-    group.add_argument("--chat-output-len", type=_whole(1, _MAX_TOKENS), help="default: 128")
-
-
-def _add_trace(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace-speedup", type=_number(1e-6, 1e9), default=1.0, help="send so many times faster; default: %(default)g"
-    )
-    group.add_argument("--trace-length-divisor", type=_whole(1, 1 << 20), default=1, help="divide all lengths by this")
-    group.add_argument(
-        "--trace-duration", type=_number(1e-6, 1e12), help="take so many seconds of the trace; default: all"
-    )
+def _add_dataset_flags(group: argparse._ArgumentGroup, dataset: str, settings: type[Any]) -> None:
+    """A flag for each field of a dataset's record that is one, as `--random-input-len`."""
+    for one in fields(settings):
+        if one.metadata:
+            least, most = one.metadata["least"], one.metadata["most"]
+            about = [one.metadata["about"]] if one.metadata["about"] else []
+            about += [f"default: {one.default}"] if one.default is not None else []
+            kind = _whole(least, most) if isinstance(least, int) else _number(least, most)
+            group.add_argument(f"--{dataset}-{one.name}".replace("_", "-"), type=kind, help="; ".join(about))
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:

@@ -3,23 +3,13 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from cairn.bench.endpoint import Endpoint, Said
-from cairn.bench.stream import Failure, Outcome, Sender
+from cairn.bench.endpoint import Endpoint, SentMessage, WaitableClock
+from cairn.bench.stream import Failure, RequestOutcome, Sender
 from cairn.bench.work import Conversation
-from cairn.types import Clock
 
 
-class Pace(Clock, Protocol):
-    """A clock that can be waited for."""
-
-    async def until(self, moment: float) -> None:
-        """Return at `moment`, or at once when it is past."""
-        ...
-
-
-class EventLoopPace:
+class EventLoopClock:
     """The time of the running event loop."""
 
     def now(self) -> float:
@@ -30,11 +20,11 @@ class EventLoopPace:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class LoadResult:
     """What became of a load. `outcomes`: in the order of the work, those that have ended; `interrupted`: requests that
     were under way, `unsent`: requests that were still to be sent when it was stopped. `seconds`: from the start on."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     interrupted: int = 0
     unsent: int = 0
     start: float = 0.0
@@ -45,7 +35,7 @@ class Ran:
 class Load:
     """Sends conversations. One `run` at a time."""
 
-    def __init__(self, sender: Sender, endpoint: Endpoint, pace: Pace, max_concurrency: int) -> None:
+    def __init__(self, sender: Sender, endpoint: Endpoint, pace: WaitableClock, max_concurrency: int) -> None:
         self._sender = sender
         self._endpoint = endpoint
         self._pace = pace
@@ -56,16 +46,16 @@ class Load:
         work: Sequence[Conversation],
         due: Sequence[float],
         stop: asyncio.Event,
-        ended: Callable[[Outcome], None] = lambda outcome: None,
-    ) -> Ran:
+        ended: Callable[[RequestOutcome], None] = lambda outcome: None,
+    ) -> LoadResult:
         """Send all of `work`, each conversation `due` seconds after the start, ascending.
 
         Ends early, with what there is, once `stop` is set. `ended` is called for every request that has.
         """
         start = self._pace.now()
-        books = [_Books(conversation) for conversation in work]
+        books = [_Progress(conversation) for conversation in work]
         if stop.is_set():
-            return Ran(unsent=sum(one.unsent for one in books), start=start, stopped=True)
+            return LoadResult(unsent=sum(one.unsent for one in books), start=start, stopped=True)
         sending = asyncio.create_task(self._send_all(books, due, start, ended))
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -77,7 +67,7 @@ class Load:
             results = await asyncio.gather(sending, stopping, return_exceptions=True)
         if not stopped and isinstance(results[0], BaseException):
             raise results[0]
-        return Ran(
+        return LoadResult(
             outcomes=[outcome for one in books for outcome in one.outcomes],
             interrupted=sum(one.under_way for one in books),
             unsent=sum(one.unsent for one in books),
@@ -87,16 +77,16 @@ class Load:
         )
 
     async def _send_all(
-        self, books: "list[_Books]", due: Sequence[float], start: float, ended: Callable[[Outcome], None]
+        self, books: "list[_Progress]", due: Sequence[float], start: float, ended: Callable[[RequestOutcome], None]
     ) -> None:
         async with asyncio.TaskGroup() as group:
             for one, seconds in zip(books, due, strict=True):
                 await self._pace.until(start + seconds)
                 group.create_task(self._converse(one, start + seconds, ended))
 
-    async def _converse(self, one: "_Books", due: float, ended: Callable[[Outcome], None]) -> None:
+    async def _converse(self, one: "_Progress", due: float, ended: Callable[[RequestOutcome], None]) -> None:
         """One conversation. A turn that fails ends it: the next ones would have no history to stand on."""
-        history = [Said("system", one.conversation.system)] if one.conversation.system else []
+        history = [SentMessage("system", one.conversation.system)] if one.conversation.system else []
         for number, turn in enumerate(one.conversation.turns):
             async with self._places:
                 sent = self._pace.now()
@@ -109,28 +99,28 @@ class Load:
                 return
             if len(one.conversation.turns) > 1:
                 assert isinstance(turn.prompt, str), "a conversation is made of text"
-                history += [Said("user", turn.prompt), Said("assistant", outcome.text)]
+                history += [SentMessage("user", turn.prompt), SentMessage("assistant", outcome.text)]
             due = self._pace.now()
 
 
 @dataclass(slots=True)
-class _Books:
+class _Progress:
     """How far a conversation is."""
 
     conversation: Conversation
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     under_way: int = 0
 
     @property
     def unsent(self) -> int:
         return len(self.conversation.turns) - len(self.outcomes) - self.under_way
 
-    def add(self, outcome: Outcome, ended: Callable[[Outcome], None]) -> None:
+    def add(self, outcome: RequestOutcome, ended: Callable[[RequestOutcome], None]) -> None:
         self.outcomes.append(outcome)
         ended(outcome)
 
-    def add_lost(self, first: int, now: float, ended: Callable[[Outcome], None]) -> None:
+    def add_lost(self, first: int, now: float, ended: Callable[[RequestOutcome], None]) -> None:
         """The turns from `first` on, which are not sent."""
         for turn in self.conversation.turns[first:]:
             failure = Failure("not sent", "an earlier turn of the conversation failed")
-            self.add(Outcome(sent=now, ended=now, prompt_tokens=turn.num_tokens, failure=failure), ended)
+            self.add(RequestOutcome(sent=now, ended=now, prompt_tokens=turn.num_tokens, failure=failure), ended)

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cairn.bench.load import Ran
-from cairn.bench.stream import Outcome
+from cairn.bench.load import LoadResult
+from cairn.bench.stream import RequestOutcome
 
 METRICS = MappingProxyType(
     {
@@ -22,7 +22,7 @@ METRICS = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencyStats:
     """Milliseconds; all None where there was nothing to measure. `std` is the population's; percentiles are
     interpolated linearly."""
 
@@ -53,7 +53,7 @@ class Summary:
     good: int
     peak_tokens: float
     peak_requests: int
-    spreads: Mapping[str, Spread]
+    spreads: Mapping[str, LatencyStats]
 
     @property
     def failed(self) -> int:
@@ -68,7 +68,7 @@ class Summary:
         return count / self.duration if self.duration > 0 else 0.0
 
 
-def summary_of(ran: Ran, percentiles: Sequence[float], goals: Mapping[str, float]) -> Summary:
+def summary_of(ran: LoadResult, percentiles: Sequence[float], goals: Mapping[str, float]) -> Summary:
     """`percentiles`: from 0 to 100. `goals`: milliseconds by metric (ttft, tpot, e2el) that a good request keeps, all
     of them; without goals none is counted as good."""
     good = [outcome for outcome in ran.outcomes if outcome.failure is None]
@@ -98,11 +98,11 @@ def summary_of(ran: Ran, percentiles: Sequence[float], goals: Mapping[str, float
     )
 
 
-def _spread(seconds: Sequence[float], percentiles: Sequence[float]) -> Spread:
+def _spread(seconds: Sequence[float], percentiles: Sequence[float]) -> LatencyStats:
     if not seconds:
-        return Spread(None, None, None, tuple((p, None) for p in percentiles))
+        return LatencyStats(None, None, None, tuple((p, None) for p in percentiles))
     values = np.array(seconds) * 1000
-    return Spread(
+    return LatencyStats(
         mean=float(values.mean()),
         median=float(np.median(values)),
         std=float(values.std()),
@@ -110,13 +110,13 @@ def _spread(seconds: Sequence[float], percentiles: Sequence[float]) -> Spread:
     )
 
 
-def _keeps(outcome: Outcome, goals: Mapping[str, float]) -> bool:
+def _keeps(outcome: RequestOutcome, goals: Mapping[str, float]) -> bool:
     # An answer of one token has no time per token; it keeps every goal for it.
     reached = {"ttft": outcome.first_token, "tpot": outcome.per_token or 0.0, "e2el": outcome.latency}
     return all(reached[name] * 1000 <= goal for name, goal in goals.items())
 
 
-def _peak_tokens(good: Iterable[Outcome]) -> float:
+def _peak_tokens(good: Iterable[RequestOutcome]) -> float:
     """The most output tokens of one second, counted in whole seconds from the first sending."""
     outcomes = [outcome for outcome in good if outcome.token_times]
     start = min((outcome.sent for outcome in outcomes), default=0.0)
@@ -129,7 +129,7 @@ def _peak_tokens(good: Iterable[Outcome]) -> float:
     return max(weights.values(), default=0.0)
 
 
-def _peak_requests(good: Iterable[Outcome]) -> int:
+def _peak_requests(good: Iterable[RequestOutcome]) -> int:
     """The most requests that were open at one moment; one that ends as another is sent is not open with it."""
     changes = sorted(change for outcome in good for change in ((outcome.sent, 1), (outcome.ended, -1)))
     open_now = most = 0

@@ -6,26 +6,28 @@ import os
 import re
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import numpy as np
 
-from cairn.bench.arrivals import arrival_times
 from cairn.bench.datasets import (
     Chats,
     PrefixRepetition,
     RandomPrompts,
     ShareGpt,
+    TraceCut,
     chats,
     prefix_repetition,
     random_prompts,
     sharegpt,
+    trace_prompts,
 )
-from cairn.bench.traces import TraceCut, trace_prompts
-from cairn.bench.work import Conversation, Speller, TokenizerSpeller, Vocabulary, Words, spelled
+from cairn.bench.endpoint import Endpoint
+from cairn.bench.flags import DATASETS
+from cairn.bench.work import Conversation, Speller, TokenizerSpeller, Vocabulary, Words, arrival_times, spelled
 from cairn.errors import ConfigError
 
 _GOALS = ("ttft", "tpot", "e2el")
@@ -46,20 +48,7 @@ _SAMPLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The server: `base_url` without a path of an endpoint, and the endpoint's. `secrets`: never printed."""
-
-    base_url: str
-    path: str
-    kind: Literal["completions", "chat"]
-    backend: str
-    headers: Mapping[str, str]
-    secrets: tuple[str, ...]
-    fields: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
+class Workload:
     """What is sent, when (seconds after the start), and what is sent before to warm up. `settings`: of the dataset, for
     the record."""
 
@@ -74,7 +63,7 @@ class Material:
         return sum(len(conversation.turns) for conversation in self.work)
 
 
-def target_of(asked: argparse.Namespace) -> Target:
+def endpoint_of(asked: argparse.Namespace) -> Endpoint:
     """Raises ConfigError naming the flag."""
     base = asked.base_url if asked.base_url is not None else f"http://{_in_url(asked.host)}:{asked.port}"
     base = base.rstrip("/")
@@ -98,12 +87,14 @@ def target_of(asked: argparse.Namespace) -> Target:
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
             raise ConfigError(f"--header or --api-key: {name!r:.40} must be a header's name with visible ASCII in it")
-    return Target(
-        # A base URL with the API's version in it is what OpenAI's own clients are given.
-        base_url=base.removesuffix("/v1") if path.startswith("/v1/") else base,
-        path=path,
+    # A base URL with the API's version in it is what OpenAI's own clients are given.
+    base = base.removesuffix("/v1") if path.startswith("/v1/") else base
+    return Endpoint(
+        url=base + path,
+        base_url=base,
         kind="chat" if is_chat else "completions",
         backend=asked.backend or ("openai-chat" if is_chat else "openai"),
+        model=asked.served_model_name or asked.model or "",
         headers=headers,
         secrets=tuple(secret for secret in (key, *headers.values()) if secret),
         fields={name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None} | asked.extra_body,
@@ -150,7 +141,7 @@ def open_limit(asked: int | None) -> int:
     return asked if asked is not None else most
 
 
-def material_of(asked: argparse.Namespace, kind: Literal["completions", "chat"]) -> Material:
+def make_workload(asked: argparse.Namespace, kind: Literal["completions", "chat"]) -> Workload:
     """All prompts, made before anything is sent. Raises ConfigError naming the flag or the file."""
     # Streams of their own: another number of prompts leaves the arrivals as they were, and warm-ups share nothing.
     prompts, arrivals, others = (np.random.default_rng([asked.seed, stream]) for stream in range(3))
@@ -166,7 +157,7 @@ def material_of(asked: argparse.Namespace, kind: Literal["completions", "chat"])
     else:
         due = arrival_times(len(work), asked.request_rate, asked.burstiness, arrivals).tolist()
     ignore_eos = asked.ignore_eos or asked.dataset_name in ("random", "trace")
-    return Material(work, due, warmups, settings, ignore_eos)
+    return Workload(work, due, warmups, settings, ignore_eos)
 
 
 def _language(asked: argparse.Namespace) -> tuple[Vocabulary, Speller]:
@@ -183,55 +174,38 @@ def _dataset(
     asked: argparse.Namespace, vocabulary: Vocabulary, speller: Speller, rng: np.random.Generator
 ) -> tuple[list[Conversation], dict[str, Any]]:
     """The work, and the dataset's settings."""
-    count = asked.num_prompts or _DEFAULT_PROMPTS
-    if asked.dataset_name == "trace":
-        return _trace(asked, vocabulary)
-    if asked.dataset_name == "sharegpt":
-        recorded = ShareGpt(_needed_path(asked), asked.sharegpt_output_len or asked.output_len)
-        return sharegpt(recorded, count, speller, rng), asdict(recorded) | {"path": str(recorded.path)}
-    if asked.dataset_path is not None:
-        raise ConfigError(f"--dataset-path has no place beside --dataset-name {asked.dataset_name}")
-    if asked.dataset_name == "random":
-        drawn = RandomPrompts(
-            input_len=_first(asked.random_input_len, asked.input_len, 1024),
-            output_len=_first(asked.random_output_len, asked.output_len, 128),
-            range_ratio=asked.random_range_ratio,
-            prefix_len=asked.random_prefix_len,
-        )
-        return random_prompts(drawn, count, vocabulary, rng), asdict(drawn)
-    if asked.dataset_name == "prefix_repetition":
-        repeated = PrefixRepetition(
-            prefix_len=asked.prefix_repetition_prefix_len,
-            suffix_len=asked.prefix_repetition_suffix_len,
-            num_prefixes=asked.prefix_repetition_num_prefixes,
-            output_len=_first(asked.prefix_repetition_output_len, asked.output_len, 128),
-        )
-        return prefix_repetition(repeated, count, vocabulary, rng), asdict(repeated)
-    talks = Chats(
-        turns=asked.chat_turns,
-        num_systems=asked.chat_num_systems,
-        system_len=asked.chat_system_len,
-        user_len=asked.chat_user_len,
-        output_len=_first(asked.chat_output_len, asked.output_len, 128),
-    )
+    count, name = asked.num_prompts or _DEFAULT_PROMPTS, asked.dataset_name
+    if name in ("sharegpt", "trace"):
+        path = _needed_path(asked)
+    elif asked.dataset_path is not None:
+        raise ConfigError(f"--dataset-path has no place beside --dataset-name {name}")
+    match name:
+        case "trace":
+            if not math.isinf(asked.request_rate):
+                raise ConfigError(
+                    "--request-rate has no place beside a trace, which has its own times: --trace-speedup"
+                )
+            cut = TraceCut(**_given(asked), most=asked.num_prompts)
+            return trace_prompts(path, cut, vocabulary, asked.seed), {"path": str(path), **asdict(cut)}
+        case "sharegpt":
+            recorded = ShareGpt(path, **_given(asked))
+            return sharegpt(recorded, count, speller, rng), asdict(recorded) | {"path": str(path)}
+        case "random":
+            drawn = RandomPrompts(**_given(asked))
+            return random_prompts(drawn, count, vocabulary, rng), asdict(drawn)
+        case "prefix_repetition":
+            repeated = PrefixRepetition(**_given(asked))
+            return prefix_repetition(repeated, count, vocabulary, rng), asdict(repeated)
+    talks = Chats(**_given(asked))
     return chats(talks, count, vocabulary, rng, speller), asdict(talks)
 
 
-def _trace(asked: argparse.Namespace, vocabulary: Vocabulary) -> tuple[list[Conversation], dict[str, Any]]:
-    path = _needed_path(asked)
-    if not math.isinf(asked.request_rate):
-        raise ConfigError("--request-rate has no place beside a trace, which has its own times: --trace-speedup")
-    cut = TraceCut(
-        speedup=asked.trace_speedup,
-        length_divisor=asked.trace_length_divisor,
-        duration=asked.trace_duration,
-        most=asked.num_prompts,
-    )
-    return trace_prompts(path, cut, vocabulary, asked.seed), {"path": str(path), **asdict(cut)}
-
-
-def _first(*values: int | None) -> int:
-    return next(value for value in values if value is not None)
+def _given(asked: argparse.Namespace) -> dict[str, Any]:
+    """What was said of the dataset: by a flag of its own, else by --input-len or --output-len."""
+    names = [one.name for one in fields(DATASETS[asked.dataset_name]) if one.metadata]
+    general = {name: getattr(asked, name) for name in ("input_len", "output_len") if name in names}
+    own = {name: getattr(asked, f"{asked.dataset_name}_{name}") for name in names}
+    return {name: value for said in (general, own) for name, value in said.items() if value is not None}
 
 
 def _needed_path(asked: argparse.Namespace) -> Path:

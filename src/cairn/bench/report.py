@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cairn.bench.load import Ran
+from cairn.bench.load import LoadResult
 from cairn.bench.metrics import METRICS, Summary
 from cairn.errors import ConfigError
 
@@ -16,7 +16,7 @@ _MAX_EXAMPLES = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class RunInfo:
     """How it was measured. `about`: further keys and values for the JSON, the dataset's settings among them."""
 
     date: str
@@ -33,7 +33,7 @@ class Circumstances:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def table_lines(ran: Ran, summary: Summary, how: Circumstances) -> list[str]:
+def table_lines(ran: LoadResult, summary: Summary, how: RunInfo) -> list[str]:
     """The table as lines of text."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     lines += [_line(name, value) for name, value in _counts(summary, how)]
@@ -53,7 +53,7 @@ def table_lines(ran: Ran, summary: Summary, how: Circumstances) -> list[str]:
     return [*lines, "=" * _WIDTH]
 
 
-def _counts(summary: Summary, how: Circumstances) -> list[tuple[str, float | int | None]]:
+def _counts(summary: Summary, how: RunInfo) -> list[tuple[str, float | int | None]]:
     rows: list[tuple[str, float | int | None]] = [
         ("Successful requests:", summary.completed),
         ("Failed requests:", summary.failed),
@@ -99,12 +99,12 @@ def _percent(percentile: float) -> str:
     return f"{percentile:g}"
 
 
-def _examples(ran: Ran, kind: str) -> list[str]:
+def _examples(ran: LoadResult, kind: str) -> list[str]:
     said = [one.failure.detail for one in ran.outcomes if one.failure is not None and one.failure.kind == kind]
     return list(dict.fromkeys(said))[:_MAX_EXAMPLES]
 
 
-def result_json(ran: Ran, summary: Summary, how: Circumstances, *, with_texts: bool) -> dict[str, Any]:
+def result_json(ran: LoadResult, summary: Summary, how: RunInfo, *, with_texts: bool) -> dict[str, Any]:
     """All figures by name. Lists have one entry for each request that has ended, in the order of the work: `errors` is
     empty for those that succeeded, and figures of those that failed are what was seen until then."""
     rate = how.request_rate
@@ -146,7 +146,7 @@ def result_json(ran: Ran, summary: Summary, how: Circumstances, *, with_texts: b
     return result | _lists(ran, with_texts)
 
 
-def _lists(ran: Ran, with_texts: bool) -> dict[str, list[Any]]:
+def _lists(ran: LoadResult, with_texts: bool) -> dict[str, list[Any]]:
     ended = ran.outcomes
     lists: dict[str, list[Any]] = {
         "input_lens": [one.prompt_tokens for one in ended],

@@ -30,7 +30,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request. Times are seconds of the load's clock.
 
     `sent`: when; `token_times`: when each event that carried tokens came; `ended`: the last event with a choice, or the
@@ -76,12 +76,12 @@ class Outcome:
 class Sender(Protocol):
     """Whoever gets a request answered."""
 
-    async def send(self, body: Mapping[str, Any], num_tokens: int) -> Outcome:
+    async def send(self, body: Mapping[str, Any], num_tokens: int) -> RequestOutcome:
         """`num_tokens`: length of the prompt as far as known. Raises nothing but CancelledError."""
         ...
 
 
-class _Broken(Exception):
+class _StreamFailed(Exception):
     """A stream that cannot be gone on with."""
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -90,7 +90,7 @@ class _Broken(Exception):
 
 
 @dataclass(slots=True)
-class _Reading:
+class _StreamState:
     """What has come of one answer."""
 
     clock: Clock
@@ -103,7 +103,7 @@ class _Reading:
     finished: bool = False
 
     def take(self, data: str) -> bool:
-        """One event; returns whether it is the last. Raises _Broken."""
+        """One event; returns whether it is the last. Raises _StreamFailed."""
         if data.strip() == "[DONE]":
             self.finished = True
             return True
@@ -111,11 +111,11 @@ class _Reading:
         try:
             event = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise _Broken("unreadable event", f"an event is no JSON: {error}") from error
+            raise _StreamFailed("unreadable event", f"an event is no JSON: {error}") from error
         if not isinstance(event, dict):
-            raise _Broken("unreadable event", "an event is no JSON object")
+            raise _StreamFailed("unreadable event", "an event is no JSON object")
         if event.get("error") is not None:
-            raise _Broken("error in the stream", _message(event["error"]))
+            raise _StreamFailed("error in the stream", _message(event["error"]))
         for choice in _dicts(event.get("choices")):
             self._take_choice(choice, now)
         self.usage = _usage(event.get("usage")) or self.usage
@@ -149,7 +149,7 @@ class _Bounded(httpx.AsyncByteStream):
         async for part in self._stream:
             self._left -= len(part)
             if self._left < 0:
-                raise _Broken("endless answer", "the answer has more bytes than any answer")
+                raise _StreamFailed("endless answer", "the answer has more bytes than any answer")
             yield part
 
     async def aclose(self) -> None:
@@ -175,15 +175,15 @@ class HttpSender:
         self._seconds = seconds
         self._max_bytes = max_bytes
 
-    async def send(self, body: Mapping[str, Any], num_tokens: int) -> Outcome:
+    async def send(self, body: Mapping[str, Any], num_tokens: int) -> RequestOutcome:
         content = json.dumps(body, ensure_ascii=False).encode()
-        reading = _Reading(self._clock)
+        reading = _StreamState(self._clock)
         sent = self._clock.now()
         failure: Failure | None = None
         try:
             async with asyncio.timeout(self._seconds):
                 await self._read(content, reading)
-        except _Broken as broken:
+        except _StreamFailed as broken:
             failure = broken.failure
         except TimeoutError:
             failure = Failure("timeout", f"not answered within {self._seconds:g} s")
@@ -199,11 +199,11 @@ class HttpSender:
             failure = Failure("connection broken", str(error) or type(error).__name__)
         return self._outcome(reading, sent, num_tokens, failure or _missing(reading))
 
-    async def _read(self, content: bytes, reading: _Reading) -> None:
+    async def _read(self, content: bytes, reading: _StreamState) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self._endpoint.headers}
         async with self._http.stream("POST", self._endpoint.url, content=content, headers=headers) as response:
             if response.status_code != 200:
-                raise _Broken(f"HTTP {response.status_code}", await _said(response))
+                raise _StreamFailed(f"HTTP {response.status_code}", await _said(response))
             assert isinstance(response.stream, httpx.AsyncByteStream)
             response.stream = _Bounded(response.stream, self._max_bytes)
             async with aclosing(EventSource(response).aiter_sse()) as events:
@@ -211,14 +211,14 @@ class HttpSender:
                     if reading.take(event.data):
                         return
 
-    def _outcome(self, reading: _Reading, sent: float, num_tokens: int, failure: Failure | None) -> Outcome:
+    def _outcome(self, reading: _StreamState, sent: float, num_tokens: int, failure: Failure | None) -> RequestOutcome:
         if failure is not None:
             failure = Failure(failure.kind, self._endpoint.without_secrets(failure.detail)[:_MAX_ERROR_TEXT])
         usage = reading.usage
         # An answer whose tokens have no text is there with its first choice.
         times = reading.token_times or ([] if reading.first_choice is None else [reading.first_choice])
         ended = self._clock.now() if failure is not None or reading.last_choice is None else reading.last_choice
-        return Outcome(
+        return RequestOutcome(
             sent=sent,
             ended=ended,
             prompt_tokens=num_tokens if usage is None else usage[0],
@@ -231,7 +231,7 @@ class HttpSender:
         )
 
 
-def _missing(reading: _Reading) -> Failure | None:
+def _missing(reading: _StreamState) -> Failure | None:
     """What an answer lacks that has ended without a fault."""
     if not reading.finished:
         return Failure("stream cut short", "the stream ended before its answer did")

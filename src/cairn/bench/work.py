@@ -1,9 +1,11 @@
-"""What is to be sent: conversations of one or more turns, and the vocabulary that random prompts are drawn from."""
+"""What is to be sent, and when: conversations of one or more turns, and the vocabulary that random prompts are drawn
+from."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from cairn.errors import ConfigError
 
 __all__ = [
     "FIRST_TOKEN",
+    "MAX_PROMPTS",
+    "MAX_TOKENS",
     "Conversation",
     "Ids",
     "Speller",
@@ -20,6 +24,8 @@ __all__ = [
     "Turn",
     "Vocabulary",
     "Words",
+    "arrival_times",
+    "flag",
     "spelled",
 ]
 
@@ -39,6 +45,15 @@ _WORDS = (
     "ask went men read need land different home us move try kind hand picture again change off play spell air away "
     "animal house point page letter mother answer found study still learn should world"
 )
+
+
+MAX_PROMPTS = 1 << 20
+MAX_TOKENS = 1 << 24
+
+
+def flag(default: Any, least: float, most: float, about: str = "") -> Any:
+    """A field of a dataset that is a flag of its own: whole numbers where `least` is one."""
+    return field(default=default, metadata={"least": least, "most": most, "about": about})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +153,24 @@ def spelled(conversation: Conversation, speller: Speller) -> Conversation:
         for turn in conversation.turns
     )
     return replace(conversation, turns=turns)
+
+
+def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Seconds after the start at which each of `count` requests is due, ascending.
+
+    `rate`: requests a second; infinite: all at once. The gaps are drawn from a gamma distribution with shape
+    `burstiness`: 1 is a Poisson process, less is burstier, infinite is evenly spaced. They are scaled so that the last
+    request is due at count / rate, whatever was drawn: runs with different seeds have the same mean rate.
+    """
+    if math.isinf(rate):
+        return np.zeros(count)
+    if math.isinf(burstiness):
+        gaps = np.ones(count)
+    else:
+        gaps = rng.gamma(burstiness, 1.0, size=count)
+    times = np.cumsum(gaps)
+    if not times[-1] > 0:
+        # A shape near 0 draws gaps too small for a float: everything in one burst.
+        return np.zeros(count)
+    scaled: NDArray[np.float64] = times * (count / rate / times[-1])
+    return scaled

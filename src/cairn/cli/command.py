@@ -52,12 +52,12 @@ def _run(arguments: list[str], core: str, load_tokenizer: "Callable[[str], TextT
     parser, serve, proxy, replay, bench = _parser()
     match arguments[:1]:
         case ["serve"]:
-            from cairn.settings import add_flags, load_settings
+            from cairn.settings.serve import add_flags, load_settings
 
             source = add_flags(serve)
             return run_server(load_settings(parser.parse_args(arguments), source), core, load_tokenizer)
         case ["proxy"]:
-            from cairn.proxy_settings import add_proxy_flags, load_proxy_settings
+            from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
 
             proxy_source = add_proxy_flags(proxy)
             return run_proxy(load_proxy_settings(parser.parse_args(arguments), proxy_source))
@@ -125,7 +125,7 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    from cairn.settings import parse_size
+    from cairn.setting_types import parse_size
 
     try:
         return parse_size(text)
@@ -145,13 +145,7 @@ def _check(parsed: argparse.Namespace) -> int:
 
     from cairn.models.check import CheckSettings, check, render
 
-    settings = CheckSettings(
-        dtype=parsed.dtype,
-        block_size=parsed.block_size,
-        kv_cache_memory_bytes=parsed.kv_cache_memory_bytes,
-        max_model_len=parsed.max_model_len,
-        max_num_seqs=parsed.max_num_seqs,
-    )
-    report = check(parsed.model, settings)
+    settings = {name: value for name, value in vars(parsed).items() if name not in ("command", "model")}
+    report = check(parsed.model, CheckSettings(**settings))
     Console().print(render(report))
     return 0 if report.ok else 1

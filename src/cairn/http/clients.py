@@ -1,11 +1,18 @@
-"""Who has sent a request, as far as limits are counted per client."""
+"""Who has sent a request, as far as limits are counted per client; and work that ends when its client goes away."""
 
+import asyncio
 import hashlib
 import ipaddress
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope
+
+from cairn.http.failures import ClientGone
 
 _SCOPE_KEY = "cairn.client"
+
+Result = TypeVar("Result")
 
 
 def note_api_key(scope: Scope, key: bytes) -> None:
@@ -36,3 +43,26 @@ def client_address(scope: Scope) -> str:
         return ""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result. Raises ClientGone, with the work cancelled and over, when the client disconnects first.
+
+    The request's body must have been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -31,13 +31,11 @@ def error_content(error: RequestError) -> bytes:
     return msgspec.json.encode(error_body(error.message, error.status, error.code, error.param))
 
 
-def retry_headers(error: RequestError) -> dict[str, str]:
-    """When the request may be sent again, where that is known."""
-    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-
-
 def error_response(error: RequestError) -> Response:
-    return Response(error_content(error), error.status, retry_headers(error), media_type="application/json")
+    """With when the request may be sent again, where that is known, and what a key is sent in, where one is missing."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    return Response(error_content(error), error.status, headers, media_type="application/json")
 
 
 def internal_error() -> RequestError:

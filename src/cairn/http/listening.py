@@ -1,11 +1,13 @@
-"""A socket, and a web server on it that ends when it is told to."""
+"""A socket, and a web server on it that ends when it is told to; and which proxies in front of it are believed."""
 
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import os
 import resource
 import socket
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ import uvicorn
 
 from cairn.errors import ConfigError
 from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
+from cairn.http.middleware import Gate
+from cairn.setting_types import list_entries
 
 _FLUSH_SECONDS = 5
 _STARTED_POLL_SECONDS = 0.01
@@ -22,6 +26,39 @@ _SPARE_DESCRIPTORS = 128
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 32
 """Connections that are taken before the ones above the limit are closed: fewer than descriptors are spare."""
+
+_TRUSTED_VARIABLE = "FORWARDED_ALLOW_IPS"
+_LOOPBACK = "127.0.0.1,::1"
+_MAX_TRUSTED = 4096
+_SHOWN = 80
+
+logger = logging.getLogger(__name__)
+
+
+class DrainingServer:
+    """What takes no new requests once it is told to end. `drain` is for the event loop's own thread (signal
+    handlers)."""
+
+    def __init__(self, shutdown_seconds: float) -> None:
+        """`shutdown_seconds`: how long open requests may go on then."""
+        self._shutdown_seconds = shutdown_seconds
+        self._draining = asyncio.Event()
+        self._abandoned = asyncio.Event()
+
+    def drain(self) -> None:
+        """Take no new requests, let open ones finish, then end. Called a second time: end now."""
+        if self._draining.is_set():
+            self._abandoned.set()
+        self._draining.set()
+
+    async def _finish_open(self, gate: Gate, *ends: Awaitable[Any]) -> None:
+        """Wait for the requests inside, for as long as they may go on, or until one of `ends` comes."""
+        logger.info("draining: %d requests are open, they have %g s", gate.num_open, self._shutdown_seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._shutdown_seconds):
+                await first_of(gate.wait_empty(), self._abandoned.wait(), *ends)
+        if gate.num_open:
+            logger.warning("%d requests are cut short", gate.num_open)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -122,3 +159,28 @@ async def first_of(*waits: Awaitable[Any]) -> None:
         for task in own:
             task.cancel()
         await asyncio.gather(*own, return_exceptions=True)
+
+
+def trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The proxies of --forwarded-allow-ips, whose X-Forwarded-For is believed, in uvicorn's words and variable:
+    addresses and networks, from `a,b` or `["a", "b"]`, or `*` alone: everybody. None: what the variable says, where an
+    empty text is nobody, else loopback. Raises ConfigError."""
+    where = "--forwarded-allow-ips"
+    if text is None:
+        where, text = _TRUSTED_VARIABLE, environ.get(_TRUSTED_VARIABLE, _LOOPBACK)
+        if not text.strip():
+            return ()
+    names = list_entries(text)
+    if names is None:
+        raise ConfigError(f"{where}: must be addresses and networks as a,b or a JSON list, not {text[:_SHOWN]!r}")
+    if len(names) > _MAX_TRUSTED:
+        raise ConfigError(f"{where}: {len(names)} entries are too many: at most {_MAX_TRUSTED} are taken")
+    for name in names if names != ["*"] else ():
+        try:
+            ipaddress.ip_network(name)
+        except ValueError:
+            raise ConfigError(
+                f"{where}: must hold addresses and networks like 10.0.0.5, 10.0.0.0/8 or fd00::/8, or be * alone, "
+                f"not {name[:_SHOWN]!r}"
+            ) from None
+    return tuple(names)

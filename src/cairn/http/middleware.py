@@ -9,35 +9,59 @@ import hashlib
 import hmac
 import logging
 import re
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from typing import Protocol
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cairn.errors import InvalidRequest, RequestError
+from cairn.errors import InvalidRequest, Overloaded, QueueFull, RequestError
 from cairn.http.clients import note_api_key
 from cairn.http.failures import ClientGone, error_response, failed, internal_error
 
+_LINGER_SECONDS = 2.0
+_LINGER_BYTES = 16 << 20
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)
 
 
-class RequestIds:
-    """Gives every request an id, the client's X-Request-Id where it sent one, and returns it in the same header."""
+def random_id() -> str:
+    return uuid.uuid4().hex
 
-    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
+
+class HttpMiddleware(ABC):
+    """One layer around the handling of HTTP requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._new_id = new_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        try:
+            return await self._handle(scope, receive, send)
+        except RequestError as error:
+            return await error_response(error)(scope, receive, send)
+
+    @abstractmethod
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises RequestError, which the client gets, before anything has been answered."""
+
+
+class RequestIds(HttpMiddleware):
+    """Gives every request an id, the client's X-Request-Id where it sent one, and returns it in the same header."""
+
+    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
+        super().__init__(app)
+        self._new_id = new_id
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id")
         if given is not None and not _VISIBLE.fullmatch(given):
-            error = InvalidRequest("the header X-Request-Id must be 1 to 128 visible ASCII characters", "X-Request-Id")
-            return await error_response(error)(scope, receive, send)
+            raise InvalidRequest("the header X-Request-Id must be 1 to 128 visible ASCII characters", "X-Request-Id")
         request_id = given or self._new_id()
         scope["cairn.request_id"] = request_id
         scope["cairn.request_id_given"] = given is not None
@@ -50,34 +74,26 @@ class RequestIds:
         return await self._app(scope, receive, send_with_id)
 
 
-class HeadLimit:
+class HeadLimit(HttpMiddleware):
     """Refuses requests whose target and headers have too many bytes together."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
+        super().__init__(app)
         self._max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in scope["headers"])
-        if size <= self._max_bytes:
-            return await self._app(scope, receive, send)
-        text = f"target and headers have {size} bytes; at most {self._max_bytes} are taken"
-        error = failed(text, 431, "request_header_fields_too_large")
-        return await error_response(error)(scope, receive, send)
+        if size > self._max_bytes:
+            text = f"target and headers have {size} bytes; at most {self._max_bytes} are taken"
+            raise failed(text, 431, "request_header_fields_too_large")
+        return await self._app(scope, receive, send)
 
 
-class BugShield:
+class CatchAllErrors(HttpMiddleware):
     """Answers 500 where a bug comes out of the application, and keeps the connection usable."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def watched_send(message: Message) -> None:
@@ -91,78 +107,95 @@ class BugShield:
             if started:
                 raise
             logger.exception("a bug in answering %s", scope["path"])
-            return await error_response(internal_error())(scope, receive, send)
+            raise internal_error() from None
 
 
-class ApiKey:
+class ApiKey(HttpMiddleware):
     """Lets nobody in without one of the keys, but for the paths that are open to monitors."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Set[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._open_paths = open_paths
         self._expected = [_digest(key.encode()) for key in api_keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.encode("latin-1"))
         # Each is compared, whatever the others gave: how long it takes must not tell which came close.
         opens = sum(hmac.compare_digest(given, expected) for expected in self._expected)
-        if opens and kind.lower() == "bearer":
-            note_api_key(scope, key.encode("latin-1"))
-            return await self._app(scope, receive, send)
-        error = failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
-        response = error_response(error)
-        response.headers["WWW-Authenticate"] = "Bearer"
-        return await response(scope, receive, send)
+        if not opens or kind.lower() != "bearer":
+            raise failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
+        note_api_key(scope, key.encode("latin-1"))
+        return await self._app(scope, receive, send)
 
 
 def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-class Places(Protocol):
-    """Who counts the requests that are inside."""
+class Gate:
+    """Counts the requests that are being answered. Closed for good once the process drains. `who` closes: the server,
+    or the proxy."""
+
+    def __init__(self, max_open: int, who: str = "server") -> None:
+        self.max_open = max_open
+        self.num_open = 0
+        self.closed = False
+        self._who = who
+        self._emptied = asyncio.Event()
+        self._emptied.set()
 
     def enter(self) -> None:
-        """Raises RequestError when there is no place; otherwise `leave` has to follow."""
-        ...
+        """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
+        if self.closed:
+            raise Overloaded(f"the {self._who} is shutting down: send the request to another one")
+        if self.num_open >= self.max_open:
+            raise QueueFull(f"{self.num_open} requests are open already: try again later")
+        self.num_open += 1
+        self._emptied.clear()
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            self._emptied.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def wait_empty(self) -> None:
+        await self._emptied.wait()
 
 
-class GateKeeper:
+class GateKeeper(HttpMiddleware):
     """Holds a place at the gate for every request to a path that makes work, until its last byte is sent."""
 
-    def __init__(self, app: ASGIApp, gate: Places, paths: Set[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, gate: Gate, paths: Set[str]) -> None:
+        super().__init__(app)
         self._gate = gate
         self._paths = paths
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in self._paths:
             return await self._app(scope, receive, send)
-        try:
-            self._gate.enter()
-        except RequestError as error:
-            return await error_response(error)(scope, receive, send)
+        self._gate.enter()
         try:
             return await self._app(scope, receive, send)
         finally:
             self._gate.leave()
 
 
-class BodyLimit:
+class BodyLimit(HttpMiddleware):
     """Reads the body of a request, whole, but no more of it than allowed and no longer than allowed."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
-        self._app = app
+        super().__init__(app)
         self._max_bytes = max_bytes
         self._seconds = seconds
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
             return await self._app(scope, receive, send)
         try:
             self._check_announced(Headers(scope=scope).get("content-length", "0"))
@@ -171,10 +204,7 @@ class BodyLimit:
         except ClientGone:
             return None
         except TimeoutError:
-            error = failed(f"the body did not come within {self._seconds:g} s", 408, "request_timeout")
-            return await error_response(error)(scope, receive, send)
-        except RequestError as error:
-            return await error_response(error)(scope, receive, send)
+            raise failed(f"the body did not come within {self._seconds:g} s", 408, "request_timeout") from None
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -202,3 +232,57 @@ class BodyLimit:
 
     def _too_large(self) -> RequestError:
         return failed(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")
+
+
+class LingeringClose(HttpMiddleware):
+    """Ends the connection behind an answer that comes before its request's body is over: refused for its size, its
+    sender or its target.
+
+    A connection closed at once would be reset, and the client, which is still writing, might never see the answer.
+    So the answer goes out whole, what still comes is thrown away for a moment, a bounded number of bytes, and then the
+    connection is closed (RFC 9112, section 9.6).
+    """
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _has_body(Headers(scope=scope)):
+            return await self._app(scope, receive, send)
+        unread, closing = True, False
+
+        async def watched_receive() -> Message:
+            nonlocal unread
+            message = await receive()
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                unread = False
+            return message
+
+        async def closing_send(message: Message) -> None:
+            nonlocal closing
+            if unread and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            elif unread and message["type"] == "http.response.body" and not message.get("more_body", False):
+                closing, message = True, {**message, "more_body": True}
+            await send(message)
+
+        await self._app(scope, watched_receive, closing_send)
+        if closing:
+            await _discard(receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on until the body is over, the client has left, or it has been enough."""
+    left = _LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+            # The client reads the answer once it can write no more.
+            await asyncio.sleep(_LINGER_SECONDS)

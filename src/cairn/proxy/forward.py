@@ -20,6 +20,7 @@ import msgspec
 
 from cairn.http.failures import failed
 from cairn.proxy.affinity import affinity_key, is_batch
+from cairn.proxy.hints import PrefixDigests, prefix_digests
 from cairn.proxy.pool import Pool, Upstream
 from cairn.proxy.protocol import (
     BadReference,
@@ -33,8 +34,7 @@ from cairn.proxy.protocol import (
 )
 from cairn.proxy.relay import ClientSide
 from cairn.proxy.service import ProxyService
-from cairn.proxy.tap import AnswerTap
-from cairn.proxy.trail import Trail, trail_of
+from cairn.proxy.stream_inspector import StreamInspector
 from cairn.proxy.upstream import CallFailed, Headers, Reply, read_whole
 
 GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
@@ -45,25 +45,25 @@ _REFERENCE_REFUSALS = (400, _TOO_LARGE, 422)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ForwardedRequest:
     """A request as far as the proxy understands it. `arrived`: seconds of the service's clock."""
 
     path: GeneratePath
     body: Body
     headers: Headers
     key: bytes
-    trail: Trail | None
+    digests: PrefixDigests | None
     batch: bool
     arrived: float
 
 
-def job_of(service: ProxyService, path: GeneratePath, content: bytes, headers: Headers) -> Job:
+def forwarded_request(service: ProxyService, path: GeneratePath, content: bytes, headers: Headers) -> ForwardedRequest:
     """Raises InvalidRequest."""
     body = parse_body(content)
     bool_field(body, "stream")
     key = affinity_key(body, service.options.affinity_bytes)
     batch = path == "/v1/completions" and is_batch(body)
-    return Job(path, body, headers, key, trail_of(body), batch, service.clock.now())
+    return ForwardedRequest(path, body, headers, key, prefix_digests(body), batch, service.clock.now())
 
 
 class _PassOn(Exception):
@@ -75,11 +75,11 @@ class _PassOn(Exception):
 
 
 class Forwarding:
-    """Answers one job. Used once."""
+    """Answers one request. Used once."""
 
-    def __init__(self, service: ProxyService, job: Job, client: ClientSide) -> None:
+    def __init__(self, service: ProxyService, request: ForwardedRequest, client: ClientSide) -> None:
         self._service = service
-        self._job = job
+        self._request = request
         self._client = client
         self._decode_only = ""
         self._handover: msgspec.Raw | None = None
@@ -90,7 +90,7 @@ class Forwarding:
 
     async def run(self) -> int:
         """The status of the answer, when its last byte is out. Raises RequestError."""
-        decode, key, tried = self._service.decode, self._job.key, self._tried
+        decode, key, tried = self._service.decode, self._request.key, self._tried
         try:
             while self._has_next():
                 await self._prefill()
@@ -121,12 +121,12 @@ class Forwarding:
         """See to it that there is something to hand over, or that everybody knows that there will not be."""
         if self._handover is not None or self._decode_only or not self._service.prefill.upstreams:
             return
-        if self._job.batch:
+        if self._request.batch:
             self._go_without("batch")
             return
         tried: list[Upstream] = []
         while len(tried) < self._service.options.max_attempts:
-            upstream = self._service.prefill.choose(self._job.key, tried)
+            upstream = self._service.prefill.choose(self._request.key, tried)
             if upstream is None:
                 break
             if tried:
@@ -151,7 +151,7 @@ class Forwarding:
 
     async def _call_prefill(self, upstream: Upstream) -> Reply:
         """A 200 from a prefill server. Raises CallFailed or, for 4xx, _PassOn."""
-        service, marks = self._service, self._job.trail.marks if self._job.trail is not None else []
+        service, marks = self._service, self._request.digests.marks if self._request.digests is not None else []
         hint = service.hints.find(marks)
         started = service.clock.now()
         with upstream.hold():
@@ -169,15 +169,15 @@ class Forwarding:
         return reply
 
     async def _post_prefill(self, upstream: Upstream, hint: msgspec.Raw | None) -> Reply:
-        service, job, options = self._service, self._job, self._service.options
+        service, request, options = self._service, self._request, self._service.options
         if hint is not None:
             service.metrics.hints_sent.inc()
         return await service.client.whole(
             "POST",
-            upstream.url + job.path,
-            prefill_body(job.body, hint),
-            job.headers,
-            options.prefill_seconds,
+            upstream.url + request.path,
+            prefill_body(request.body, hint),
+            request.headers,
+            options.prefill_timeout,
             options.max_body_bytes,
         )
 
@@ -198,13 +198,15 @@ class Forwarding:
 
     async def _ask_decode(self, upstream: Upstream) -> int | None:
         """As `_decode`, but None when the server has refused the reference, which is gone then. Raises CallFailed."""
-        service, job = self._service, self._job
-        content = decode_body(job.body, self._handover)
-        url, silence = upstream.url + job.path, service.options.stall_seconds
+        service, request = self._service, self._request
+        content = decode_body(request.body, self._handover)
+        url, silence = upstream.url + request.path, service.options.stall_timeout
         async with AsyncExitStack() as stack:
             # Nothing goes out before the server has something to say: until then another one can take over.
             async with upstream.unless_silent(self._has_next):
-                reply, chunks = await stack.enter_async_context(service.client.open(url, content, job.headers, silence))
+                reply, chunks = await stack.enter_async_context(
+                    service.client.open(url, content, request.headers, silence)
+                )
                 if reply.status >= 500 or reply.status == _FULL or 300 <= reply.status < 400:
                     await self._keep_failure(reply, chunks)
                     # A server that is full has turned the request away, and fetched nothing.
@@ -222,30 +224,30 @@ class Forwarding:
             return reply.status
 
     async def _pass_through(self, reply: Reply, first: bytes | None, chunks: AsyncGenerator[bytes, None]) -> None:
-        service, job = self._service, self._job
+        service, request = self._service, self._request
         length = reply.header(b"content-length")
         stream = reply.header(b"content-type").startswith(b"text/event-stream")
-        tap = AnswerTap(stream, int(length) if length.isdigit() else None)
+        inspector = StreamInspector(stream, int(length) if length.isdigit() else None)
         chunk = first
-        service.metrics.first_byte_seconds.observe(service.clock.now() - job.arrived)
+        service.metrics.first_byte_seconds.observe(service.clock.now() - request.arrived)
         await self._client.start(reply.status, reply.headers)
         noted = False
         while chunk is not None:
-            tap.feed(chunk)
+            inspector.feed(chunk)
             # Before the last bytes go out: the client's next turn may be quicker than the end of this connection.
-            if tap.done and not noted:
+            if inspector.done and not noted:
                 noted = True
-                self._note(tap)
+                self._note(inspector)
             await self._client.write(chunk)
             chunk = await anext(chunks, None)
         if not noted:
-            self._note(tap)
+            self._note(inspector)
         await self._client.end()
 
-    def _note(self, tap: AnswerTap) -> None:
+    def _note(self, inspector: StreamInspector) -> None:
         """Remember where the pages of this conversation are."""
-        found = tap.findings()
-        mark = self._job.trail.end(found) if found.hint is not None and self._job.trail is not None else None
+        found, digests = inspector.findings(), self._request.digests
+        mark = None if found.hint is None or digests is None else digests.end(found)
         if mark is not None and found.hint is not None:
             self._service.hints.remember(mark, found.hint)
             self._service.metrics.hints_stored.inc()

@@ -6,7 +6,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cairn.proxy.hints import Hints
-from cairn.proxy.pool import Pool, Upstream
+from cairn.proxy.pool import Pool
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
@@ -35,8 +35,8 @@ class ProxyMetrics:
         opened = self._gauge("upstream_open", "Requests that a server has open.", "pool", "server")
         for pool in pools:
             for url, upstream in pool.upstreams.items():
-                up.labels(pool.name, url).set_function(partial(_is_up, upstream))
-                opened.labels(pool.name, url).set_function(partial(_num_open, upstream))
+                up.labels(pool.name, url).set_function(partial(getattr, upstream, "up"))
+                opened.labels(pool.name, url).set_function(partial(getattr, upstream, "num_open"))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -50,11 +50,3 @@ class ProxyMetrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"cairn_proxy:{name}", text, registry=self._registry, buckets=_SECONDS)
-
-
-def _is_up(upstream: Upstream) -> float:
-    return float(upstream.up)
-
-
-def _num_open(upstream: Upstream) -> float:
-    return float(upstream.num_open)

@@ -1,45 +1,88 @@
-"""What the proxy needs to know."""
+"""What the proxy can be told: one declaration for its flags, its environment variables and its parts."""
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, HttpUrl, ValidationError
+from pydantic_settings import NoDecode
+
+from cairn.setting_types import ApiKeys, Bytes, ListText, split_commas
 
 __all__ = ["ProxyOptions"]
 
+_MAX_SERVERS = 1024
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyOptions:
-    """Sizes in bytes, times in seconds. `prefill` and `decode`: base URLs, without a slash at the end. Without
-    prefill servers the decode servers do it all, and prompts that begin alike still meet at the same one.
 
-    `api_keys`: one of them must come with a request; none: anybody may ask. It goes on to the servers.
-    `forwarded_allow_ips`: addresses and networks of proxies whose X-Forwarded-For is believed, or `*`.
-    `max_open`: requests being answered at once. `max_attempts`: servers asked for one prefill, and for one answer.
-    `body_seconds`: how long a client may take to send its request. `prefill_seconds`: how long one prefill may take.
-    `stall_seconds`: the longest silence of a decode server. `request_seconds`: a request from start to end.
-    `affinity_bytes`: how much of a prompt's beginning decides where it goes. A server is passed over when it has at
-    least `load_slack` requests open and more than `load_factor` times the mean of its pool.
-    `max_hints`, `hint_seconds`: how many second-turn hints are remembered, and for how long.
+def _base_url(text: str) -> str:
+    """`http://host:port` in its normal form, without a slash at the end. Raises ValueError."""
+    try:
+        url = HttpUrl(text)
+    except ValidationError:
+        raise ValueError("must look like http://host:port") from None
+    if url.port == 0 or any(part is not None for part in (url.username, url.password, url.query, url.fragment)):
+        raise ValueError("must be a plain http://host:port, without user, query or fragment")
+    return str(url).rstrip("/")
+
+
+def _all_different(urls: list[str]) -> list[str]:
+    if len(set(urls)) < len(urls):
+        raise ValueError("names the same server twice")
+    return urls
+
+
+Urls = Annotated[
+    list[Annotated[str, AfterValidator(_base_url)]],
+    NoDecode,
+    BeforeValidator(split_commas),
+    AfterValidator(_all_different),
+    Field(max_length=_MAX_SERVERS),
+]
+
+
+class ProxyOptions(BaseModel):
+    """The settings of `cairn proxy`. Sizes in bytes, times in seconds.
+
+    A server is passed over when it has at least `load_slack` requests open and more than `load_factor` times the mean
+    of its pool.
     """
 
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
-    version: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    forwarded_allow_ips: tuple[str, ...] = ("127.0.0.1", "::1")
-    max_open: int = 1024
-    max_body_bytes: int = 16 << 20
-    max_attempts: int = 3
-    body_seconds: float = 60.0
-    connect_seconds: float = 5.0
-    prefill_seconds: float = 600.0
-    stall_seconds: float = 600.0
-    request_seconds: float = 3600.0
-    shutdown_seconds: float = 30.0
-    health_seconds: float = 5.0
-    health_timeout_seconds: float = 5.0
-    affinity_bytes: int = 512
-    load_factor: float = 1.5
-    load_slack: int = 4
-    max_hints: int = 65536
-    hint_seconds: float = 1800.0
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    prefill: Urls = Field(
+        [], description="a prefill server, as http://host:port, once per server; without any, decode servers do it all"
+    )
+    decode: Urls = Field(
+        description="a decode server, as http://host:port; give the flag once per server", min_length=1
+    )
+    host: str = Field("127.0.0.1", description="address to listen on: this machine only unless told", max_length=255)
+    port: int = Field(8000, description="port to listen on; 0 takes a free one", ge=0, le=65535)
+    api_key: ApiKeys = Field(
+        None,
+        description="key that clients must send, or several: a b or a,b; goes on to the servers, so all take the same; "
+        "better as CAIRN_PROXY_API_KEY",
+    )
+    forwarded_allow_ips: ListText | None = Field(
+        None,
+        description="proxies in front whose X-Forwarded-For is believed: addresses and networks as a,b, or *; "
+        "FORWARDED_ALLOW_IPS or loopback unless given",
+    )
+    max_open: int = Field(1024, description="most requests at once; more are answered with 429", ge=1, le=65536)
+    max_body_bytes: Bytes = Field(
+        ByteSize(16 << 20), description="largest request body: 16MiB, 1e6", validate_default=False
+    )
+    max_attempts: int = Field(3, description="servers asked for one prefill, and for one answer", ge=1, le=64)
+    connect_timeout: float = Field(5.0, description="seconds until a server has to take a connection", gt=0, le=3600)
+    prefill_timeout: float = Field(600.0, description="seconds one prefill may take", gt=0, le=86400)
+    stall_timeout: float = Field(600.0, description="longest silence of a decode server in seconds", gt=0, le=86400)
+    request_timeout: float = Field(3600.0, description="seconds an answer may take", gt=0, le=86400)
+    shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
+    health_interval: float = Field(5.0, description="seconds between two health checks", ge=0.05, le=3600)
+    health_timeout: float = Field(5.0, description="seconds a health check may take", gt=0, le=3600)
+    affinity_bytes: int = Field(
+        512, description="how much of a prompt's beginning decides which servers it goes to", ge=1, le=1 << 20
+    )
+    load_factor: float = Field(
+        1.5, description="a server with more than this times the mean load is passed over", ge=1, le=1000
+    )
+    load_slack: int = Field(4, description="as long as it has at least so many requests", ge=1, le=65536)
+    max_hints: int = Field(65536, description="most second-turn hints that are remembered", ge=1, le=1 << 24)
+    hint_timeout: float = Field(1800.0, description="seconds a second-turn hint is remembered", gt=0, le=86400)

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cairn.errors import RequestError
+from cairn.http.clients import cancel_on_disconnect
 from cairn.http.failures import ClientGone, error_content
-from cairn.http.leaving import unless_gone
 from cairn.proxy.upstream import Headers
 
 _LAST_WORDS_SECONDS = 10.0
@@ -72,12 +72,12 @@ class Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientSide(send)
         try:
-            status = await unless_gone(receive, self._work(client))
+            status = await cancel_on_disconnect(receive, self._work(client))
         except RequestError as error:
             self._ended(error, client.started)
             with contextlib.suppress(TimeoutError, OSError, ClientGone):
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                    await unless_gone(receive, client.fail(error))
+                    await cancel_on_disconnect(receive, client.fail(error))
         except (ClientGone, OSError):
             self._ended(ClientGone(), client.started)
         else:

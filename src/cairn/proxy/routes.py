@@ -6,10 +6,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.clients import client_address
 from cairn.http.failures import ClientGone, failed
-from cairn.proxy.forward import Forwarding, GeneratePath, job_of
+from cairn.proxy.forward import Forwarding, GeneratePath, forwarded_request
 from cairn.proxy.pool import Upstream
 from cairn.proxy.relay import ClientSide, Relay
 from cairn.proxy.service import ProxyService
@@ -54,7 +55,7 @@ def _relay(request: Request, service: ProxyService, content: bytes, path: Genera
 
     async def work(client: ClientSide) -> int:
         async with service.gate.limited():
-            return await Forwarding(service, job_of(service, path, content, _headers(request)), client).run()
+            return await Forwarding(service, forwarded_request(service, path, content, _headers(request)), client).run()
 
     def ended(how: int | RequestError | ClientGone, started: bool) -> None:
         service.metrics.requests.labels(_outcome(how, started)).inc()
@@ -89,7 +90,7 @@ async def models(request: Request, service: ServiceOfApp) -> Response:
     tried: list[Upstream] = []
     while (upstream := service.decode.least_busy(tried)) is not None:
         tried.append(upstream)
-        url, seconds = f"{upstream.url}/v1/models", service.options.health_timeout_seconds
+        url, seconds = f"{upstream.url}/v1/models", service.options.health_timeout
         try:
             reply = await service.client.whole("GET", url, b"", _headers(request), seconds, _MAX_MODELS_BYTES)
         except CallFailed as error:
@@ -111,7 +112,7 @@ async def health(service: ServiceOfApp) -> Response:
 
 
 async def version(service: ServiceOfApp) -> dict[str, str]:
-    return {"version": service.options.version}
+    return {"version": __version__}
 
 
 async def metrics(service: ServiceOfApp) -> Response:

@@ -4,7 +4,7 @@ import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import httpx
@@ -56,7 +56,7 @@ class UpstreamClient:
             trust_env=False,
             follow_redirects=False,
             cookies=no_cookies(),
-            timeout=options.connect_seconds,
+            timeout=options.connect_timeout,
             limits=httpx.Limits(
                 # Each open request has at most one connection, and each server at most one for its health.
                 max_connections=options.max_open + len(options.prefill) + len(options.decode) + 16,
@@ -75,18 +75,22 @@ class UpstreamClient:
 
     @asynccontextmanager
     async def open(
-        self, url: str, content: bytes, headers: Headers, silence_seconds: float
+        self, url: str, content: bytes, headers: Headers, silence_seconds: float, method: str = "POST"
     ) -> AsyncIterator[tuple[Reply, AsyncGenerator[bytes, None]]]:
-        """POST, and an answer without its content, which comes in chunks as the server sends them, undecoded.
+        """An answer without its content, which comes in chunks as the server sends them, undecoded.
 
         Raises CallFailed; so does iterating over the chunks.
         """
-        request = self._http.build_request(
-            "POST", url, content=content, headers=_sent(headers), timeout=self._timeout(silence_seconds)
+        timeout = httpx.Timeout(
+            connect=self._options.connect_timeout, read=silence_seconds, write=_WRITE_SECONDS, pool=_POOL_SECONDS
         )
+        # Undecoded bytes are passed on, so nothing may be compressed that the client did not ask to be.
+        sent = [*headers, (b"accept-encoding", b"identity"), (b"user-agent", b"cairn-proxy")]
+        request = self._http.build_request(method, url, content=content, headers=sent, timeout=timeout)
         response = await self._send(request)
         try:
-            kept = [(key, value) for key, value in _lower(response) if key in _ANSWER_HEADERS]
+            lower = ((key.lower(), value) for key, value in response.headers.raw)
+            kept = [(key, value) for key, value in lower if key in _ANSWER_HEADERS]
             async with aclosing(_chunks(response)) as chunks:
                 yield Reply(response.status_code, kept), chunks
         finally:
@@ -96,19 +100,11 @@ class UpstreamClient:
         self, method: str, url: str, content: bytes, headers: Headers, seconds: float, max_bytes: int
     ) -> Reply:
         """An answer with all of its content, within `seconds`. Raises CallFailed."""
-        timeout = self._timeout(seconds)
-        request = self._http.build_request(method, url, content=content, headers=_sent(headers), timeout=timeout)
         try:
-            async with asyncio.timeout(seconds):
-                response = await self._send(request)
-                try:
-                    kept = [(key, value) for key, value in _lower(response) if key in _ANSWER_HEADERS]
-                    content = await read_whole(_chunks(response), max_bytes)
-                finally:
-                    await response.aclose()
+            async with asyncio.timeout(seconds), self.open(url, content, headers, seconds, method) as (reply, chunks):
+                return replace(reply, content=await read_whole(chunks, max_bytes))
         except TimeoutError:
             raise CallFailed(f"no answer within {seconds:g} s", kind="timeout") from None
-        return Reply(response.status_code, kept, content)
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         try:
@@ -120,10 +116,6 @@ class UpstreamClient:
             raise CallFailed(f"cannot be reached: {_words(error)}", kind=kind, sent=False) from error
         except httpx.TransportError as error:
             raise _broken(error) from error
-
-    def _timeout(self, silence_seconds: float) -> httpx.Timeout:
-        connect = self._options.connect_seconds
-        return httpx.Timeout(connect=connect, read=silence_seconds, write=_WRITE_SECONDS, pool=_POOL_SECONDS)
 
 
 async def read_whole(chunks: AsyncGenerator[bytes, None], max_bytes: int) -> bytes:
@@ -159,15 +151,6 @@ def _is_local(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _sent(headers: Headers) -> list[tuple[bytes, bytes]]:
-    # Undecoded bytes are passed on, so nothing may be compressed that the client did not ask to be.
-    return [*headers, (b"accept-encoding", b"identity"), (b"user-agent", b"cairn-proxy")]
-
-
-def _lower(response: httpx.Response) -> list[tuple[bytes, bytes]]:
-    return [(key.lower(), value) for key, value in response.headers.raw]
 
 
 def _words(error: Exception) -> str:

@@ -8,15 +8,12 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 
-from cairn.engine.contract import EngineClient
-from cairn.http.middleware import ApiKey, BodyLimit, BugShield, GateKeeper, HeadLimit, RequestIds
-from cairn.http.unread import UnreadBodies
+from cairn.http.application import add_middleware, http_application
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.failures import install_error_handlers
-from cairn.server.gate import ImageShares
+from cairn.server.images.room import ImageShares
 from cairn.server.log_lines import ThroughputLine
 from cairn.server.openapi import document
-from cairn.server.options import ServerOptions
 from cairn.server.service import Service
 
 __all__ = ["create_app"]
@@ -24,17 +21,12 @@ __all__ = ["create_app"]
 # The page has nothing in it: what it shows it asks for with the key that is typed into it.
 _OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "/ready", "/version"})
 _GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
-_MAX_HEAD_BYTES = 1 << 15
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(engine: EngineClient, options: ServerOptions, service: Service | None = None) -> FastAPI:
-    """The application around an engine that has been started. Whoever started the engine also stops it.
-
-    `service` may be given to replace the clock and the source of ids.
-    """
-    service = service or Service(engine, options)
+def create_app(service: Service) -> FastAPI:
+    """The application around an engine that has been started. Whoever started the engine also stops it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -47,31 +39,24 @@ def create_app(engine: EngineClient, options: ServerOptions, service: Service | 
                 await reporting
             await service.aclose()
 
-    app = FastAPI(
-        title="cairn",
-        version=options.version,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        # A redirect would be built from the Host header.
-        redirect_slashes=False,
-    )
+    app = http_application("cairn", lifespan)
     app.state.service = service
     app.include_router(routes.router())
     app.include_router(status_routes.router())
     app.include_router(cache_routes.router())
     install_error_handlers(app)
     app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
-    # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, seconds=options.body_seconds)
-    app.add_middleware(ImageShares, room=service.image_room)
-    app.add_middleware(GateKeeper, gate=service.gate, paths=_GATED_PATHS)
-    if options.api_keys:
-        app.add_middleware(ApiKey, api_keys=options.api_keys, open_paths=_OPEN_PATHS)
-    app.add_middleware(BugShield)
-    app.add_middleware(RequestIds, new_id=service.new_id)
-    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
-    app.add_middleware(UnreadBodies)
+    app.add_middleware(ImageShares, room=service.images.room)
+    add_middleware(
+        app,
+        gate=service.gate,
+        gated_paths=_GATED_PATHS,
+        api_keys=service.options.api_key,
+        open_paths=_OPEN_PATHS,
+        max_body_bytes=service.options.max_body_bytes,
+        body_seconds=service.limits.body_seconds,
+        new_id=service.new_id,
+    )
     return app
 
 
@@ -79,7 +64,7 @@ async def _report(service: Service) -> None:
     """Log the throughput line until cancelled."""
     line = ThroughputLine(service.clock.now())
     while True:
-        await asyncio.sleep(service.options.log_seconds)
-        text = line.update(await service.stats(), service.clock.now())
+        await asyncio.sleep(service.limits.log_seconds)
+        text = line.update(await service.queries.stats(), service.clock.now())
         if text is not None:
             logger.info(text)

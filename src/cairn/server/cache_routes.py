@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
+from cairn import __version__
 from cairn.engine.contract import MAX_SHOWN, CacheView
 from cairn.server.cache_page import cache_page
 from cairn.server.routes import ServiceOfApp
@@ -26,7 +27,7 @@ class CacheViews:
 
     async def get(self, service: Service, max_paths: int) -> bytes:
         """The JSON text. Raises EngineDead, and Overloaded when it is not there in the caller's time."""
-        return await service.looking.ask(lambda: self._shared(service, max_paths))
+        return await service.queries.looking.ask(lambda: self._shared(service, max_paths))
 
     async def _shared(self, service: Service, max_paths: int) -> bytes:
         async with self._asking:
@@ -42,7 +43,7 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
     info = service.engine.info
     about = {
         "model": service.options.model_name,
-        "version": service.options.version,
+        "version": __version__,
         "mamba_cache_mode": info.mamba_cache_mode,
         "exact": info.exact,
         "block_size": info.block_size,

@@ -1,36 +1,39 @@
-"""What becomes of an error that a route raises."""
+"""What becomes of an error that a route raises, and what is wrong with a body that cannot be read."""
 
+import json
 import logging
-from collections.abc import Sequence
-from typing import Any
+import re
+import sys
+from collections.abc import Iterator, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from cairn.errors import CairnError, EngineDead, RequestError
-from cairn.http.failures import ClientGone, error_body, retry_headers
-from cairn.server.unreadable import why_unreadable
+from cairn.errors import CairnError, EngineDead, InvalidRequest, RequestError
+from cairn.http.application import http_error
+from cairn.http.failures import ClientGone, error_response, failed, internal_error
 
+MAX_NESTING = 256
+"""Objects and lists within each other; fewer than what any JSON decoder here gives up at."""
+
+_SIGNS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
+_DIGITS = re.compile(rb"[0-9]{%d,}" % (sys.int_info.default_max_str_digits + 1))
+_MAX_NAME = 64
 _SHOWN_INPUT = 80
 
 logger = logging.getLogger(__name__)
 
 
-def describe(error: CairnError) -> tuple[dict[str, Any], int]:
-    """The body and the HTTP status of an error."""
+def request_error(error: CairnError) -> RequestError:
+    """An error as the client gets to see it."""
     if isinstance(error, RequestError):
-        return error_body(error.message, error.status, error.code, error.param), error.status
+        return error
     if isinstance(error, EngineDead):
-        return error_body(f"the engine has ended: {error}", 503, "service_unavailable"), 503
+        return failed(f"the engine has ended: {error}", 503, "service_unavailable")
     logger.error("an error that no client should see: %r", error)
-    return error_body("internal error", 500, "internal_error"), 500
-
-
-def response_for(error: CairnError) -> JSONResponse:
-    body, status = describe(error)
-    return JSONResponse(body, status, retry_headers(error) if isinstance(error, RequestError) else None)
+    return internal_error()
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -42,7 +45,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _cairn_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CairnError)
-    return response_for(error)
+    return error_response(request_error(error))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -50,7 +53,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
-        return JSONResponse(error_body(f"the body is not valid JSON: {reason}", 400, "invalid_request_error"), 400)
+        return error_response(InvalidRequest(f"the body is not valid JSON: {reason}"))
     param = _path(first["loc"][1:]) or None
     if param is None:
         message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
@@ -60,7 +63,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
         shown = repr(first.get("input"))
         shown = shown if len(shown) <= _SHOWN_INPUT else shown[:_SHOWN_INPUT] + "…"
         message = f"{param}: {first['msg']} (got {shown})"
-    return JSONResponse(error_body(message, 400, "invalid_request_error", param), 400)
+    return error_response(InvalidRequest(message, param))
 
 
 def _path(steps: Sequence[int | str]) -> str:
@@ -74,10 +77,65 @@ async def _http_error(request: Request, error: Exception) -> Response:
         # the body that could not be parsed: the framework keeps it, and does not say what was wrong
         found = why_unreadable(getattr(request, "_body", b""))
         if found is not None:
-            return JSONResponse(error_body(found[0], 400, "invalid_request_error", found[1]), 400)
-    code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
-    return JSONResponse(error_body(error.detail, error.status_code, code), error.status_code, error.headers)
+            return error_response(InvalidRequest(*found))
+    return await http_error(request, error)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
+
+
+# -- bodies that no JSON decoder has read ----------------------------------------------------------------------------
+
+
+def why_unreadable(body: bytes) -> tuple[str, str | None] | None:
+    """A text, and the top-level field where that is known; None where nothing is found."""
+    field = too_deep_field(body)
+    if field is not None:
+        return f"{field} is nested too deeply: at most {MAX_NESTING} objects and lists within each other", field
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        field = _field_at(body, error.start)
+        return f"{field or 'the body'} is not valid UTF-8: byte {error.start} of the body", field
+    digits = _DIGITS.search(body)
+    if digits is not None:
+        field = _field_at(body, digits.start())
+        return f"{field or 'the body'} has a number of {digits.end() - digits.start()} digits", field
+    return None
+
+
+def too_deep_field(body: bytes) -> str | None:
+    """The top-level field of an object that goes deeper than `MAX_NESTING`; None where there is none. One pass."""
+    return next((_name(field) for _, depth, field in _signs(body) if depth > MAX_NESTING), None)
+
+
+def _field_at(body: bytes, place: int) -> str | None:
+    """The top-level field of an object that byte number `place` belongs to."""
+    name = b""
+    for start, _, field in _signs(body):
+        if start > place:
+            break
+        name = field
+    return _name(name)
+
+
+def _signs(body: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Strings and brackets: where each begins, how deep it is behind it, and the top-level field's name as written."""
+    depth, field = 0, b""
+    for sign in _SIGNS.finditer(body):
+        text = sign[0]
+        if text in (b"{", b"["):
+            depth += 1
+        elif text in (b"}", b"]"):
+            depth -= 1
+        elif depth == 1 and body[sign.end() : sign.end() + 16].lstrip().startswith(b":"):
+            field = text
+        yield sign.start(), depth, field
+
+
+def _name(field: bytes) -> str | None:
+    try:
+        return str(json.loads(field))[:_MAX_NAME]
+    except ValueError:
+        return None

@@ -1,22 +1,47 @@
-"""What form a request's answers have to have, and how they are taken apart."""
+"""What form a request's answers have to have, by its structure and its tools, and how they are taken apart.
+
+The structure is what a client asks for by OpenAI's `response_format`, vLLM's `structured_outputs` or the older
+`guided_*`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
-from cairn.server.parsers.plain import PlainText
+from cairn.server.messages import check_text
+from cairn.server.parsers.choose import PlainText
+from cairn.server.parsers.contract import Tools
 from cairn.server.prompts import Prompt
 from cairn.server.requests import ChatRequest, SamplingFields
 from cairn.server.service import Service
-from cairn.server.structured import structure_of
-from cairn.server.tools import FORCED_FORM, tool_use
+
+_FORCED_FORM = "json"
+"""The form of calls in answers that have to consist of them: every model can be held to it."""
 
 _PROMPT_END = 32
 """Tokens at a prompt's end among which the reasoning is opened."""
+
+_MAX_BYTES = 1 << 19
+"""Of a schema, or of whatever else is asked for, as JSON."""
+
+_KINDS = ("json", "regex", "choice", "grammar")
+_IGNORED = frozenset(
+    {
+        "backend",
+        "disable_additional_properties",
+        "disable_any_whitespace",
+        "disable_fallback",
+        "whitespace_pattern",
+        "_backend",
+        "_backend_was_auto",
+    }
+)
+"""Fields of `structured_outputs` that say how, not what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +54,10 @@ class AnswerForm:
 
 async def form_of(service: Service, body: SamplingFields, prompt: Prompt) -> AnswerForm:
     """Raises InvalidRequest naming the field."""
-    structure = structure_of(body)
+    structure = _structure_of(body)
     if not isinstance(body, ChatRequest):
         return AnswerForm(structure, lambda: ChatMessage(PlainText(), service.new_id))
-    use = tool_use(body, auto=service.options.enable_auto_tool_choice)
+    use = _tool_use(body, auto=service.options.enable_auto_tool_choice)
     if use.structure is not None and structure is not None:
         raise InvalidRequest(
             f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them",
@@ -42,7 +67,7 @@ async def form_of(service: Service, body: SamplingFields, prompt: Prompt) -> Ans
     structure = use.structure or structure
     if structure is not None and parsers.reasons:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
-    calls = None if use.structure is None else FORCED_FORM
+    calls = None if use.structure is None else _FORCED_FORM
 
     def message() -> ChatMessage:
         parser = parsers.parser(use.tools, opened=opened, calls=calls)
@@ -58,4 +83,144 @@ async def _opened(service: Service, body: ChatRequest, prompt: Prompt) -> bool:
     content = body.messages[-1].content
     if body.continue_final_message:
         return isinstance(content, str) and service.parsers.leaves_open(content)
-    return service.parsers.opens(await service.decode(prompt.token_ids[-_PROMPT_END:]))
+    return service.parsers.opens(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
+
+
+# -- tools and tool_choice ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`tools`: those whose calls are looked for; None for none of them. `structure`: what holds the answer to calls;
+    None where the model chooses. `parallel`: more than one call may be told."""
+
+    tools: Tools | None
+    structure: Structure | None
+    parallel: bool
+
+
+def _tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
+    """`auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice` or `tools`.
+
+    To be asked when the tools have been checked (`messages.conversation`).
+    """
+    tools = {tool["function"]["name"]: _parameters(tool["function"]) for tool in body.tools or ()}
+    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
+    parallel = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if choice is None or choice == "auto":
+        return ToolUse(tools if tools and auto else None, None, parallel)
+    if choice == "none":
+        return ToolUse(None, None, parallel)
+    if choice == "required":
+        if not tools:
+            raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
+        return _forced(tools, places, parallel)
+    name = _named(choice)
+    if name not in tools:
+        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
+    return _forced({name: tools[name]}, places, parallel=False)
+
+
+def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
+    asked = {
+        "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
+        "parallel": parallel,
+    }
+    text = _json_text(asked, "tools")
+    if len(text) > _MAX_BYTES:
+        raise InvalidRequest(f"tools have {len(text)} characters; at most {_MAX_BYTES} can be required", "tools")
+    return ToolUse(tools, Structure(kind="calls", text=text, field="tools"), parallel)
+
+
+def _named(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
+    return name
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters")
+    return parameters if isinstance(parameters, dict) else {"type": "object"}
+
+
+# -- structure ---------------------------------------------------------------------------------------------------------
+
+
+def _structure_of(body: SamplingFields) -> Structure | None:
+    """What a body asks for; None where an answer may be anything. Raises InvalidRequest naming the field."""
+    found = [*_response_format(body.response_format), *_structured_outputs(body.structured_outputs)]
+    for kind in _KINDS:
+        value = getattr(body, f"guided_{kind}")
+        if value is not None:
+            found.append(_structure(kind, value, f"guided_{kind}"))
+    if len(found) > 1:
+        names = " and ".join(one.field for one in found)
+        raise InvalidRequest(f"{names} cannot go together: send one of them", found[1].field.partition(".")[0])
+    return found[0] if found else None
+
+
+def _response_format(asked: Any) -> list[Structure]:
+    if asked is None:
+        return []
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    match kind:
+        case "text":
+            return []
+        case "json_object":
+            return [Structure(kind="json", text='{"type":"object"}', field="response_format")]
+        case "json_schema":
+            holder = asked.get("json_schema")
+            if not isinstance(holder, dict) or holder.get("schema", holder.get("json_schema")) is None:
+                raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
+            schema = holder.get("schema", holder.get("json_schema"))
+            return [_structure("json", schema, "response_format.json_schema.schema")]
+    shown = repr(kind)[:64]
+    raise InvalidRequest(
+        f'response_format.type must be "text", "json_object" or "json_schema", not {shown}', "response_format"
+    )
+
+
+def _structured_outputs(asked: Any) -> list[Structure]:
+    if asked is None:
+        return []
+    if not isinstance(asked, dict):
+        raise InvalidRequest("structured_outputs must be an object", "structured_outputs")
+    given = {name: value for name, value in asked.items() if value is not None and name not in _IGNORED}
+    if given.pop("json_object", False):
+        given["json"] = {"type": "object"}
+    if len(given) != 1 or not given.keys() <= set(_KINDS):
+        raise InvalidRequest(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
+    ((kind, value),) = given.items()
+    return [_structure(kind, value, f"structured_outputs.{kind}")]
+
+
+def _structure(kind: str, value: Any, field: str) -> Structure:
+    param = field.partition(".")[0]
+    if kind in ("regex", "grammar"):
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest(f"{field} must be text that is not empty", param)
+        text = check_text(value, field, param)
+    elif kind == "json" and isinstance(value, str):
+        text = check_text(value, field, param)
+    else:
+        text = _json_text(value, field)
+    if len(text) > _MAX_BYTES:
+        raise InvalidRequest(f"{field} has {len(text)} characters; at most {_MAX_BYTES} are read", param)
+    return msgspec.convert({"kind": kind, "text": text, "field": field}, Structure)
+
+
+def _json_text(value: Any, field: str) -> str:
+    """A part of a body as JSON. Raises InvalidRequest for one that has none: nested too deeply, or no Unicode."""
+    param = field.partition(".")[0]
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise InvalidRequest(f"{field} is nested too deeply", param) from None
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{field} has no form in JSON: {error}", param) from None

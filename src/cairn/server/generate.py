@@ -10,18 +10,17 @@ from typing import TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cairn.engine.contract import GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
-from cairn.http.failures import failed
-from cairn.http.leaving import unless_gone
-from cairn.server.answers import Answer, cairn_part, usage_part
-from cairn.server.failures import describe
+from cairn.http.clients import cancel_on_disconnect
+from cairn.http.failures import ClientGone, error_content, failed
+from cairn.server.failures import request_error
 from cairn.server.metrics import RequestMeter
 from cairn.server.requests import SamplingFields
 from cairn.server.service import Service
-from cairn.server.shapes import AnswerShape
-from cairn.server.streaming import DONE_EVENT, EventStream, event
+from cairn.server.shapes import AnswerShape, RequestAnswers, cairn_part, usage_part
 
 _LAST_EVENT_SECONDS = 10.0
 
@@ -56,27 +55,27 @@ class Job:
     arrived: float
     deadline: Deadline
 
-    def answer(self) -> Answer:
+    def answer(self) -> RequestAnswers:
         """Nothing has come of it yet."""
-        return Answer([len(request.prompt) // 8 for request in self.requests], self.requests[0].n)
+        return RequestAnswers([len(request.prompt) // 8 for request in self.requests], self.requests[0].n)
 
 
-News: TypeAlias = tuple[int, GenerateOutput]
+PromptOutput: TypeAlias = tuple[int, GenerateOutput]
 """An output, behind the number of its prompt."""
 
 
 async def respond(http: Request, service: Service, job: Job) -> Response:
     """The answer to a job. Raises CairnError when it fails before its first byte, ClientGone when nobody waits."""
     if not job.body.stream:
-        content = await unless_gone(http.receive, _whole(service, job))
+        content = await cancel_on_disconnect(http.receive, _whole(service, job))
         return Response(content, media_type="application/json")
     news = _outputs(service, job)
     # Wait for the first output: until then a failure still has an HTTP status of its own.
-    first = await unless_gone(http.receive, _first(news))
+    first = await cancel_on_disconnect(http.receive, _first(news))
     return EventStream(_events(service, job, first, news), job.deadline.seconds_left + _LAST_EVENT_SECONDS)
 
 
-async def _first(news: AsyncGenerator[News, None]) -> News:
+async def _first(news: AsyncGenerator[PromptOutput, None]) -> PromptOutput:
     return await anext(news)
 
 
@@ -85,12 +84,12 @@ async def _whole(service: Service, job: Job) -> bytes:
     async with aclosing(_outputs(service, job)) as news:
         async for prompt, output in news:
             answer.add(prompt, output)
-    if any(told is not None for told in answer.prompt_logprobs):
-        return await service.beside(lambda: msgspec.json.encode(job.shape.whole(answer)))
+    if any(logprobs is not None for logprobs in answer.prompt_logprobs):
+        return await service.tokenizer.run(lambda: msgspec.json.encode(job.shape.whole(answer)))
     return msgspec.json.encode(job.shape.whole(answer))
 
 
-async def _outputs(service: Service, job: Job) -> AsyncGenerator[News, None]:
+async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, None]:
     """The engine's outputs to all prompts, measured; closing this aborts what is open. A job that the engine does not
     take has not begun, and is counted nowhere."""
     numbers = {request.request_id: number for number, request in enumerate(job.requests)}
@@ -151,7 +150,7 @@ def _without_tokens(output: GenerateOutput) -> GenerateOutput:
 
 
 async def _events(
-    service: Service, job: Job, first: News, news: AsyncGenerator[News, None]
+    service: Service, job: Job, first: PromptOutput, news: AsyncGenerator[PromptOutput, None]
 ) -> AsyncGenerator[bytes, None]:
     """The whole stream, from the opening to [DONE]; a failure on the way is an event of its own."""
     shape, answer = job.shape, job.answer()
@@ -161,25 +160,59 @@ async def _events(
     async with aclosing(news):
         opening_usage = {"usage": usage_part(answer)} if usage_everywhere else {}
         for chunk in shape.opening(answer):
-            yield event(chunk | opening_usage)
+            yield _event(msgspec.json.encode(chunk | opening_usage))
         try:
-            latest: News | None = first
+            latest: PromptOutput | None = first
             while latest is not None:
                 prompt, output = latest
                 choice = answer.choice(prompt, output)
                 begins = not choice.begun
                 answer.add(prompt, output)
                 write = partial(shape.chunk, choice, output, begins)
-                piece = write() if output.prompt_logprobs is None else await service.beside(write)
+                piece = write() if output.prompt_logprobs is None else await service.tokenizer.run(write)
                 if piece is not None:
                     if usage_everywhere:
                         piece["usage"] = usage_part(answer)
                     if answer.complete and not include_usage:
                         piece["cairn"] = cairn_part(answer)
-                    yield event(piece)
+                    yield _event(msgspec.json.encode(piece))
                 latest = await anext(news, None)
             if include_usage:
-                yield event(shape.usage_chunk(answer))
+                yield _event(msgspec.json.encode(shape.usage_chunk(answer)))
         except CairnError as error:
-            yield event(describe(error)[0])
-        yield DONE_EVENT
+            yield _event(error_content(request_error(error)))
+        yield _event(b"[DONE]")
+
+
+def _event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends the events of a generator, and closes it when the client goes away or takes too long to read.
+
+    `seconds` bounds the whole stream; the generator should have a deadline of its own that comes first.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], seconds: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await cancel_on_disconnect(receive, self._write(send))
+        except (ClientGone, TimeoutError, OSError):
+            return
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -6,10 +6,11 @@ from cairn.engine.contract import EngineInfo, EngineStats
 def start_lines(info: EngineInfo) -> list[str]:
     """The cache in words."""
     pool = info.num_pages * info.page_bytes
+    ranks = info.tensor_parallel_size
     lines = [
         f"{info.architecture} in {info.dtype}: prompt and answer together up to {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} requests computed at once",
-        *_ranks(info),
+        *([f"tensor parallel over {ranks} processes; bytes below are those of each"] if ranks > 1 else []),
         f"cache: one pool of {info.num_pages} pages of {info.page_bytes} bytes ({_size(pool)} in all)",
     ]
     if info.bytes_per_token:
@@ -35,12 +36,6 @@ def start_lines(info: EngineInfo) -> list[str]:
     if info.side_channel is not None:
         lines.append(f"transfers: other servers ask for pages at {info.side_channel}")
     return lines
-
-
-def _ranks(info: EngineInfo) -> list[str]:
-    if info.tensor_parallel_size == 1:
-        return []
-    return [f"tensor parallel over {info.tensor_parallel_size} processes; bytes below are those of each"]
 
 
 def _size(count: int) -> str:

@@ -1,4 +1,4 @@
-"""How likely tokens were held, in the forms of OpenAI's two endpoints and of vLLM's `prompt_logprobs`."""
+"""Log-probabilities of tokens, in the forms of OpenAI's two endpoints and of vLLM's `prompt_logprobs`."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ _LEAST = -9999.0
 _REMEMBERED = 1 << 16
 
 
-class Places:
+class TextOffsets:
     """Where in a text its tokens begin, in characters, when their bytes are told one after the other."""
 
     def __init__(self) -> None:
@@ -42,38 +42,38 @@ class TokenTexts:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._bytes = lru_cache(_REMEMBERED)(token_bytes)
 
-    def chat(self, told: TokenLogprobs) -> dict[str, Any]:
+    def chat(self, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A chat choice's `logprobs`."""
         content = []
-        for _, ((token, value), *best) in told:
+        for _, ((token, value), *best) in logprobs:
             entry = self._entry(token, value)
             entry["top_logprobs"] = [self._entry(*pair) for pair in best]
             content.append(entry)
         return {"content": content}
 
-    def completion(self, told: TokenLogprobs, places: Places) -> dict[str, Any]:
-        """A completion choice's `logprobs`; `places` goes on from piece to piece."""
+    def completion(self, logprobs: TokenLogprobs, offsets: TextOffsets) -> dict[str, Any]:
+        """A completion choice's `logprobs`; `offsets` goes on from piece to piece."""
         part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for _, ((token, value), *best) in told:
+        for _, ((token, value), *best) in logprobs:
             spelled = self._bytes(token)
             part["tokens"].append(_text(spelled))
             part["token_logprobs"].append(_number(value))
             # the token itself is told of whether it is among the best or not, and wins where texts are the same
             named = {_text(self._bytes(other)): _number(its) for other, its in best}
             part["top_logprobs"].append(named | {_text(spelled): _number(value)})
-            part["text_offset"].append(places.next(spelled))
+            part["text_offset"].append(offsets.next(spelled))
         return part
 
-    def echoed(self, prompt: Sequence[int], told: TokenLogprobs, places: Places) -> dict[str, Any]:
+    def echoed(self, prompt: Sequence[int], logprobs: TokenLogprobs, offsets: TextOffsets) -> dict[str, Any]:
         """The same of a prompt: nothing is known of its first token."""
         first = self._bytes(prompt[0])
         opening = {"tokens": [_text(first)], "token_logprobs": [None], "top_logprobs": [None]}
-        return joined(opening | {"text_offset": [places.next(first)]}, self.completion(told, places))
+        return joined(opening | {"text_offset": [offsets.next(first)]}, self.completion(logprobs, offsets))
 
-    def prompt(self, told: TokenLogprobs) -> list[dict[str, Any] | None]:
+    def prompt(self, logprobs: TokenLogprobs) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: by token id, null for the first token."""
         parts: list[dict[str, Any] | None] = [None]
-        for rank, (own, *best) in told:
+        for rank, (own, *best) in logprobs:
             ranked = [*((place, pair) for place, pair in enumerate(best, 1)), (rank, own)]
             parts.append(
                 {

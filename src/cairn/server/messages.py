@@ -34,7 +34,7 @@ _HOLD_SECONDS: Mapping[object, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatInput:
     """A chat in the form that the tokenizer takes."""
 
     messages: list[dict[str, Any]]
@@ -45,7 +45,7 @@ class Conversation:
     continue_final_message: bool
 
 
-def conversation(body: TemplateFields, messages: list[Message], breakpoints: list[Breakpoint]) -> Conversation:
+def conversation(body: TemplateFields, messages: list[Message], breakpoints: list[Breakpoint]) -> ChatInput:
     """`messages`: those of `body` with their images decoded. Raises InvalidRequest naming the part that is wrong."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -53,7 +53,7 @@ def conversation(body: TemplateFields, messages: list[Message], breakpoints: lis
             "continue_final_message and add_generation_prompt contradict each other: send one of them",
             "continue_final_message",
         )
-    return Conversation(
+    return ChatInput(
         messages=[_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())],
         template_kwargs=_template_kwargs(body.chat_template_kwargs or {}),
@@ -171,14 +171,13 @@ def breakpoints_of(body: TemplateFields, messages: list[Message]) -> list[Breakp
             if isinstance(holder, dict):
                 add(holder, f"tools[{i}]", "tools")
     for i, message in enumerate(messages):
-        content = message.content if isinstance(message.content, list) else []
-        for j, part in enumerate(content):
+        for j, part in enumerate(message.parts):
             if not isinstance(part, dict):
                 continue
             where = f"messages[{i}].content[{j}]"
             if part.get("cache_control") is not None and part.get("type") == "text" and not part.get("text"):
                 raise InvalidRequest(f"{where}.cache_control: an empty text cannot be held", "messages")
-            add(part, where, "messages", i, j if j + 1 < len(content) else None)
+            add(part, where, "messages", i, j if j + 1 < len(message.parts) else None)
         add(message.model_extra or {}, f"messages[{i}]", "messages", i)
     return found
 

@@ -1,8 +1,57 @@
-"""What the HTTP room needs to know besides the engine."""
+"""What the HTTP room needs to know besides the engine: settings of `cairn serve`, and bounds that no flag sets."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["ImageOptions", "ServerOptions"]
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic_settings import CliPositionalArg
+
+from cairn.setting_types import ApiKeys, Bytes, ListText
+
+__all__ = ["ImageOptions", "ServerLimits", "ServerOptions"]
+
+
+class ServerOptions(BaseModel):
+    """The settings of `cairn serve` about HTTP. Sizes in bytes, times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    model: CliPositionalArg[str] = Field(
+        "", description="folder of the checkpoint: config.json, safetensors, tokenizer"
+    )
+    host: str = Field(
+        "127.0.0.1",
+        description="address to listen on; vLLM listens on all (0.0.0.0), cairn on this machine only unless told",
+        max_length=255,
+    )
+    port: int = Field(8000, description="port to listen on; 0 takes a free one", ge=0, le=65535)
+    served_model_name: str | None = Field(
+        None, description="the model's name in the API; MODEL unless given", min_length=1, max_length=512
+    )
+    api_key: ApiKeys = Field(
+        None,
+        description="key that clients must send, or several: a b or a,b; better as CAIRN_API_KEY: others cannot see it",
+    )
+    forwarded_allow_ips: ListText | None = Field(
+        None,
+        description="proxies whose X-Forwarded-For is believed: addresses and networks as a,b, or *; "
+        "FORWARDED_ALLOW_IPS or loopback unless given",
+    )
+    shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
+    request_timeout: float = Field(3600.0, description="seconds an answer may take", gt=0, le=86400)
+    max_body_bytes: Bytes = Field(ByteSize(16 << 20), description="largest request body", validate_default=False)
+    enable_auto_tool_choice: bool = Field(True, description="look for tool calls in answers when the model may choose")
+    tool_call_parser: Literal["hermes", "json", "none", "qwen3_coder", "qwen3_xml", "xml"] | None = Field(
+        None, description="how tool calls are written; as in the chat template unless given"
+    )
+    reasoning_parser: Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think"] | None = Field(
+        None, description="how reasoning is written; as in the chat template unless given"
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,38 +83,21 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Sizes in bytes, times in seconds.
+class ServerLimits:
+    """Bounds that no flag sets, and those of images. Times in seconds.
 
-    `enable_auto_tool_choice`: calls of a model that may choose are looked for. `tool_call_parser`, `reasoning_parser`:
-    how calls and reasoning are written; None: as the chat template writes them.
-
-    `api_keys`: one of them must come with a request; none: anybody may ask. `forwarded_allow_ips`: addresses and
-    networks of proxies whose X-Forwarded-For is believed, or `*`. `max_open`: requests being answered at once,
-    those that wait in the engine included; None: as many as the engine takes. `head_seconds`, `body_seconds`: how long
-    a client may take to send headers and body of its request. `stall_seconds`: how long it may leave unread what it was
-    sent. `request_seconds`: how long an answer may take. `stats_seconds`, `view_seconds`: how long who asks for the
-    engine's counters, or looks at or empties its cache, waits in all, behind others included. `shutdown_seconds`: how
-    long open requests may go on after SIGTERM. `log_seconds`: between two throughput lines.
+    `max_open`: requests being answered at once, those that wait in the engine included; None: as many as the engine
+    takes. `head_seconds`, `body_seconds`: how long a client may take to send headers and body of its request.
+    `stall_seconds`: how long it may leave unread what it was sent. `stats_seconds`, `view_seconds`: how long who asks
+    for the engine's counters, or looks at or empties its cache, waits in all, behind others included. `log_seconds`:
+    between two throughput lines.
     """
 
-    model_name: str
-    version: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    forwarded_allow_ips: tuple[str, ...] = ("127.0.0.1", "::1")
     max_open: int | None = None
-    max_body_bytes: int = 16 << 20
     head_seconds: float = 30.0
     body_seconds: float = 60.0
     stall_seconds: float = 60.0
-    request_seconds: float = 3600.0
     stats_seconds: float = 5.0
     view_seconds: float = 60.0
-    shutdown_seconds: float = 30.0
     log_seconds: float = 10.0
     images: ImageOptions = field(default_factory=ImageOptions)
-    enable_auto_tool_choice: bool = True
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None

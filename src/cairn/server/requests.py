@@ -133,6 +133,11 @@ class Message(BaseModel):
     reasoning_content: Any = None
     reasoning: Any = None
 
+    @property
+    def parts(self) -> list[Any]:
+        """The parts of its content; none where that is one text."""
+        return self.content if isinstance(self.content, list) else []
+
 
 class TemplateFields(BaseModel):
     """What goes into a chat's prompt besides its messages."""

@@ -8,11 +8,10 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from cairn.errors import InvalidRequest
-from cairn.http.clients import client_id
-from cairn.http.leaving import unless_gone
+from cairn.http.clients import cancel_on_disconnect, client_id
 from cairn.server.forms import form_of
-from cairn.server.gate import ImageShare
 from cairn.server.generate import Deadline, Job, respond
+from cairn.server.images.room import ImageShare
 from cairn.server.messages import check_text
 from cairn.server.prompts import (
     Prompt,
@@ -21,7 +20,8 @@ from cairn.server.prompts import (
     completion_prompts,
     conversation_of,
     engine_request,
-    shown_of,
+    response_options,
+    truncated,
     valid_tokens,
 )
 from cairn.server.requests import (
@@ -34,7 +34,6 @@ from cairn.server.requests import (
 )
 from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
-from cairn.server.truncation import truncated
 
 Result = TypeVar("Result")
 
@@ -71,7 +70,7 @@ async def create_chat_completion(http: Request, body: ChatRequest, service: Serv
 async def _generate(
     http: Request, service: Service, body: SamplingFields, make_prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]]
 ) -> Response:
-    arrived, deadline = service.clock.now(), Deadline(service.options.request_seconds)
+    arrived, deadline = service.clock.now(), Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     max_model_len = service.engine.info.max_model_len
@@ -82,10 +81,10 @@ async def _generate(
     client = client_id(http.scope)
     requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}", client) for prompt in prompts]
     form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
-    bad_words = await _in_time(http, deadline, service.bad_words(body.bad_words or []))
+    bad_words = await _in_time(http, deadline, service.tokenizer.bad_words(body.bad_words or []))
     more = {"structure": form.structure, "bad_words": bad_words}
     requests = [msgspec.structs.replace(request, **more) for request in requests]
-    shown = await _in_time(http, deadline, shown_of(service, body, prompts))
+    shown = await _in_time(http, deadline, response_options(service, body, prompts))
     created, model = int(service.wall()), service.options.model_name
     shape: AnswerShape = CompletionShape(answer_id, created, model, shown)
     if chat:
@@ -97,7 +96,7 @@ async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, 
     """The work's result, unless the client leaves or the deadline is missed first."""
     try:
         async with deadline.limit():
-            return await unless_gone(http.receive, work)
+            return await cancel_on_disconnect(http.receive, work)
     except TimeoutError:
         raise deadline.missed() from None
 
@@ -114,7 +113,7 @@ def _request_id(http: Request, body: SamplingFields) -> str:
 
 
 async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> Response:
-    deadline = Deadline(service.options.request_seconds)
+    deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
@@ -133,17 +132,17 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) 
 async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
     if body.messages is not None:
         conversation = await conversation_of(service, body, body.messages, _share(http))
-        return (await service.render_chat(conversation)).token_ids
+        return (await service.tokenizer.render_chat(conversation)).token_ids
     prompt = check_text(body.prompt or "", "prompt", "prompt")
-    return await service.encode(prompt, body.add_special_tokens is not False)
+    return await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
-    deadline = Deadline(service.options.request_seconds)
+    deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     tokens = valid_tokens(service, body.tokens, "tokens")
-    return _json({"prompt": await _in_time(http, deadline, service.decode(tokens))})
+    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(tokens))})
 
 
 def _json(body: dict[str, Any]) -> Response:

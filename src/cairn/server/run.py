@@ -6,40 +6,45 @@ import logging
 from collections.abc import Callable
 
 import uvicorn
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cairn.engine.contract import EngineClient
+from cairn.errors import Overloaded
 from cairn.http.connections import ConnectionDeadlines
-from cairn.http.listening import first_of, listen, until_started, web_server
+from cairn.http.failures import error_response
+from cairn.http.listening import DrainingServer, first_of, listen, trusted_proxies, until_started, web_server
+from cairn.http.middleware import LingeringClose
 from cairn.server.app import create_app
 from cairn.server.images import ImageParts
 from cairn.server.log_lines import start_lines
-from cairn.server.options import ImageOptions, ServerOptions
+from cairn.server.options import ImageOptions, ServerLimits, ServerOptions
 from cairn.server.service import Service
-from cairn.server.starting import Stage
 
 __all__ = ["HttpServer"]
+
+_PROBES = frozenset({"/health", "/ping", "/ready"})
 
 logger = logging.getLogger(__name__)
 
 
-class HttpServer:
-    """Serves one engine over HTTP. `drain` and `abandon` are for the event loop's own thread (signal handlers)."""
+class HttpServer(DrainingServer):
+    """Serves one engine over HTTP."""
 
     def __init__(
-        self, engine: EngineClient, options: ServerOptions, images: Callable[[ImageOptions], ImageParts] = ImageParts
+        self,
+        engine: EngineClient,
+        options: ServerOptions,
+        limits: ServerLimits | None = None,
+        images: Callable[[ImageOptions], ImageParts] = ImageParts,
     ) -> None:
-        """`images`: what reads the images of requests."""
+        """`images`: what reads the images of requests. Raises ConfigError naming the flag."""
+        super().__init__(options.shutdown_timeout)
         self._engine = engine
         self._images = images
         self._options = options
-        self._draining = asyncio.Event()
-        self._abandoned = asyncio.Event()
-
-    def drain(self) -> None:
-        """Take no new requests, let open ones finish, then end. Called a second time: end now."""
-        if self._draining.is_set():
-            self._abandoned.set()
-        self._draining.set()
+        self._limits = limits or ServerLimits()
+        self._trusted = trusted_proxies(options.forwarded_allow_ips)
 
     async def run(self, on_ready: Callable[[int], None] | None = None) -> int:
         """Serve until drained (0) or until the engine dies (1). `on_ready` gets the port.
@@ -47,11 +52,9 @@ class HttpServer:
         Raises ConfigError (ModelError) when it cannot start, EngineDead when the engine falls over while starting.
         """
         listener = listen(self._options.host, self._options.port)
-        stage = Stage()
-        deadlines = ConnectionDeadlines(head=self._options.head_seconds, stall=self._options.stall_seconds)
-        server = web_server(
-            stage, forwarded_allow_ips=self._options.forwarded_allow_ips, lifespan="off", deadlines=deadlines
-        )
+        stage = _Stage()
+        deadlines = ConnectionDeadlines(head=self._limits.head_seconds, stall=self._limits.stall_seconds)
+        server = web_server(stage, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until_started(server, serving, listener)
@@ -80,14 +83,14 @@ class HttpServer:
 
     async def _serve(
         self,
-        stage: Stage,
+        stage: "_Stage",
         server: uvicorn.Server,
         serving: "asyncio.Task[None]",
         on_ready: Callable[[int], None] | None,
     ) -> int:
         port = server.servers[0].sockets[0].getsockname()[1]
-        service = Service(self._engine, self._options, images=self._images(self._options.images))
-        app = create_app(self._engine, self._options, service)
+        service = Service(self._engine, self._options, self._limits, images=self._images(self._limits.images))
+        app = create_app(service)
         async with app.router.lifespan_context(app):
             stage.show(app)
             logger.info("serving %s on http://%s:%d", self._options.model_name, self._options.host, port)
@@ -96,7 +99,7 @@ class HttpServer:
             await first_of(serving, self._engine.wait_dead(), self._draining.wait())
             service.gate.close()
             if self._draining.is_set() and self._engine.dead is None:
-                await self._finish_open(service)
+                await self._finish_open(service.gate, self._engine.wait_dead())
             code = 1 if self._engine.dead is not None else 0
             if code:
                 logger.error("the engine has ended: %s", self._engine.dead)
@@ -105,11 +108,23 @@ class HttpServer:
             await serving
             return code
 
-    async def _finish_open(self, service: Service) -> None:
-        seconds = self._options.shutdown_seconds
-        logger.info("draining: %d requests are open, they have %g s", service.gate.num_open, seconds)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await first_of(service.gate.wait_empty(), self._engine.wait_dead(), self._abandoned.wait())
-        if service.gate.num_open:
-            logger.warning("%d requests were cut short", service.gate.num_open)
+
+class _Stage:
+    """The application that is served: one that answers 503 while the model is loaded, until `show` is given another."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp = LingeringClose(_starting)
+
+    def show(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    text = "the server is starting: the model is being loaded"
+    response: Response = error_response(Overloaded(f"{text}; try again later"))
+    if scope["path"] in _PROBES:
+        response = JSONResponse({"status": text}, 503)
+    await response(scope, receive, send)

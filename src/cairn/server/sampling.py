@@ -1,38 +1,36 @@
 """How a body's answers are drawn, in the engine's words. Ranges are the bodies' and the engine's to check."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.errors import InvalidRequest
+from cairn.server.messages import check_text
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 _GREEDY_BELOW = 1e-5
 _COMPLETION_MAX_TOKENS = 16
 _LONGEST_ID = 12
 _MOST_BIAS = 100
+_AS_SENT = (
+    *("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "min_tokens", "stop"),
+    *("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "priority", "cache_salt"),
+)
+"""Fields of bodies that the engine's request has under the same name."""
 
 
 def sampling_of(body: SamplingFields) -> dict[str, Any]:
-    """Fields of `GenerateRequest`. Raises InvalidRequest naming the field."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    return {
-        "temperature": 0.0 if temperature < _GREEDY_BELOW else temperature,
+    """Fields of `GenerateRequest`: what the body says, where that is not the engine's own default. Raises
+    InvalidRequest naming the field."""
+    sampling = {name: value for name in _AS_SENT if (value := getattr(body, name)) is not None}
+    if body.temperature is not None:
+        sampling["temperature"] = 0.0 if body.temperature < _GREEDY_BELOW else body.temperature
+    return sampling | {
         "top_k": max(body.top_k or 0, 0),
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-        "min_p": body.min_p or 0.0,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
         "logit_bias": _logit_bias(body.logit_bias or {}),
-        "seed": body.seed,
         "n": answers_per_prompt(body),
-        "min_tokens": body.min_tokens or 0,
         "max_tokens": max_tokens_of(body),
-        "logprobs": _logprobs(body),
+        "logprobs": logprobs_of(body),
         "prompt_logprobs": _prompt_logprobs(body),
-        "include_stop_str_in_output": bool(body.include_stop_str_in_output),
-        "skip_special_tokens": body.skip_special_tokens is not False,
-        "ignore_eos": bool(body.ignore_eos),
-        "priority": body.priority or 0,
     }
 
 
@@ -71,7 +69,8 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     return bias
 
 
-def _logprobs(body: SamplingFields) -> int | None:
+def logprobs_of(body: SamplingFields) -> int | None:
+    """How many of the best tokens are told of beside each of the answer; None: nothing is told."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     if not isinstance(body, ChatRequest):
@@ -87,3 +86,18 @@ def _prompt_logprobs(body: SamplingFields) -> int | None:
             raise InvalidRequest("prompt_logprobs cannot be streamed: leave stream out", "prompt_logprobs")
         return body.prompt_logprobs
     return body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+
+
+def bad_word_tokens(encode: Callable[[str, bool], list[int]], words: Sequence[str]) -> list[list[int]]:
+    """The tokens of each word as it begins an answer and, where they are others, as it stands behind a space.
+
+    Raises InvalidRequest that names the word.
+    """
+    found = []
+    for place, word in enumerate(words):
+        text = check_text(word, f"bad_words[{place}]", "bad_words").lstrip()
+        plain, spaced = encode(text, False), encode(f" {text}", False)
+        if not text or not plain:
+            raise InvalidRequest(f"bad_words[{place}] is blank: leave it out", "bad_words")
+        found += [plain] if spaced == plain else [plain, spaced]
+    return found

@@ -2,23 +2,21 @@
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import fields
 from typing import TypeVar
 
-from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt
+from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
-from cairn.server.bad_words import bad_word_tokens
-from cairn.server.gate import Gate, ImageRoom
+from cairn.http.middleware import Gate, random_id
 from cairn.server.images import ImageParts
 from cairn.server.logprobs import TokenTexts
-from cairn.server.messages import Conversation
+from cairn.server.messages import ChatInput
 from cairn.server.metrics import Metrics
-from cairn.server.options import ServerOptions
+from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.choose import choose_parsers
-from cairn.server.questions import Questions
+from cairn.server.sampling import bad_word_tokens
 from cairn.types import Clock, SystemClock
 
 # Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
@@ -30,8 +28,89 @@ _MAX_LOOKING = 256
 Result = TypeVar("Result")
 
 
-def _random_id() -> str:
-    return uuid.uuid4().hex
+class BoundedQueries:
+    """One kind of question to the engine: each caller has a deadline of its own, and only so many may wait at once.
+
+    `what` the engine is to do, in words; `seconds`: a caller's whole wait, from its arrival on, behind others included;
+    `max_waiting`: callers that may wait at once; `dead`: why the engine has ended, None while it lives.
+    """
+
+    def __init__(self, what: str, *, seconds: float, max_waiting: int, dead: Callable[[], str | None]) -> None:
+        self._what = what
+        self._seconds = seconds
+        self._max_waiting = max_waiting
+        self._dead = dead
+        self._waiting = 0
+
+    async def ask(self, asking: Callable[[], Awaitable[Result]]) -> Result:
+        """What `asking` brings. Raises Overloaded (503) when there is no room or no answer in time, EngineDead when
+        there will never be one."""
+        if self._waiting >= self._max_waiting:
+            raise Overloaded(f"{self._waiting} callers wait for the engine to {self._what} already: try again later")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asking()
+        except TimeoutError:
+            raise Overloaded(f"the engine did not {self._what} within {self._seconds:g} s: try again later") from None
+        except EngineDead as error:
+            if self._dead() is not None:
+                raise
+            # The engine lives: it has not answered in its own time, or has too many questions to answer.
+            raise Overloaded(f"{error}: try again later") from error
+        finally:
+            self._waiting -= 1
+
+
+class EngineQueries:
+    """What callers ask the engine: to tell its counters, to show its cache, to empty it."""
+
+    def __init__(self, engine: EngineClient, limits: ServerLimits) -> None:
+        def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
+            return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: engine.dead)
+
+        self.counting = queries("tell its counters", limits.stats_seconds, _MAX_COUNTING)
+        self.looking = queries("show its cache", limits.view_seconds, _MAX_LOOKING)
+        self.emptying = queries("empty its cache", limits.view_seconds, _MAX_EMPTYING)
+        self._engine = engine
+        self._stats = EngineStats()
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters; the last known ones when it does not answer in time."""
+        try:
+            self._stats = await self.counting.ask(self._engine.stats)
+        except (EngineDead, Overloaded):
+            return self._stats
+        return self._stats
+
+
+class TokenizerThread:
+    """The engine's tokenizer beside the event loop. One thread: fast tokenizers refuse to be used from two at once."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return await self.run(lambda: self._tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return await self.run(lambda: self._tokenizer.decode(token_ids))
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
+        return await self.run(lambda: bad_word_tokens(self._tokenizer.encode, words)) if words else []
+
+    async def render_chat(self, chat: ChatInput) -> RenderedPrompt:
+        settings = {one.name: getattr(chat, one.name) for one in fields(chat) if one.name != "messages"}
+        return await self.run(lambda: self._tokenizer.render_chat(chat.messages, **settings))
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """For what asks the tokenizer for many tokens, such as the log-probabilities of a whole prompt."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Service:
@@ -41,77 +120,34 @@ class Service:
         self,
         engine: EngineClient,
         options: ServerOptions,
+        limits: ServerLimits,
         clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
-        new_id: Callable[[], str] = _random_id,
+        new_id: Callable[[], str] = random_id,
         images: ImageParts | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
+        self.limits = limits
         self.clock = clock or SystemClock()
         self.wall = wall
         self.new_id = new_id
         self.started = int(wall())
-        self.images = images or ImageParts(options.images)
+        self.images = images or ImageParts(limits.images)
         info = engine.info
-        self.gate = Gate(options.max_open if options.max_open is not None else info.max_num_seqs + info.max_waiting)
-        self.image_room = ImageRoom(options.images.max_open_bytes)
+        self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)
         self.metrics = Metrics(engine.info, options.model_name)
         self.parsers = choose_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
         self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
-        self.counting = self._questions("tell its counters", options.stats_seconds, _MAX_COUNTING)
-        self.looking = self._questions("show its cache", options.view_seconds, _MAX_LOOKING)
-        self.emptying = self._questions("empty its cache", options.view_seconds, _MAX_EMPTYING)
-        self._stats = EngineStats()
-        # One thread: Hugging Face's fast tokenizers refuse to be used from two at once.
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
+        self.queries = EngineQueries(engine, limits)
+        self.tokenizer = TokenizerThread(engine.tokenizer)
 
     @property
     def healthy(self) -> bool:
         return self.engine.dead is None and not self.gate.closed
 
-    async def stats(self) -> EngineStats:
-        """The engine's counters; the last known ones when it does not answer in time."""
-        try:
-            self._stats = await self.counting.ask(self.engine.stats)
-        except (EngineDead, Overloaded):
-            return self._stats
-        return self._stats
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self._tokenize(lambda: self.engine.tokenizer.encode(text, add_special_tokens))
-
-    async def decode(self, token_ids: list[int]) -> str:
-        return await self._tokenize(lambda: self.engine.tokenizer.decode(token_ids))
-
-    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
-        return await self._tokenize(lambda: bad_word_tokens(self.engine.tokenizer.encode, words)) if words else []
-
-    async def render_chat(self, chat: Conversation) -> RenderedPrompt:
-        render = partial(
-            self.engine.tokenizer.render_chat,
-            chat.messages,
-            tools=chat.tools,
-            add_generation_prompt=chat.add_generation_prompt,
-            template_kwargs=chat.template_kwargs,
-            breakpoints=chat.breakpoints,
-            continue_final_message=chat.continue_final_message,
-        )
-        return await self._tokenize(render)
-
-    async def beside(self, writing: Callable[[], Result]) -> Result:
-        """What tells of a whole prompt is written beside the event loop: it asks the tokenizer for every token."""
-        return await self._tokenize(writing)
-
     async def aclose(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.tokenizer.close()
         await self.images.aclose()
-
-    def _questions(self, what: str, seconds: float, max_waiting: int) -> Questions:
-        return Questions(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: self.engine.dead)
-
-    async def _tokenize(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

@@ -7,8 +7,10 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from cairn.errors import EngineDead, InvalidRequest, NotFound, Overloaded
+from cairn import __version__
+from cairn.errors import EngineDead, InvalidRequest, Overloaded
 from cairn.http.failures import failed
+from cairn.server.prompts import check_model
 from cairn.server.routes import ServiceOfApp
 from cairn.server.service import Service
 
@@ -34,10 +36,8 @@ async def list_models(service: ServiceOfApp) -> dict[str, Any]:
 
 
 async def show_model(name: str, service: ServiceOfApp) -> dict[str, Any]:
-    card = _model_card(service)
-    if name != card["id"]:
-        raise NotFound(f"the model {name!r} is not served here; {card['id']!r} is", "model")
-    return card
+    check_model(service, name)
+    return _model_card(service)
 
 
 async def health(service: ServiceOfApp) -> Response:
@@ -52,7 +52,7 @@ async def ready(service: ServiceOfApp) -> Response:
     """As /health, and the engine has been asked: 503 as well while it does not answer."""
     if service.healthy:
         try:
-            await service.counting.ask(service.engine.stats)
+            await service.queries.counting.ask(service.engine.stats)
         except (EngineDead, Overloaded) as error:
             return JSONResponse({"status": str(error)}, 503)
     return await health(service)
@@ -64,30 +64,30 @@ async def load(service: ServiceOfApp) -> dict[str, int]:
 
 
 async def version(service: ServiceOfApp) -> dict[str, str]:
-    return {"version": service.options.version}
+    return {"version": __version__}
 
 
 async def server_info(service: ServiceOfApp) -> dict[str, Any]:
     """What was built, and the limits of requests. No keys."""
-    options = service.options
+    options, limits = service.options, service.limits
     return {
-        "version": options.version,
+        "version": __version__,
         "model_name": options.model_name,
         "engine": msgspec.to_builtins(service.engine.info),
         "limits": {
             "max_open": service.gate.max_open,
             "max_body_bytes": options.max_body_bytes,
-            "head_seconds": options.head_seconds,
-            "body_seconds": options.body_seconds,
-            "stall_seconds": options.stall_seconds,
-            "request_seconds": options.request_seconds,
-            "images": options.images.limit,
+            "head_seconds": limits.head_seconds,
+            "body_seconds": limits.body_seconds,
+            "stall_seconds": limits.stall_seconds,
+            "request_seconds": options.request_timeout,
+            "images": limits.images.limit,
         },
     }
 
 
 async def metrics(service: ServiceOfApp) -> Response:
-    return Response(service.metrics.exposition(await service.stats()), media_type=CONTENT_TYPE_LATEST)
+    return Response(service.metrics.exposition(await service.queries.stats()), media_type=CONTENT_TYPE_LATEST)
 
 
 async def reset_prefix_cache(
@@ -102,7 +102,7 @@ async def reset_prefix_cache(
     for name, asked in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
         if asked:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
-    held = await service.emptying.ask(service.engine.reset_cache)
+    held = await service.queries.emptying.ask(service.engine.reset_cache)
     if held:
         raise failed(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
     return Response(status_code=200)

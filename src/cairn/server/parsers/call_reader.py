@@ -4,29 +4,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event
-from cairn.server.parsers.marks import first_mark, open_mark, trailing_breaks
+
+MAX_BREAKS = 64
+"""Most line breaks in a row that are taken for a part of the markup they stand next to."""
 
 State = Callable[[bool], bool]
 """Takes what it can from the front of the text, told whether that is all; False when it needs more."""
 
 
-class CallReader(ABC):
-    """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
-    behind one; line breaks before a call and behind it belong to it."""
+def first_mark(text: str, marks: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    """The place of the first mark at or behind `start`, and which it is; the longest of those that begin there."""
+    found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark, start)) >= 0]
+    if not found:
+        return None
+    place, _, mark = min(found)
+    return place, mark
 
-    def __init__(self, beginnings: Sequence[str]) -> None:
-        self._beginnings = beginnings
+
+def open_mark(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a mark."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
+def trailing_breaks(text: str) -> int:
+    """How many line breaks `text` ends with, at most `MAX_BREAKS`."""
+    return min(len(text) - len(text.rstrip("\n")), MAX_BREAKS)
+
+
+class TextReader:
+    """Reads a text that grows, one state at a time. Implements `AnswerParser`, where a subclass has the states."""
+
+    def __init__(self, state: State) -> None:
         self._text = ""
-        self._state: State = self._content
+        self._state = state
         self._events: list[Event] = []
-        self._calls = 0
-        self._opening = ""  # what has been read of a call that is not certain yet
-        self._behind_call = False
         self._cut_off = False
 
     @property
     def held(self) -> int:
-        return len(self._text) + len(self._opening)
+        return len(self._text)
 
     def push(self, text: str) -> list[Event]:
         self._text += text
@@ -41,6 +58,30 @@ class CallReader(ABC):
             pass
         events, self._events = self._events, []
         return events
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
+
+
+class CallReader(TextReader, ABC):
+    """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
+    behind one; line breaks before a call and behind it belong to it."""
+
+    def __init__(self, beginnings: Sequence[str]) -> None:
+        super().__init__(self._content)
+        self._beginnings = beginnings
+        self._calls = 0
+        self._opening = ""  # what has been read of a call that is not certain yet
+        self._behind_call = False
+
+    @property
+    def held(self) -> int:
+        return len(self._text) + len(self._opening)
 
     @abstractmethod
     def _begun(self, beginning: str) -> State:
@@ -85,14 +126,6 @@ class CallReader(ABC):
         self._behind_call = True
         self._state = then
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
-
     def _write(self, text: str) -> None:
         if text:
             self._events.append(CallArguments(self._calls, text))
-
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        return taken

@@ -4,11 +4,49 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from cairn.errors import ConfigError
-from cairn.server.parsers.contract import AnswerParser, Tools
+from cairn.server.parsers.contract import AnswerParser, Content, Event, Tools
 from cairn.server.parsers.json_calls import JsonCalls
-from cairn.server.parsers.plain import Chained, PlainText
 from cairn.server.parsers.reasoning import CLOSE, OPEN, ThinkParser
 from cairn.server.parsers.xml_calls import XmlCalls
+
+
+class PlainText:
+    """Implements `AnswerParser`: everything is content."""
+
+    @property
+    def held(self) -> int:
+        return 0
+
+    def push(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
+        return []
+
+
+class Chained:
+    """Implements `AnswerParser`: what `first` takes for content goes on to `then`."""
+
+    def __init__(self, first: AnswerParser, then: AnswerParser) -> None:
+        self._first = first
+        self._then = then
+
+    @property
+    def held(self) -> int:
+        return self._first.held + self._then.held
+
+    def push(self, text: str) -> list[Event]:
+        return self._on(self._first.push(text))
+
+    def finish(self, *, cut_off: bool = False) -> list[Event]:
+        return [*self._on(self._first.finish(cut_off=cut_off)), *self._then.finish(cut_off=cut_off)]
+
+    def _on(self, events: list[Event]) -> list[Event]:
+        found: list[Event] = []
+        for event in events:
+            found += self._then.push(event.text) if isinstance(event, Content) else [event]
+        return found
+
 
 TOOL_PARSERS: Mapping[str, str] = MappingProxyType(
     {

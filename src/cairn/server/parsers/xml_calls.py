@@ -11,9 +11,8 @@ value
 
 import json
 
-from cairn.server.parsers.call_reader import CallReader, State
+from cairn.server.parsers.call_reader import MAX_BREAKS, CallReader, State, first_mark, open_mark
 from cairn.server.parsers.contract import Tools
-from cairn.server.parsers.marks import MAX_BREAKS, first_mark, open_mark
 from cairn.server.parsers.values import is_text, kinds_of, typed
 
 MAX_VALUE = 1 << 20

@@ -9,6 +9,7 @@ import re
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cairn.errors import ConfigError
+from cairn.setting_types import list_entries
 
 __all__ = ["MAX_IMAGES", "image_limit", "media_domains"]
 
@@ -57,18 +58,13 @@ def media_domains(text: str | None) -> tuple[str, ...] | None:
     allows none, so that images come as data URIs alone. Raises ConfigError."""
     if text is None:
         return None
-    entries: object = text.split(",")
-    if text.lstrip().startswith("["):
-        try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError):
-            entries = None
-    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+    entries = list_entries(text)
+    if entries is None:
         shown = text[:_SHOWN]
         raise ConfigError(f"--allowed-media-domains: must be hosts as a,b or a JSON list of texts, not {shown!r}")
     if len(entries) > _MAX_DOMAINS:
         raise ConfigError(f"--allowed-media-domains: has {len(entries)} hosts; at most {_MAX_DOMAINS} are taken")
-    hosts = tuple(entry.strip().lower().rstrip(".") for entry in entries)
+    hosts = tuple(entry.lower().rstrip(".") for entry in entries)
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ConfigError(

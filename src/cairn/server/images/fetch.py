@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 import httpx
 
 from cairn.errors import InvalidRequest
-from cairn.server.gate import ImageShare
-from cairn.server.images_address import Resolver, SystemResolver, public_addresses
+from cairn.server.images.address import Resolver, SystemResolver, public_addresses
+from cairn.server.images.room import ImageShare
 from cairn.server.options import ImageOptions
 
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
+_KNOWN = "image/png, image/jpeg, image/webp, image/gif"
 _UNTYPED = frozenset(("application/octet-stream", "binary/octet-stream"))
 """What object stores say of files whose type nobody told them."""
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
@@ -25,25 +26,6 @@ _SHOWN = 80
 _MAX_HEAD = 256
 
 
-class Allowance:
-    """What is left of a request's bytes or pixels, and the `client` who has sent it. `share`: where all open requests'
-    bytes are counted, `size` for each of these."""
-
-    def __init__(self, left: int, of: str, share: ImageShare, size: int = 1) -> None:
-        self.left = left
-        self.client = share.client
-        self._of = of
-        self._share = share
-        self._size = size
-
-    def take(self, amount: int) -> None:
-        """Raises InvalidRequest when less than that is left, Overloaded when other requests have taken it."""
-        self.left -= amount
-        if self.left < 0:
-            raise InvalidRequest(f"the request's images have more {self._of} together than one request may have")
-        self._share.take(amount * self._size)
-
-
 def data_uri(text: str, max_bytes: int) -> bytes:
     """What `data:image/png;base64,...` holds. Raises InvalidRequest."""
     head, comma, body = text.partition(",")
@@ -51,7 +33,7 @@ def data_uri(text: str, max_bytes: int) -> bytes:
     if not comma or len(head) > _MAX_HEAD or not settings or settings[-1].strip().lower() != "base64":
         raise InvalidRequest("a data URI must have the form data:image/png;base64,...")
     if kind.strip().lower() not in _TYPES:
-        raise InvalidRequest(f"the data URI's type {kind[:_SHOWN]!r} is not served; known: {_known()}")
+        raise InvalidRequest(f"the data URI's type {kind[:_SHOWN]!r} is not served; known: {_KNOWN}")
     if len(body) > (max_bytes + 2) // 3 * 4:
         raise InvalidRequest(f"the image has more than {max_bytes} bytes")
     try:
@@ -104,13 +86,13 @@ class Fetcher:
         self._transport = transport
         self._slots = _FetchSlots(options.max_fetches, options.max_client_fetches)
 
-    async def fetch(self, url: str, allowance: Allowance) -> bytes:
+    async def fetch(self, url: str, share: ImageShare) -> bytes:
         """The bytes at an http(s) URL. Raises InvalidRequest that says what is wrong with it."""
         seconds = self._options.fetch_seconds
-        async with self._slots.slot(allowance.client):
+        async with self._slots.slot(share.client):
             try:
                 async with asyncio.timeout(seconds):
-                    return await self._follow(_parse(url), allowance)
+                    return await self._follow(_parse(url), share)
             except TimeoutError:
                 raise InvalidRequest(f"the image could not be fetched within {seconds:g} s") from None
             except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
@@ -120,13 +102,13 @@ class Fetcher:
         if self._transport is not None:
             await self._transport.aclose()
 
-    async def _follow(self, url: httpx.URL, allowance: Allowance) -> bytes:
+    async def _follow(self, url: httpx.URL, share: ImageShare) -> bytes:
         for _ in range(self._options.max_redirects + 1):
             self._check_host(url)
             response = await self._send(url)
             try:
                 if response.status_code not in _REDIRECTS:
-                    return await self._read(response, allowance)
+                    return await self._read(response, share)
                 target = response.headers.get("location")
                 if not target:
                     raise InvalidRequest("the image's server redirects to nowhere")
@@ -165,7 +147,7 @@ class Fetcher:
             url.copy_with(host=address, fragment=None),
             headers={
                 "Host": url.netloc.decode("ascii"),
-                "Accept": _known(),
+                "Accept": _KNOWN,
                 # What is packed may unpack to any size.
                 "Accept-Encoding": "identity",
                 "User-Agent": "cairn",
@@ -178,12 +160,12 @@ class Fetcher:
         )
         return await self._transport.handle_async_request(request)
 
-    async def _read(self, response: httpx.Response, allowance: Allowance) -> bytes:
+    async def _read(self, response: httpx.Response, share: ImageShare) -> bytes:
         if response.status_code != 200:
             raise InvalidRequest(f"the image's server answers with status {response.status_code}")
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in _TYPES | _UNTYPED:
-            raise InvalidRequest(f"the image's server sends {kind[:_SHOWN]!r}; known: {_known()}")
+            raise InvalidRequest(f"the image's server sends {kind[:_SHOWN]!r}; known: {_KNOWN}")
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise InvalidRequest("the image's server sends packed content, which is not unpacked")
         most, length = self._options.max_bytes, response.headers.get("content-length", "")
@@ -194,7 +176,7 @@ class Fetcher:
             read += piece
             if len(read) > most:
                 raise InvalidRequest(f"the image has more than {most} bytes")
-            allowance.take(len(piece))
+            share.take_fetched(len(piece), self._options.max_request_bytes)
         return bytes(read)
 
 
@@ -216,7 +198,3 @@ def _parse(text: str, relative: bool = False) -> httpx.URL:
 
 def _host(url: httpx.URL) -> str:
     return url.raw_host.decode("ascii").lower().rstrip(".")
-
-
-def _known() -> str:
-    return "image/png, image/jpeg, image/webp, image/gif"

@@ -3,24 +3,22 @@
 Everything wrong ends in a ConfigError of one line that names the flag, the JSON's key or the variable.
 """
 
-import json
 import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cairn.errors import ConfigError
+from cairn.setting_types import list_entries
 
 __all__ = [
     "KvEventsSettings",
     "KvTransferExtra",
     "KvTransferSettings",
-    "SideChannel",
     "check_secret_file",
     "kv_events_settings",
     "kv_transfer_settings",
@@ -92,14 +90,6 @@ class KvTransferSettings(BaseModel):
     enable_permute_local_kv: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SideChannel:
-    """Where other servers ask for pages; port 0 is any free one."""
-
-    host: str
-    port: int
-
-
 JsonFlag = TypeVar("JsonFlag", bound=BaseModel)
 
 
@@ -116,29 +106,25 @@ def kv_transfer_settings(text: str | None) -> KvTransferSettings | None:
     return None if text is None else _parse("--kv-transfer-config", KvTransferSettings, text)
 
 
-def side_channel(environ: Mapping[str, str] = os.environ) -> SideChannel:
-    """The side channel's address from vLLM's variables; an empty one counts as not set. Raises ConfigError."""
+def side_channel(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Where other servers ask for pages, host and port (0: any free one), from vLLM's variables; an empty one counts as
+    not set. Raises ConfigError."""
     host = environ.get(_HOST_VARIABLE) or "localhost"
     port = environ.get(_PORT_VARIABLE) or "5600"
     if not _HOST.fullmatch(host):
         raise ConfigError(f"{_HOST_VARIABLE}: must be a host name or an address, not {host[:_SHOWN]!r}")
     if not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"{_PORT_VARIABLE}: must be a port from 0 (any free one) to 65535, not {port[:_SHOWN]!r}")
-    return SideChannel(host, int(port))
+    return host, int(port)
 
 
 def peer_names(text: str | None) -> tuple[str, ...]:
     """The entries of --kv-peer-allowlist, `a,b` or `["a", "b"]`. Raises ConfigError; who they are is not looked at."""
-    entries: object = [] if text is None else text.split(",")
-    if text is not None and text.lstrip().startswith("["):
-        try:
-            entries = json.loads(text)
-        except (ValueError, RecursionError):
-            entries = None
-    if not isinstance(entries, list) or not all(isinstance(entry, str) and entry.strip() for entry in entries):
+    entries = [] if text is None else list_entries(text)
+    if entries is None or not all(entries):
         shown = str(text)[:_SHOWN]
         raise ConfigError(f"--kv-peer-allowlist: must be hosts as a,b or a JSON list of texts, not {shown!r}")
-    return tuple(entry.strip() for entry in entries)
+    return tuple(entries)
 
 
 def check_secret_file(path: Path) -> None:

@@ -1,50 +1,10 @@
-"""How many requests may be inside, whether new ones may come in, and how many bytes their images may have together."""
-
-import asyncio
+"""How many bytes the images of open requests may have together."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.errors import Overloaded, QueueFull
+from cairn.errors import InvalidRequest, Overloaded
 from cairn.http.clients import client_id
-
-
-class Gate:
-    """Counts the requests that are being answered. Closed for good once the server drains."""
-
-    def __init__(self, max_open: int) -> None:
-        self.max_open = max_open
-        self._num_open = 0
-        self._closed = False
-        self._emptied = asyncio.Event()
-        self._emptied.set()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def num_open(self) -> int:
-        return self._num_open
-
-    def enter(self) -> None:
-        """Raises Overloaded when closed, QueueFull when full; otherwise `leave` has to follow."""
-        if self._closed:
-            raise Overloaded("the server is shutting down: send the request to another one")
-        if self._num_open >= self.max_open:
-            raise QueueFull(f"{self._num_open} requests are open already: try again later")
-        self._num_open += 1
-        self._emptied.clear()
-
-    def leave(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self._emptied.set()
-
-    def close(self) -> None:
-        self._closed = True
-
-    async def wait_empty(self) -> None:
-        await self._emptied.wait()
+from cairn.http.middleware import HttpMiddleware
 
 
 class ImageRoom:
@@ -71,6 +31,14 @@ class ImageShare:
         self.client = client
         self._room = room
         self._num_bytes = 0
+        self._num_fetched = 0
+
+    def take_fetched(self, num_bytes: int, max_bytes: int) -> None:
+        """More of the images as they come, which may have `max_bytes` together. Raises InvalidRequest, Overloaded."""
+        self._num_fetched += num_bytes
+        if self._num_fetched > max_bytes:
+            raise InvalidRequest("the request's images have more bytes together than one request may have")
+        self.take(num_bytes)
 
     def take(self, num_bytes: int) -> None:
         """Raises Overloaded when the room is full."""
@@ -83,16 +51,14 @@ class ImageShare:
         self._num_bytes = num_bytes
 
 
-class ImageShares:
+class ImageShares(HttpMiddleware):
     """Gives every request a share, `scope["cairn.images"]`, and takes it back when the last byte is sent."""
 
     def __init__(self, app: ASGIApp, room: ImageRoom) -> None:
-        self._app = app
+        super().__init__(app)
         self._room = room
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         share = scope["cairn.images"] = ImageShare(self._room, client_id(scope))
         try:
             return await self._app(scope, receive, send)

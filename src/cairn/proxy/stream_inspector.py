@@ -12,7 +12,7 @@ _MAX_INT64 = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class AnswerSummary:
     """What an answer told. `text` and `token_ids` of its first choice; None where they could not be read whole."""
 
     text: str | None
@@ -38,7 +38,7 @@ class _Piece(msgspec.Struct):
     kv_transfer_params: Body | None = None
 
 
-class AnswerTap:
+class StreamInspector:
     """Fed with an answer's bytes as they pass, cut anywhere. `done` once nothing more is to be expected.
 
     It never fails: an answer that it cannot read only has fewer findings.
@@ -68,13 +68,13 @@ class AnswerTap:
         if len(self._pending) > _MAX_PENDING_BYTES:
             self._pending, self._readable = b"", False
 
-    def findings(self) -> Findings:
+    def findings(self) -> AnswerSummary:
         """What is known by now; to be asked once, at the end."""
         if not self._stream and self._pending:
             self._piece(self._pending)
         text = "".join(self._texts) if self._readable else None
         token_ids = self._token_ids if self._readable and self._token_ids else None
-        return Findings(text, token_ids, self._hint)
+        return AnswerSummary(text, token_ids, self._hint)
 
     def _line(self, line: bytes) -> None:
         if not line.startswith(b"data:"):

@@ -11,18 +11,15 @@ from typing import Any
 
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
-from cairn.server.gate import ImageShare
-from cairn.server.images_decode import decode
-from cairn.server.images_fetch import Allowance, Fetcher, data_uri
+from cairn.server.images.decode import decode
+from cairn.server.images.fetch import Fetcher, data_uri
+from cairn.server.images.room import ImageRoom, ImageShare
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
-
-__all__ = ["ImageParts", "pixels_of"]
 
 _IMAGE_KINDS = ("image_url", "input_image")
 _OTHER_KINDS = ("video_url", "input_video", "video", "audio_url", "input_audio", "audio")
 _ROLES = ("user", "tool")
-_BYTES_OF_PIXEL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +44,7 @@ class ImageParts:
 
     def __init__(self, options: ImageOptions, fetcher: Fetcher | None = None) -> None:
         self._options = options
+        self.room = ImageRoom(options.max_open_bytes)
         self._fetcher = fetcher or Fetcher(options)
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
         self._free = asyncio.Semaphore(options.decoders)
@@ -69,7 +67,7 @@ class ImageParts:
         for i in sorted({part.message for part in parts}):
             content = [
                 {"type": "image", "image": found[i, j]} if (i, j) in found else part
-                for j, part in enumerate(messages[i].content)
+                for j, part in enumerate(messages[i].parts)
             ]
             changed[i] = messages[i].model_copy(update={"content": content})
         return changed
@@ -81,7 +79,7 @@ class ImageParts:
     def _find(self, messages: list[Message], reads_images: bool) -> list[_Part]:
         found: list[_Part] = []
         for i, message in enumerate(messages):
-            for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            for j, part in enumerate(message.parts):
                 kind = part.get("type") if isinstance(part, dict) else None
                 where = f"messages[{i}].content[{j}]"
                 if kind in _OTHER_KINDS:
@@ -102,8 +100,7 @@ class ImageParts:
         return found
 
     async def _fetch_all(self, parts: Sequence[_Part], share: ImageShare) -> list[bytes]:
-        allowance = Allowance(self._options.max_request_bytes, "bytes", share)
-        tasks = [asyncio.create_task(self._fetch(part, allowance)) for part in parts]
+        tasks = [asyncio.create_task(self._fetch(part, share)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -111,23 +108,24 @@ class ImageParts:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, part: _Part, allowance: Allowance) -> bytes:
+    async def _fetch(self, part: _Part, share: ImageShare) -> bytes:
         try:
             if part.url[:5].lower() != "data:":
-                return await self._fetcher.fetch(part.url, allowance)
+                return await self._fetcher.fetch(part.url, share)
             data = data_uri(part.url, self._options.max_bytes)
-            allowance.take(len(data))
+            share.take_fetched(len(data), self._options.max_request_bytes)
             return data
         except InvalidRequest as error:
             raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
 
     async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes], share: ImageShare) -> list[Pixels]:
         """One after the other, so that what they may have together is known before each."""
-        allowance, pictures = Allowance(self._options.max_request_pixels, "pixels", share, _BYTES_OF_PIXEL), []
+        left, pictures = self._options.max_request_pixels, []
         for part, data in zip(parts, found, strict=True):
             try:
-                picture = await self._decode(data, min(self._options.max_pixels, allowance.left))
-                allowance.take(picture.width * picture.height)
+                picture = await self._decode(data, min(self._options.max_pixels, left))
+                left -= picture.width * picture.height
+                share.take(len(picture.rgb))
             except InvalidRequest as error:
                 raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
             pictures.append(picture)
@@ -172,11 +170,10 @@ def _url(part: dict[str, Any], where: str) -> str:
 def _refuse_markers(messages: list[Message], markers: tuple[str, ...]) -> None:
     """Raises InvalidRequest where a text has, or texts side by side have, what stands for an image."""
     for i, message in enumerate(messages) if markers else ():
-        content = message.content
-        if isinstance(content, str):
-            _refuse_marker(content, markers, f"messages[{i}].content")
+        if isinstance(message.content, str):
+            _refuse_marker(message.content, markers, f"messages[{i}].content")
         before = ""
-        for j, part in enumerate(content if isinstance(content, list) else ()):
+        for j, part in enumerate(message.parts):
             text = part.get("text") if isinstance(part, dict) else None
             before = before + text if isinstance(text, str) else ""
             _refuse_marker(before, markers, f"messages[{i}].content[{j}]")

@@ -6,101 +6,41 @@ the meaning is the same.
 
 import json
 import os
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import (
     BaseSettings,
-    CliPositionalArg,
     CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
-from cairn.api_key_settings import ApiKeys, add_argument, flatten_keys, last_key_word
 from cairn.errors import ConfigError
+from cairn.server.options import ServerOptions
+from cairn.setting_types import Bytes, BytesOrZero, ListText
+from cairn.settings.sources import add_setting_flags, flatten_keys, last_key_word, read_settings
 
-__all__ = [
-    "ENV_PREFIX",
-    "ServeSettings",
-    "add_flags",
-    "load_settings",
-    "parse_size",
-    "size_in_bytes",
-]
+__all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings"]
 
 ENV_PREFIX = "CAIRN_"
 
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _MAX_COUNT = 1 << 24
-_MAX_BYTES = 1 << 50
-_MAX_PEERS_TEXT = 1 << 16
-
-
-def size_in_bytes(value: Any) -> Any:
-    """`512MiB`, `1.5 GB`, `1e9`, `4096` -> a number of bytes. Other things are left for the type check to refuse."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    number, unit = match.groups()
-    return f"{float(number):.0f}" if not unit else f"{float(number):f}{unit}"
-
-
-def parse_size(text: str) -> int:
-    """The number of bytes that `text` names. Raises ConfigError."""
-    try:
-        return int(TypeAdapter(Bytes).validate_python(text))
-    except ValidationError as error:
-        raise ConfigError(f"{text!r} is no size: write it as 512MiB, 1.5GB, 1e9 or plain bytes") from error
-
-
-def _list_as_text(value: Any) -> Any:
-    """What YAML gives as a list, as a flag would have it."""
-    return json.dumps(value) if isinstance(value, list) else value
 
 
 def _object_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
-
-
-class ServeSettings(BaseSettings):
+class ServeSettings(BaseSettings, ServerOptions):
     """Everything `cairn serve` can be told. The constructor's keyword arguments are the YAML file's: they come last."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=())
 
-    model: CliPositionalArg[str] = Field(
-        "", description="folder of the checkpoint: config.json, safetensors, tokenizer"
-    )
-    host: str = Field(
-        "127.0.0.1",
-        description="address to listen on; vLLM listens on all (0.0.0.0), cairn on this machine only unless told",
-        max_length=255,
-    )
-    port: int = Field(8000, description="port to listen on; 0 takes a free one", ge=0, le=65535)
-    served_model_name: str | None = Field(
-        None, description="the model's name in the API; MODEL unless given", min_length=1, max_length=512
-    )
-    api_key: ApiKeys = Field(
-        None,
-        description="key that clients must send, or several: a b or a,b; better as CAIRN_API_KEY: others cannot see it",
-    )
-    forwarded_allow_ips: Annotated[str, BeforeValidator(_list_as_text)] | None = Field(
-        None,
-        description="proxies whose X-Forwarded-For is believed: addresses and networks as a,b, or *; "
-        "FORWARDED_ALLOW_IPS or loopback unless given",
-        max_length=_MAX_PEERS_TEXT,
-    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
     block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
@@ -136,10 +76,7 @@ class ServeSettings(BaseSettings):
         ge=1,
         le=1024,
     )
-    shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
-    request_timeout: float = Field(3600.0, description="seconds an answer may take", gt=0, le=86400)
     start_timeout: float = Field(1800.0, description="seconds loading the model may take", gt=0, le=86400)
-    max_body_bytes: Bytes = Field(ByteSize(16 << 20), description="largest request body", validate_default=False)
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     config: Path | None = Field(None, description="YAML file with settings, named like the flags")
     tensor_parallel_size: int = Field(
@@ -151,10 +88,9 @@ class ServeSettings(BaseSettings):
     kv_secret_file: Path | None = Field(
         None, description="file with a secret that servers must share to exchange pages; without it only on loopback"
     )
-    kv_peer_allowlist: Annotated[str, BeforeValidator(_list_as_text)] | None = Field(
+    kv_peer_allowlist: ListText | None = Field(
         None,
         description="hosts, addresses and networks that pages may be fetched from: a,b or a JSON list",
-        max_length=_MAX_PEERS_TEXT,
     )
     kv_events_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", ...}'
@@ -167,29 +103,21 @@ class ServeSettings(BaseSettings):
         description="largest request log; then it becomes FILE.1 and a new one is begun",
         validate_default=False,
     )
-    enable_auto_tool_choice: bool = Field(True, description="look for tool calls in answers when the model may choose")
-    tool_call_parser: Literal["hermes", "json", "none", "qwen3_coder", "qwen3_xml", "xml"] | None = Field(
-        None, description="how tool calls are written; as in the chat template unless given"
-    )
-    reasoning_parser: Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think"] | None = Field(
-        None, description="how reasoning is written; as in the chat template unless given"
-    )
     limit_mm_per_prompt: Annotated[str, BeforeValidator(_object_as_text)] | None = Field(
         None, description='most images in one prompt, as vLLM\'s: {"image": 16}; 0 switches them off', max_length=4096
     )
     language_model_only: bool = Field(
         False, description="leave the checkpoint's vision model unloaded: images are refused"
     )
-    allowed_media_domains: Annotated[str, BeforeValidator(_list_as_text)] | None = Field(
+    allowed_media_domains: ListText | None = Field(
         None,
         description="hosts that images may be fetched from: a,b or a JSON list; all that are public unless given",
-        max_length=_MAX_PEERS_TEXT,
     )
     allowed_local_media_path: str | None = Field(None, description="refused: images are never read from files")
     image_fetch_timeout: float = Field(5.0, description="seconds that fetching one image may take", gt=0, le=3600)
     max_image_bytes: Bytes = Field(ByteSize(16 << 20), description="largest image as it comes", validate_default=False)
     max_image_pixels: int = Field(16 << 20, description="most pixels of one image", ge=1, le=20 << 20)
-    mm_encoder_cache_bytes: Annotated[ByteSize, BeforeValidator(size_in_bytes), Field(ge=0, le=_MAX_BYTES)] = Field(
+    mm_encoder_cache_bytes: BytesOrZero = Field(
         ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False
     )
     trust_remote_code: bool = Field(False, description="accepted and ignored: code of a checkpoint is never run")
@@ -215,16 +143,7 @@ class ServeSettings(BaseSettings):
 
 def add_flags(parser: ArgumentParser) -> "CliSettingsSource[ServeSettings]":
     """Give the parser a flag for every setting. The result reads what was parsed: see `load_settings`."""
-    return CliSettingsSource(
-        ServeSettings,
-        cli_parse_args=False,
-        root_parser=parser,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        add_argument_method=add_argument,
-    )
+    return add_setting_flags(parser, ServeSettings)
 
 
 def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]") -> ServeSettings:
@@ -234,17 +153,7 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
     """
     path = vars(parsed).get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
     from_file = _read_file(Path(path)) if path else {}
-    parsed = _with_model_and_keys(parsed, from_file)
-    flags = {name: value for name, value in vars(parsed).items() if name in ServeSettings.model_fields}
-    for name, value in flags.items():
-        # An empty --api-key must not mean "no key"; the settings library would take the default.
-        if value == "" or (name == "api_key" and "" in value):
-            raise ConfigError(f"--{name.replace('_', '-')}: must not be empty; leave it out for the default, not ''")
-    try:
-        # mypy takes the constructor for a plain model's, which has fields alone.
-        settings = ServeSettings(_cli_settings_source=source(parsed_args=parsed), **from_file)  # type: ignore[call-arg]
-    except (ValidationError, SettingsError) as error:
-        raise ConfigError(_describe(error, flags, path)) from None
+    settings = read_settings(source, ServeSettings, _with_model_and_keys(parsed, from_file), path, from_file)
     _refuse_what_is_missing(settings)
     return settings
 
@@ -289,21 +198,3 @@ def _read_file(path: Path) -> dict[str, Any]:
         if name not in ServeSettings.model_fields or name == "config":
             raise ConfigError(f"--config {path}: there is no setting {name!r}; see `cairn serve --help`")
     return settings
-
-
-def _describe(error: ValidationError | SettingsError, flags: Mapping[str, Any], path: str | None) -> str:
-    if isinstance(error, SettingsError):
-        return str(error)
-    first = error.errors()[0]
-    name = str(first["loc"][0])
-    flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
-    variable = ENV_PREFIX + name.upper()
-    if name in flags:
-        where = flag
-    elif variable in os.environ:
-        where = f"{variable} ({flag})"
-    else:
-        where = f"{path}: {name} ({flag})"
-    message = first["msg"].removeprefix("Input ")
-    given = flags.get(name, os.environ.get(variable, first.get("input")))
-    return f"{where}: {message}" if name == "api_key" else f"{where}: {message}, not {str(given)[:80]!r}"

@@ -1,0 +1,78 @@
+"""What the HTTP applications of server and proxy have in common: the framework, error handling and the middleware."""
+
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cairn import __version__
+from cairn.errors import RequestError
+from cairn.http.failures import error_response, failed
+from cairn.http.middleware import (
+    ApiKey,
+    BodyLimit,
+    CatchAllErrors,
+    Gate,
+    GateKeeper,
+    HeadLimit,
+    LingeringClose,
+    RequestIds,
+)
+
+_MAX_HEAD_BYTES = 1 << 15
+
+
+def http_application(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """An application without routes, whose errors are OpenAI's."""
+    app = FastAPI(
+        title=title,
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would be built from the Host header.
+        redirect_slashes=False,
+    )
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(HTTPException, http_error)
+    return app
+
+
+def add_middleware(
+    app: FastAPI,
+    *,
+    gate: Gate,
+    gated_paths: Set[str],
+    api_keys: Sequence[str] | None,
+    open_paths: Set[str],
+    max_body_bytes: int,
+    body_seconds: float,
+    new_id: Callable[[], str],
+) -> None:
+    """`gated_paths`: those that make work; `open_paths`: those that need none of the `api_keys`. `body_seconds`: how
+    long a client may take to send its request."""
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, seconds=body_seconds)
+    app.add_middleware(GateKeeper, gate=gate, paths=gated_paths)
+    if api_keys:
+        app.add_middleware(ApiKey, api_keys=api_keys, open_paths=open_paths)
+    app.add_middleware(CatchAllErrors)
+    app.add_middleware(RequestIds, new_id=new_id)
+    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
+    app.add_middleware(LingeringClose)
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """What the framework has refused: a path or a method that is not there."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
+    response = error_response(failed(error.detail, error.status_code, code))
+    response.headers.update(error.headers or {})
+    return response
