@@ -40,6 +40,7 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         language_model_only=_image_options(settings).limit == 0,
         mm_encoder_cache_bytes=int(settings.mm_encoder_cache_bytes),
         check_plans=settings.check_plans,
+        quantization=settings.quantization,
     )
 
 

@@ -34,6 +34,16 @@ class Kernels(Protocol):
         may keep the tensor itself, whose memory is then not to be changed any more."""
         ...
 
+    def pack_int8(self, weight: Tensor) -> Weight:
+        """As `pack`, in int8: for each output channel the whole numbers in -127..127 nearest to channel scale * weight,
+        the scale being what brings the channel's largest number to 127. Products with it bring each row of x to
+        -127..127 in the same way, add up whole numbers, and undo both scales; so rows stay independent of one another,
+        bit for bit. Only for products in float32 or bfloat16.
+
+        Raises ConfigError that names --quantization where this backend or this machine has no such products.
+        """
+        ...
+
     def warm_up(self, dtype: torch.dtype | None = None) -> int:
         """Makes ready whatever batches of a model of this dtype, or of any, may want: how many kernels that were.
         Without it the first batches are slower, and nothing else."""

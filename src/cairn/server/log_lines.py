@@ -6,8 +6,9 @@ from cairn.engine.contract import EngineInfo, EngineStats
 def start_lines(info: EngineInfo) -> list[str]:
     """The cache in words."""
     pool = info.num_pages * info.page_bytes
+    weights = f", weights in {info.quantization}" if info.quantization else ""
     lines = [
-        f"{info.architecture} in {info.dtype}: prompt and answer together up to {info.max_model_len} tokens, "
+        f"{info.architecture} in {info.dtype}{weights}: prompt and answer together up to {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} requests computed at once",
         *_ranks(info),
         f"cache: one pool of {info.num_pages} pages of {info.page_bytes} bytes ({_size(pool)} in all)",
