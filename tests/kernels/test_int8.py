@@ -1,6 +1,10 @@
 """Products in int8: how far off they may be, that rows do not see each other, and what they take."""
 
 import math
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -181,8 +185,17 @@ def test_a_torch_without_the_operations_is_refused(monkeypatch: pytest.MonkeyPat
 def test_sums_that_saturate_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = int8._scaled_sums
     monkeypatch.setattr(int8, "_scaled_sums", lambda *given: original(*given).clamp(-(2**15), 2**15 - 1))
-    with pytest.raises(ConfigError, match=r"--quantization int8: .*wrong sums; leave it out"):
+    with pytest.raises(ConfigError, match=r"--quantization int8: .*wrong sums.*leave it out"):
         int8._check_machine.__wrapped__()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of these processors")
+def test_a_processor_without_vnni_is_refused() -> None:
+    """oneDNN takes another path there, which adds pairs of products up in 16 bits."""
+    asked = "from cairn.kernels import cpu; import torch; cpu.pack_int8(torch.zeros(4, 4))"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "ConfigError: --quantization int8" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("found", "warned"), [({"avx512_vnni": False}, True), ({"avx_vnni": True}, False)])

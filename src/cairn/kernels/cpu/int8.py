@@ -131,12 +131,15 @@ def _check_machine() -> None:
             f"--quantization int8: this torch has no int8 products on this machine ({error}); leave it out"
         ) from error
     if not torch.equal(sums.double(), (activations.double() - _ZERO_POINT) @ numbers.double().t()):
-        raise ConfigError("--quantization int8: this machine's int8 products give wrong sums; leave it out")
+        raise ConfigError(
+            "--quantization int8: this machine's int8 products give wrong sums, as on processors without VNNI and "
+            "AMX do; leave it out"
+        )
     found = torch.cpu.get_capabilities()
     if not any(found.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8", "i8mm")):
         logger.warning(
-            "--quantization int8: this processor has no instructions for int8 products (VNNI or AMX): they are slow, "
-            "and may be slower than bfloat16's"
+            "--quantization int8: this processor has no instructions for int8 products (VNNI or AMX): they are right, "
+            "but may be slower than bfloat16's"
         )
 
 
