@@ -35,10 +35,9 @@ class Kernels(Protocol):
         ...
 
     def pack_int8(self, weight: Tensor) -> Weight:
-        """As `pack`, in int8: for each output channel the whole numbers in -127..127 nearest to channel scale * weight,
-        the scale being what brings the channel's largest number to 127. Products with it bring each row of x to
-        -127..127 in the same way, add up whole numbers, and undo both scales; so rows stay independent of one another,
-        bit for bit. Only for products in float32 or bfloat16.
+        """As `pack`, in int8: each output channel is divided by a scale of its own, its largest number over 127, and
+        rounded to whole numbers. Products with it do the same to each row of x, add up whole numbers, and multiply with
+        both scales; so rows stay independent of one another, bit for bit. Only for products in float32 or bfloat16.
 
         Raises ConfigError that names --quantization where this backend or this machine has no such products.
         """
