@@ -110,6 +110,7 @@ benchmarks: $(NIXL)
 		--plot build/benchmarks/bench_serve.svg
 	@$(RUN) -m benchmarks.step_overhead --json build/benchmarks/step_overhead.json \
 		--plot build/benchmarks/step_overhead.svg
+	@$(RUN) -m benchmarks.quantization --json build/benchmarks/quantization.json
 	@$(RUN) benchmarks/sampler.py --json build/benchmarks/sampler.json
 	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
 

@@ -207,6 +207,12 @@ def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
     assert f"cairn: {tmp_path}: no checkpoint's folder" in capsys.readouterr().err
 
 
+def test_int8_and_exact_exclude_each_other(tiny_model, capsys):
+    given = ["serve", str(tiny_model), "--port", "0", "--exact", "--quantization", "int8"]
+    assert main(given) == 2
+    assert "--exact cannot be had with --quantization int8: leave one of them out" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -227,6 +233,8 @@ def test_a_port_that_is_taken():
         (["serve", "m", "--api-key"], "--api-key: expected at least one argument"),
         (["serve", "m", "--kv-peer-allowlist", ""], "--kv-peer-allowlist: must not be empty"),
         (["serve", "m", "--tensor-parallel-size", "0"], "--tensor-parallel-size: should be greater"),
+        (["serve", "m", "--quantization", "int4"], "--quantization: should be 'int8', not 'int4'"),
+        (["serve", "m", "-q", "fp8"], "--quantization: should be 'int8', not 'fp8'"),
         (["bake"], "invalid choice: 'bake'"),
         ([], "required: COMMAND"),
         (["make-model", "nemotron_h", "out", "--size", "huge"], "--size: invalid choice: 'huge'"),

@@ -26,7 +26,7 @@ FLAGS = """
 --max-num-seqs --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice
 --no-check-plans --no-enable-prefix-caching --reasoning-parser --tool-call-parser
 --no-enforce-eager --no-exact --no-in-flight-sharing --no-language-model-only
---no-trust-remote-code --port --request-log --request-log-bytes
+--no-trust-remote-code --port --quantization --request-log --request-log-bytes
 --request-timeout --seed --served-model-name --shutdown-timeout --start-timeout
 --tensor-parallel-size --trust-remote-code
 """

@@ -18,6 +18,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.engine.build import build_core
+from cairn.engine.contract import EngineConfig
 from cairn.engine.rank_wire import (
     RankConfig,
     RankService,
@@ -296,6 +298,41 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
         for page, wanted in enumerate(threads.runners[1].pool):
             asking.send(str(page).encode())
             assert asking.recv() == wanted.numpy().tobytes(), page
+    threads.close()
+
+
+def test_ranks_are_told_what_the_engine_was_told(tiny_model, monkeypatch):
+    told: list[RankConfig] = []
+
+    def refuse(config, _observe):
+        told.append(config)
+        raise ConfigError("no ranks today")
+
+    monkeypatch.setattr("cairn.engine.build.build_ranked", refuse)
+    given = {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}
+    with pytest.raises(ConfigError, match="no ranks today"):
+        build_core(EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=64 << 20, **given))
+    assert [(each.tp_size, each.dtype, each.quantization) for each in told] == [(2, "bfloat16", "int8")]
+
+
+def test_processes_quantize_as_threads_do(tiny_model, started):
+    """Every rank is told."""
+    seen: dict[str, list[torch.Tensor]] = {"processes": [], "threads": []}
+    config = config_of(tiny_model, exact=False, dtype="bfloat16", quantization="int8")
+    ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()), DEADLINES)
+    started.append(ranked)
+    opened = open_model(tiny_model, "bfloat16", "int8")
+    observers = [lambda _, logits: seen["threads"].append(logits.clone()), None]
+    threads = RankThreads(
+        [
+            Runner(
+                opened.build(exact=False, communicator=rank), opened.layout(16, 2), NUM_PAGES, NUM_SLOTS, False, observe
+            )
+            for rank, observe in zip(thread_ranks(2), observers, strict=True)
+        ]
+    )
+    assert ranked.run(prefill(1)) == threads.run(prefill(1))
+    assert torch.equal(*seen["processes"], *seen["threads"])
     threads.close()
 
 

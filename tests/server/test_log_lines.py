@@ -81,6 +81,13 @@ def test_the_start_lines_say_what_the_pool_holds():
     assert "the smallest prefix that can be hit, in tokens: 64" in text and "'align'" in text
 
 
+def test_the_start_lines_of_quantized_weights():
+    info = build_echo_core(EngineConfig(model="echo")).info
+    assert "weights in" not in start_lines(info)[0]
+    said = start_lines(msgspec.structs.replace(info, dtype="bfloat16", quantization="int8"))[0]
+    assert "in bfloat16, weights in int8: " in said
+
+
 def test_the_start_lines_of_other_models():
     info = build_echo_core(EngineConfig(model="echo", enable_prefix_caching=False)).info
     text = "\n".join(start_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))

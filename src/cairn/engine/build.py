@@ -61,7 +61,7 @@ def build_core(
     memory is divided where the configuration leaves sizes open.
     """
     clock = clock or SystemClock()
-    opened = open_model(Path(config.model), config.dtype)
+    opened = open_model(Path(config.model), config.dtype, config.quantization)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
@@ -124,6 +124,7 @@ def _plain_info(
         tensor_parallel_size=config.tensor_parallel_size,
         logs_requests=config.request_log is not None,
         shares_in_flight=config.in_flight_sharing and placement is not None,
+        quantization=config.quantization,
     )
 
 
@@ -165,6 +166,7 @@ def _build_ranks(
             tp_size=tp_size,
             model=config.model,
             dtype=config.dtype,
+            quantization=config.quantization,
             block_size=config.block_size,
             num_pages=num_pages,
             num_slots=slots,

@@ -67,6 +67,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: _Text = ""
     services: Annotated[tuple[RankService, ...], msgspec.Meta(max_length=16)] = ()
     encoder_bytes: int | None = None
+    quantization: Literal["int8"] | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

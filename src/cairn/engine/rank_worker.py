@@ -110,7 +110,7 @@ def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner"
         join_seconds=config.join_seconds,
         seconds=config.step_seconds,
     )
-    opened = open_model(Path(config.model), config.dtype)
+    opened = open_model(Path(config.model), config.dtype, config.quantization)
     vision = None
     if config.encoder_bytes is not None:
         vision = open_vision(opened.folder, opened.dtype, config.encoder_bytes, config.rank)

@@ -35,6 +35,15 @@ class Kernels(Protocol):
         may keep the tensor itself, whose memory is then not to be changed any more."""
         ...
 
+    def pack_int8(self, weight: Tensor) -> Weight:
+        """As `pack`, in int8: each output channel is divided by a scale of its own, its largest number over 127, and
+        rounded to whole numbers. Products with it do the same to each row of x, add up whole numbers, and multiply with
+        both scales; so rows stay independent of one another, bit for bit. Only for products in float32 or bfloat16.
+
+        Raises ConfigError that names --quantization where this backend or this machine has no such products.
+        """
+        ...
+
     def warm_up(self, dtype: torch.dtype | None = None) -> int:
         """Makes ready whatever batches of a model of this dtype, or of any, may want: how many kernels that were.
         Without it the first batches are slower, and nothing else."""

@@ -35,6 +35,7 @@ from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes
 from cairn.models.mamba2_build import build_mamba2
 from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.rank_weights import Part, RankWeights
+from cairn.models.served_dtype import ServedQuantization
 from cairn.models.short_conv_share import ShortConvSizes
 
 Build = Callable[[Any, "DecoderBuilder"], Decoder]
@@ -46,7 +47,8 @@ Experts = tuple[Weight, Weight]
 class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
     (None: the fast ones, or with `exact` those), which work on `device`.
-    `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart."""
+    `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart.
+    `quantization`: what weights are kept in, instead of the dtype."""
 
     exact: bool
     dtype: torch.dtype
@@ -54,19 +56,24 @@ class Execution:
     backend: Backend | None = None
     stored: Collection[str] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
+    quantization: ServedQuantization | None = None
 
 
 class DecoderBuilder:
-    """Draws one rank's tensors. Raises ConfigError for `exact` in another dtype than float32 and for a number of ranks
-    that the model cannot be cut among, before a tensor is drawn; and whatever `load` raises."""
+    """Draws one rank's tensors. Raises ConfigError for `exact` in another dtype than float32 or quantized and for a
+    number of ranks that the model cannot be cut among, before a tensor is drawn; and whatever `load` raises."""
 
     def __init__(self, config: DecoderConfig, load: TensorLoader, execution: Execution) -> None:
         if execution.exact and execution.dtype != torch.float32:
             raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {execution.dtype}")
+        if execution.exact and execution.quantization is not None:
+            raise ConfigError(
+                f"--exact cannot be had with --quantization {execution.quantization}: leave one of them out"
+            )
         self.rank, self.size = execution.communicator.rank, execution.communicator.size
         self.stored = execution.stored
         kernels = kernels_of(execution.backend or ("exact" if execution.exact else "cpu"))
-        self.weights = RankWeights(load, kernels, execution.communicator, execution.device)
+        self.weights = RankWeights(load, kernels, execution.communicator, execution.device, execution.quantization)
         self._spec = config.remembered(self.rank, self.size).spec(execution.dtype, execution.device)
         self._config = config
         self._execution = execution
@@ -250,7 +257,7 @@ class DecoderBuilder:
         return SigmoidRouter(self.weights.kernels, gate, correction, top_k=sizes.chosen, **rule)
 
     def _gate(self, name: str, sizes: ExpertSizes, hidden: int) -> Linear:
-        return self.weights.linear(self.weights.tensor(f"{name}.weight", (sizes.count, hidden)).float())
+        return self.weights.unquantized(self.weights.tensor(f"{name}.weight", (sizes.count, hidden)).float())
 
     def stacked_experts(self, gate_up: str, down: str, sizes: ExpertSizes) -> Experts:
         """SwiGLUs in two stacks, gate and up [count, 2 * inner, hidden] and down [count, hidden, inner], by the names
@@ -281,12 +288,12 @@ class DecoderBuilder:
             base = f"{name}.{expert}"
             ups.append(torch.cat([weights.tensor(f"{base}.{part}_proj.weight", shape, run) for part in parts]))
             downs.append(weights.tensor(f"{base}.down_proj.weight", shape[::-1], run, dim=1))
-        return weights.kernels.pack(torch.stack(ups)), weights.kernels.pack(torch.stack(downs))
+        return weights.pack(torch.stack(ups)), weights.pack(torch.stack(downs))
 
     def gated_shared(self, name: str, sizes: FeedForwardSizes) -> GatedSharedExpert:
         """A SwiGLU and, called `<name>_gate`, the gate on all of its outcome."""
         expert = self.swiglu(name, sizes)
-        gate = self.weights.whole(f"{name}_gate", (1, sizes.hidden))
+        gate = self.weights.unquantized(self.weights.tensor(f"{name}_gate.weight", (1, sizes.hidden)))
         return GatedSharedExpert(self.weights.kernels, expert, gate)
 
     def softmax_mixture(self, router: SoftmaxRouter, experts: Experts, shared: SwiGLU | GatedSharedExpert) -> Mixer:

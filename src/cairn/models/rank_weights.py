@@ -16,14 +16,24 @@ from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.models.contract import TensorLoader
 from cairn.models.cut import Cut, Run
+from cairn.models.served_dtype import ServedQuantization
 
 
 class RankWeights:
     """Draws tensors and collects the matrix products that are made of them. Raises whatever `load` raises."""
 
-    def __init__(self, load: TensorLoader, kernels: Kernels, communicator: Communicator, device: torch.device) -> None:
-        """What `load` gives is on the host; it is brought to `device`."""
+    def __init__(
+        self,
+        load: TensorLoader,
+        kernels: Kernels,
+        communicator: Communicator,
+        device: torch.device,
+        quantization: ServedQuantization | None = None,
+    ) -> None:
+        """What `load` gives is on the host; it is brought to `device`. `quantization`: of matrices, all but those of
+        `unquantized`."""
         self.kernels = kernels
+        self.pack = kernels.pack if quantization is None else kernels.pack_int8
         self.communicator = communicator
         self.device = device
         self.linears: list[Linear] = []
@@ -76,13 +86,20 @@ class RankWeights:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A product with a weight [out, in] of this rank."""
-        made = Linear(self.kernels, self.kernels.pack(weight), bias, (weight.shape[0], weight.shape[1]))
+        return self._linear(weight, bias, self.pack(weight))
+
+    def unquantized(self, weight: Tensor) -> Linear:
+        """As `linear`, for a product whose small errors choose among experts, or scale all that one of them gives."""
+        return self._linear(weight, None, self.kernels.pack(weight))
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, packed: Weight) -> Linear:
+        made = Linear(self.kernels, packed, bias, (weight.shape[0], weight.shape[1]))
         self.linears.append(made)
         return made
 
     def stack(self, name: str, shape: tuple[int, int, int], *runs: Run, dim: int) -> Weight:
         """A stack of experts' matrices [E, out, in], of which each has these runs of dimension `dim`; packed."""
-        return self.kernels.pack(self.tensor(name, shape, *runs, dim=dim))
+        return self.pack(self.tensor(name, shape, *runs, dim=dim))
 
 
 Part = tuple[str, tuple[int, int], tuple[Run, ...]]

@@ -17,6 +17,7 @@ from cairn.models.families import family_of
 from cairn.models.identity import weights_identity
 from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.quantization import Quantization, read_quantization
+from cairn.models.served_dtype import ServedQuantization
 from cairn.models.tensor_headers import read_headers
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ __all__ = ["OpenModel", "open_model"]
 @dataclass(frozen=True, slots=True)
 class OpenModel:
     """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet. `quantization`:
-    how its weights are stored, if not in the dtype they are served in."""
+    how its weights are stored, if not in a plain dtype; `served_quantization`: what they are brought to."""
 
     folder: Path
     family: Family
     config: DecoderConfig
     dtype: torch.dtype
     quantization: Quantization | None = None
+    served_quantization: ServedQuantization | None = None
 
     def layout(self, block_size: int, tp_size: int = 1) -> CacheLayout:
         """What one of `tp_size` ranks remembers; the same on every rank. Raises ConfigError naming
@@ -47,15 +49,18 @@ class OpenModel:
         return self.family.tensors(self.config, stored)
 
     def served_bytes(self, tensors: Mapping[str, tuple[int, ...]]) -> int:
-        """Bytes that tensors of these names and shapes take in the dtypes that they are served in."""
+        """Bytes that tensors of these names and shapes take in the dtypes that they are served in; quantized, fewer."""
         return sum(math.prod(shape) * self._served_dtype(name).itemsize for name, shape in tensors.items())
 
     def transfer_facts(self) -> dict[str, str | int]:
-        """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, every field
-        of config.json that decides what keys, values and states are, and `weights`, the identity of the stored
-        weights (see `weights_identity`). Block size and number of ranks are not in it. Raises ModelError."""
+        """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
+        if there is one, every field of config.json that decides what keys, values and states are, and `weights`, the
+        identity of the stored weights (see `weights_identity`). Block size and number of ranks are not in it. Raises
+        ModelError."""
         identity = weights_identity(self.folder, self.tensors(read_headers(self.folder)), self.quantization)
         own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
+        if self.served_quantization is not None:
+            own["quantization"] = self.served_quantization
         return {**self.config.transfer_facts(), **own, "weights": identity}
 
     def build(
@@ -78,7 +83,13 @@ class OpenModel:
                 if copy in reader.headers and copy not in expected:
                     reader.verify_copy(copy, name, expected[name])
             execution = Execution(
-                exact, self.dtype, communicator, backend, reader.headers, device or torch.device("cpu")
+                exact,
+                self.dtype,
+                communicator,
+                backend,
+                reader.headers,
+                device or torch.device("cpu"),
+                self.served_quantization,
             )
             return self.family.build(self.config, reader.load, execution)
 
@@ -86,10 +97,10 @@ class OpenModel:
         return torch.float32 if name.rpartition(".")[2] in self.family.float32_tensors else self.dtype
 
 
-def open_model(folder: Path, dtype: DType = "auto") -> OpenModel:
+def open_model(folder: Path, dtype: DType = "auto", quantization: ServedQuantization | None = None) -> OpenModel:
     """Read config.json (and the end-of-sequence ids of generation_config.json). Raises ModelError."""
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
-    quantization = read_quantization(folder, raw)
-    return OpenModel(folder, family, config, serving_dtype(raw, dtype), quantization)
+    stored_as = read_quantization(folder, raw)
+    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, quantization)

@@ -8,6 +8,9 @@ from cairn.errors import ModelError
 
 ServedDType = Literal["float32", "bfloat16"]
 
+ServedQuantization = Literal["int8"]
+"""What the weights of matrix products can be brought to when they are loaded; all else stays in the dtype."""
+
 DTYPE_BYTES: Mapping[ServedDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Of one number."""
 

@@ -7,8 +7,9 @@ def start_lines(info: EngineInfo) -> list[str]:
     """The cache in words."""
     pool = info.num_pages * info.page_bytes
     ranks = info.tensor_parallel_size
+    weights = f", weights in {info.quantization}" if info.quantization else ""
     lines = [
-        f"{info.architecture} in {info.dtype}: prompt and answer together up to {info.max_model_len} tokens, "
+        f"{info.architecture} in {info.dtype}{weights}: prompt and answer together up to {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} requests computed at once",
         *([f"tensor parallel over {ranks} processes; bytes below are those of each"] if ranks > 1 else []),
         f"cache: one pool of {info.num_pages} pages of {info.page_bytes} bytes ({_size(pool)} in all)",

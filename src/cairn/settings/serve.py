@@ -42,6 +42,9 @@ class ServeSettings(BaseSettings, ServerOptions):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=())
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
+    quantization: Literal["int8"] | None = Field(
+        None, description="weights of matrix products in int8, activations per token: faster, less memory, less precise"
+    )
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
     block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
     max_model_len: int | None = Field(

@@ -3,6 +3,7 @@
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from cairn.errors import ConfigError
 
 _KEYS = "api_key"
 _SHOWN = 80
+_SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType({"quantization": ("-q",)})
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -31,7 +33,9 @@ def add_setting_flags(parser: ArgumentParser, model: type[Settings]) -> "CliSett
 
 
 def _add_argument(parser: "ArgumentParser | _ArgumentGroup", *names: str, **how: Any) -> None:
-    """argparse's method of this name, but for `--api-key`, which takes all words up to the next flag."""
+    """argparse's method of this name, but for `--api-key`, which takes all words up to the next flag, and for a flag
+    that has a short form in vLLM, too."""
+    names = (*_SHORT.get(how.get("dest", ""), ()), *names)
     if how.get("dest") == _KEYS:
         how |= {"nargs": "+", "action": "append", "metavar": "KEY"}
     parser.add_argument(*names, **how)

@@ -71,7 +71,10 @@ class ConsumerSessions:
                 hello.nonce, f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
             )
         if hello.layout != own.layout:
-            return Denied(hello.nonce, "the layouts differ: both sides must serve the same model with the same dtypes")
+            return Denied(
+                hello.nonce,
+                "the layouts differ: both sides must serve the same model with the same dtype and quantization",
+            )
         self._greeted[sender] = None
         if len(self._greeted) > _MAX_OPEN:
             self._greeted.popitem(last=False)

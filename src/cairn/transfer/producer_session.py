@@ -134,7 +134,7 @@ class ProducerSession:
 
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.layout != self._layout:
-            self.close("the layouts differ: both sides must serve the same model with the same dtypes")
+            self.close("the layouts differ: both sides must serve the same model with the same dtype and quantization")
             return
         self.peer = Peer(welcome.engine_id, welcome.geometry, tuple(welcome.ranks))
         self._to(SessionState.OPEN)

@@ -61,7 +61,8 @@ class EngineConfig:
 
     `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
     of encoded images that are kept. `in_flight_sharing`: whether a request waits for one in prefill that computes its
-    beginning. `check_plans`: look at every plan before it is carried out, to find bugs.
+    beginning. `check_plans`: look at every plan before it is carried out, to find bugs. `quantization`: what matrices
+    are brought to when they are loaded; None for `dtype`.
     """
 
     model: str
@@ -85,3 +86,4 @@ class EngineConfig:
     language_model_only: bool = False
     mm_encoder_cache_bytes: int = 256 << 20
     check_plans: bool = False
+    quantization: Literal["int8"] | None = None

@@ -13,7 +13,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `max_num_seqs` that are computed at once. `cpu_threads`: of each rank's computation. `side_channel`: where other
     servers ask for pages, as `host:port`; None when they cannot. Page and checkpoint bytes are those of one rank.
     `reads_images`: a vision model is loaded. `logs_requests`: there is a request log. `shares_in_flight`: requests may
-    wait for others' prefill.
+    wait for others' prefill. `quantization`: of the weights, None where they are in `dtype`.
     """
 
     model: str
@@ -39,6 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     reads_images: bool = False
     logs_requests: bool = False
     shares_in_flight: bool = False
+    quantization: str | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

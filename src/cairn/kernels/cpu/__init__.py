@@ -5,6 +5,7 @@ from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cpu.experts import experts, gated_experts
 from cairn.kernels.cpu.gdn import gdn
+from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import prepare
 from cairn.kernels.cpu.norm import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
 from cairn.kernels.cpu.products import embed, linear, lm_head, pack
@@ -25,6 +26,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_int8",
     "prepare",
     "rms_norm",
     "rope",

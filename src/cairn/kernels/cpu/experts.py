@@ -10,17 +10,17 @@ from torch import Tensor
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I64, INT, kernel
 from cairn.kernels.cpu.elementwise import silu_mul, squared_relu
-from cairn.kernels.cpu.products import PackedWeight, product
+from cairn.kernels.cpu.products import AnyWeight, product
 from cairn.kernels.cpu.scalars import advance, load, store
 
 
-def experts(x: Tensor, choice: Tensor, share: Tensor, up: PackedWeight, down: PackedWeight, batch: Batch) -> Tensor:
+def experts(x: Tensor, choice: Tensor, share: Tensor, up: AnyWeight, down: AnyWeight, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
     return _mixed(x, choice, share, down, lambda rows, expert: squared_relu(product(rows, up, None, expert)))
 
 
 def gated_experts(
-    x: Tensor, choice: Tensor, share: Tensor, gate_up: PackedWeight, down: PackedWeight, batch: Batch
+    x: Tensor, choice: Tensor, share: Tensor, gate_up: AnyWeight, down: AnyWeight, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
 
@@ -30,9 +30,7 @@ def gated_experts(
     return _mixed(x, choice, share, down, inner)
 
 
-def _mixed(
-    x: Tensor, choice: Tensor, share: Tensor, down: PackedWeight, inner: Callable[[Tensor, int], Tensor]
-) -> Tensor:
+def _mixed(x: Tensor, choice: Tensor, share: Tensor, down: AnyWeight, inner: Callable[[Tensor, int], Tensor]) -> Tensor:
     """The experts' results, added by the tokens' shares. `inner`: what an expert makes of some rows before `down`."""
     rows, top_k = choice.shape
     width = x.shape[1]

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
+from cairn.kernels.cpu.heights import height_of
+from cairn.kernels.cpu.int8 import Int8Weight, int8_product
 from cairn.kernels.cpu.threads import step_work
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ class PackedWeight:
     dtype: torch.dtype
     matrices: tuple[Tensor, ...]
     reordered: bool
+
+
+AnyWeight = PackedWeight | Int8Weight
 
 
 def pack(weight: Tensor) -> PackedWeight:
@@ -76,8 +81,10 @@ def _reordered_product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor
     return result
 
 
-def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, expert: int = 0) -> Tensor:
+def product(x: Tensor, weight: AnyWeight, bias: Tensor | None = None, expert: int = 0) -> Tensor:
     """x [n, in] times the transpose of one of the matrices, [n, out]."""
+    if isinstance(weight, Int8Weight):
+        return int8_product(x, weight, bias, expert)
     if not weight.reordered:
         return F.linear(x, weight.matrices[expert], bias)
     rows = x.shape[0]
@@ -91,25 +98,15 @@ def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, expert:
     return _reordered_product(x, weight.matrices[expert], bias)[:rows]
 
 
-def height_of(rows: int) -> int:
-    """Of the product that so many rows are part of: one of a few, at most a sixteenth more than wanted from 64 rows on.
-
-    oneDNN makes code for every shape that it meets, and keeps it: that takes time in the middle of serving, and memory
-    for as many as were met.
-    """
-    if rows <= 16:
-        return rows
-    step = 8 if rows <= 64 else 1 << ((rows - 1).bit_length() - 5)
-    return -(-rows // step) * step
-
-
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, batch: Batch) -> Tensor:
+def linear(x: Tensor, weight: AnyWeight, bias: Tensor | None, batch: Batch) -> Tensor:
     """See `Kernels.linear`."""
     return product(x, weight, bias)
 
 
-def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
+def lm_head(hidden: Tensor, weight: AnyWeight) -> Tensor:
     """See `Kernels.lm_head`."""
+    if isinstance(weight, Int8Weight):
+        return int8_product(hidden, weight, None, 0, torch.float32)
     return product(hidden, weight).float()
 
 

@@ -7,7 +7,7 @@ from cairn.kernels.cuda.experts import experts, gated_experts
 from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.metadata import prepare
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
-from cairn.kernels.cuda.products import embed, linear, lm_head, pack, warm_up
+from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
@@ -25,6 +25,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_int8",
     "prepare",
     "rms_norm",
     "rope",

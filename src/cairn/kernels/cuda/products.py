@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cairn.errors import ConfigError
 from cairn.kernels.batch import Batch
 
 _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
@@ -16,6 +17,11 @@ _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 def pack(weight: Tensor) -> Tensor:
     """See `Kernels.pack`."""
     return weight
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """See `Kernels.pack_int8`. There are none."""
+    raise ConfigError("--quantization int8: there are no int8 products on GPUs yet; leave it out")
 
 
 def warm_up(dtype: torch.dtype | None = None) -> int:

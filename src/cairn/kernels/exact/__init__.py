@@ -11,7 +11,7 @@ from cairn.kernels.exact.experts import experts, gated_experts
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
 from cairn.kernels.exact.prepared import prepare
-from cairn.kernels.exact.products import embed, linear, lm_head, pack, warm_up
+from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.exact.routers import sigmoid_router, softmax_router
 from cairn.kernels.exact.ssd import ssd
 
@@ -28,6 +28,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_int8",
     "prepare",
     "rms_norm",
     "rope",

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cairn.errors import ConfigError
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
 from cairn.kernels.exact.elementwise import widen
@@ -23,6 +24,14 @@ def warm_up(dtype: torch.dtype | None = None) -> int:
 def pack(weight: Tensor) -> Weight:
     """See `Kernels.pack`."""
     return weight
+
+
+def pack_int8(weight: Tensor) -> Weight:
+    """See `Kernels.pack_int8`. There are none."""
+    raise ConfigError(
+        "--quantization int8 needs the CPU's compiled kernels: install numba if it is missing, and leave out --exact; "
+        "or leave --quantization out"
+    )
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:

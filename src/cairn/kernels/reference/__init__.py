@@ -8,6 +8,7 @@ from cairn.kernels.reference.conv import conv
 from cairn.kernels.reference.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.reference.experts import experts, gated_experts
 from cairn.kernels.reference.gdn import gdn
+from cairn.kernels.reference.int8 import pack_int8
 from cairn.kernels.reference.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
 from cairn.kernels.reference.products import embed, linear, lm_head, pack, prepare, warm_up
 from cairn.kernels.reference.routers import sigmoid_router, softmax_router
@@ -26,6 +27,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_int8",
     "prepare",
     "rms_norm",
     "rope",

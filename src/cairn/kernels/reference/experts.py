@@ -8,14 +8,15 @@ from torch import Tensor
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
 from cairn.kernels.reference.elementwise import silu, widen
+from cairn.kernels.reference.int8 import multiply
 
 
 def experts(x: Tensor, choice: Tensor, share: Tensor, up: Weight, down: Weight, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
 
     def run(expert: int, token: Tensor) -> Tensor:
-        inner = torch.relu(widen(up[expert]) @ token) ** 2
-        return widen(down[expert]) @ inner
+        inner = torch.relu(multiply(up[expert], token)) ** 2
+        return multiply(down[expert], inner)
 
     return _mix(x, choice, share, run)
 
@@ -24,8 +25,8 @@ def gated_experts(x: Tensor, choice: Tensor, share: Tensor, gate_up: Weight, dow
     """See `Kernels.gated_experts`."""
 
     def run(expert: int, token: Tensor) -> Tensor:
-        gate, up = torch.tensor_split(widen(gate_up[expert]) @ token, 2)
-        return widen(down[expert]) @ (silu(gate) * up)
+        gate, up = torch.tensor_split(multiply(gate_up[expert], token), 2)
+        return multiply(down[expert], silu(gate) * up)
 
     return _mix(x, choice, share, run)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Weight
 from cairn.kernels.reference.elementwise import widen
+from cairn.kernels.reference.int8 import multiply
 from cairn.kernels.staging import Staging
 
 
@@ -36,7 +37,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tens
     """See `Kernels.linear`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     for row in range(x.shape[0]):
-        product = widen(weight) @ widen(x[row])
+        product = multiply(weight, widen(x[row]))
         out[row] = product if bias is None else product + bias
     return out
 
@@ -46,5 +47,5 @@ def lm_head(hidden: Tensor, weight: Weight) -> Tensor:
     wide = widen(hidden)
     out = torch.empty(hidden.shape[0], weight.shape[0], dtype=wide.dtype)
     for row in range(hidden.shape[0]):
-        out[row] = widen(weight) @ wide[row]
+        out[row] = multiply(weight, wide[row])
     return out
