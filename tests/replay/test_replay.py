@@ -16,8 +16,8 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.replay import replay as replay_module
 from cairn.replay import timed_cache as timed_cache_module
+from cairn.replay.bounds import Paths
 from cairn.replay.memory import tree_memory
-from cairn.replay.paths import Paths
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest

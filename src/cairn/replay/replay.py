@@ -22,10 +22,9 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
 from cairn.cache.reasons import Reason
+from cairn.replay.bounds import Paths
 from cairn.replay.event_queue import WAIT_FOR_ROOM, EventQueue, Process
-from cairn.replay.outcome import Outcome
-from cairn.replay.paths import Paths
-from cairn.replay.timed_cache import TimedCache
+from cairn.replay.timed_cache import Outcome, TimedCache
 from cairn.replay.traces import Timeline, Trace, TraceRequest, key_tokens
 from cairn.types import Keys
 
