@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from cairn.engine.side_channel import Incoming
-from cairn.transfer.unresponsive_peers import Address
+from cairn.transfer.peers import Address
 
 __all__ = ["MemoryChannel", "MemoryNetwork", "faithful"]
 

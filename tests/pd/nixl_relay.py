@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from cairn.engine.side_channel import SideChannel
 from cairn.transfer.credentials import TlsCredentials
-from cairn.transfer.frames import replies, requests
+from cairn.transfer.wire import replies, requests
 from cairn.types import SystemClock
 
 HOST = "127.0.0.1"

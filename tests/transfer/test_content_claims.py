@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cairn.transfer.asks import AskLimits, Asks
+from cairn.transfer.content_lookups import ContentLookups, LookupLimits
 from cairn.transfer.contract import (
     AskId,
     ContentAsked,
@@ -20,7 +20,6 @@ from cairn.transfer.contract import (
     SchedulerSide,
 )
 from cairn.transfer.digest import ContentDigest, content_digest
-from cairn.transfer.frames import pack_pages, unpack_pages
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.recent import RecentContent
@@ -32,10 +31,12 @@ from cairn.transfer.wire import (
     ContentGranted,
     Granted,
     Heartbeat,
-    Reason,
+    RefusalReason,
     Refused,
     Release,
     Released,
+    pack_pages,
+    unpack_pages,
 )
 from cairn.types import ManualClock
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_want_of, moves, offer_of, want_of
@@ -175,9 +176,9 @@ def test_no_answer_in_time_is_a_refusal_and_a_late_one_ends_at_once():
     case = Case()
     case.ask()
     case.world.clock.advance(1.9)
-    assert case.run() == [] and case.p.producer.asks.num_open == 1
+    assert case.run() == [] and case.p.producer.lookups.num_open == 1
     case.world.clock.advance(0.1)
-    assert "not_held" in case.run()[0].failure and case.p.producer.asks.num_open == 0
+    assert "not_held" in case.run()[0].failure and case.p.producer.lookups.num_open == 0
     reference = case.side.answer(case.asked[0].ask, case.held(384))
     assert not case.p.connector.is_idle
     case.run()
@@ -205,7 +206,7 @@ def test_an_abort_before_the_answer_closes_the_ask():
     case.ask()
     case.d.connector.abort(case.pull)
     assert case.run() == [PullEnded(case.pull, "aborted", 0, None), PagesFree(case.pull)]
-    assert case.p.producer.asks.num_open == 0
+    assert case.p.producer.lookups.num_open == 0
     reference = case.side.answer(case.asked[0].ask, case.held(384))
     case.run()
     assert case.leases() == [LeaseEnded(reference, "released")]
@@ -276,7 +277,7 @@ def test_flipped_bits_end_nobody():
         for frame in frames:
             case.d.consumer.receive(("127.0.0.1", 1), frame)
         for event in case.events["p"]:
-            if isinstance(event, ContentAsked) and case.p.producer.asks.num_open:
+            if isinstance(event, ContentAsked) and case.p.producer.lookups.num_open:
                 case.side.answer(event.ask, case.held(384))
     assert case.events["d"] == [PullEnded(case.pull, None, 384, None), PagesFree(case.pull)]
     assert len([event for event in case.events["p"] if isinstance(event, ContentAsked)]) == 1
@@ -332,7 +333,7 @@ ASK = ContentClaim(ME, "", marks_of(PROMPT), 128, False)
 
 
 class Side:
-    """Asks and leases of one engine, without a network."""
+    """ContentLookups and leases of one engine, without a network."""
 
     def __init__(self, **limits):
         self.clock = ManualClock()
@@ -340,7 +341,7 @@ class Side:
         self.leases = LeaseBook(
             LAYOUT, 16, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
         )
-        self.asks = Asks(self.leases, LAYOUT, self.clock, AskLimits(**limits))
+        self.asks = ContentLookups(self.leases, LAYOUT, self.clock, LookupLimits(**limits))
 
     def granted(self, claim=ASK, offer=HELD):
         assert self.asks.claim(b"s", claim) is None
@@ -362,7 +363,7 @@ def test_a_grant_is_a_claimed_lease_like_any_other():
     assert side.leases.next_end == 40.0
     confirm = Confirm(ME, "answer-1", reply.nonce, reply.granted.generation)
     assert side.leases.confirm(confirm) == Confirmed(ME, reply.granted.generation)
-    assert side.leases.num_pages == 0 and side.asks.claim(b"s", ASK).reason is Reason.EXPIRED
+    assert side.leases.num_pages == 0 and side.asks.claim(b"s", ASK).reason is RefusalReason.EXPIRED
 
 
 def test_a_grant_cannot_be_claimed_confirmed_or_released_by_another():
@@ -377,15 +378,15 @@ def test_a_grant_cannot_be_claimed_confirmed_or_released_by_another():
         side.leases.release(Release(other, "answer-1", reply.nonce)),
         side.asks.claim(b"s", ContentClaim(ME, "", ASK.marks, 0, False)),
     ):
-        assert refused.reason is Reason.USED
+        assert refused.reason is RefusalReason.USED
     assert side.leases.num_held == 1
 
 
 def test_the_same_claim_by_another_connection_or_with_other_words_is_refused_while_it_is_open():
     side = Side()
     assert side.asks.claim(b"s", ASK) is None is side.asks.claim(b"s", ASK)
-    assert side.asks.claim(b"t", ASK).reason is Reason.USED
-    assert side.asks.claim(b"s", ContentClaim(ME, "a", ASK.marks, 128, False)).reason is Reason.USED
+    assert side.asks.claim(b"t", ASK).reason is RefusalReason.USED
+    assert side.asks.claim(b"s", ContentClaim(ME, "a", ASK.marks, 128, False)).reason is RefusalReason.USED
     assert side.asks.num_open == 1 and len(side.asks.take_asked()) == 1
 
 
@@ -396,7 +397,7 @@ def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
     side.asks.claim(b"s", ContentClaim(ME, "", marks_of(keys(512, 1)), 128, False, end))
     assert not side.asks.grant(AskId(1), HELD, N16)
     ((_, reply),) = side.asks.take_replies()
-    assert reply.reason is Reason.NOT_HELD and side.leases.num_held == side.asks.num_open == 0
+    assert reply.reason is RefusalReason.NOT_HELD and side.leases.num_held == side.asks.num_open == 0
     assert side.asks.claim(b"s", ContentClaim(b"o" * 16, "", ASK.marks, 128, False, end)) is None
     assert side.asks.grant(AskId(2), HELD, N16)
 
@@ -422,7 +423,7 @@ def test_open_asks_are_bounded_and_the_rest_refused():
     side = Side(max_open=3)
     claims = [ContentClaim(bytes([number]) * 16, "", ASK.marks, 0, False) for number in range(5)]
     answers = [side.asks.claim(b"s", claim) for claim in claims]
-    assert answers[:3] == [None] * 3 and {answer.reason for answer in answers[3:]} == {Reason.NOT_HELD}
+    assert answers[:3] == [None] * 3 and {answer.reason for answer in answers[3:]} == {RefusalReason.NOT_HELD}
     assert side.asks.next_end == 2.0
     side.clock.advance(2.0)
     assert side.asks.take_asked() == [], "too late to be asked"
@@ -431,14 +432,16 @@ def test_open_asks_are_bounded_and_the_rest_refused():
 
 
 def test_broken_marks_are_refused():
-    assert Side().asks.claim(b"s", ContentClaim(ME, "", ASK.marks + b"x", 0, False)).reason is Reason.OUT_OF_RANGE
+    assert (
+        Side().asks.claim(b"s", ContentClaim(ME, "", ASK.marks + b"x", 0, False)).reason is RefusalReason.OUT_OF_RANGE
+    )
 
 
 def test_a_release_that_overtakes_its_claim_still_counts():
     side = Side()
     release = Release(ME, "cmpl-2", ME)
     assert side.asks.release(release) == Released(ME) == side.asks.release(release)
-    assert side.asks.claim(b"s", ASK).reason is Reason.NOT_HELD and side.asks.num_open == 0
+    assert side.asks.claim(b"s", ASK).reason is RefusalReason.NOT_HELD and side.asks.num_open == 0
 
 
 def test_what_is_remembered_of_answers_is_bounded():
@@ -446,7 +449,7 @@ def test_what_is_remembered_of_answers_is_bounded():
     for number in range(5):
         side.asks.release(Release(bytes([number]) * 16, "cmpl-2", bytes([number]) * 16))
     answers = [side.asks.claim(b"s", ContentClaim(bytes([n]) * 16, "", ASK.marks, 0, False)) for n in (4, 3, 2)]
-    assert [answer and answer.reason for answer in answers] == [Reason.NOT_HELD, Reason.NOT_HELD, None]
+    assert [answer and answer.reason for answer in answers] == [RefusalReason.NOT_HELD, RefusalReason.NOT_HELD, None]
 
 
 # -- a grant that does not follow from the claim -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
 from cairn.transfer.lease import LeaseState
-from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
+from cairn.transfer.pull import TRANSITIONS, PullLimits, PullState
 from doubles.memory_link import Fault
 from transfer.world import BLOCK, HOST, PAGE_BYTES, PORT, STATE_PAGES, World, keys
 

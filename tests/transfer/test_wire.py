@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.transfer.frames import pack_pages, replies, requests, unpack_pages
 from cairn.transfer.wire import (
     MAX_FRAME_BYTES,
     MAX_MARK_BYTES,
@@ -24,12 +23,16 @@ from cairn.transfer.wire import (
     Granted,
     Heartbeat,
     Hello,
-    Reason,
+    RefusalReason,
     Refused,
     Release,
     Released,
     Welcome,
+    pack_pages,
     refusal,
+    replies,
+    requests,
+    unpack_pages,
 )
 from transfer.world import GEOMETRY, World
 
@@ -46,8 +49,8 @@ REPLIES = (
     Granted(N16, 7, 400, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2))),
     Granted(N16, 7, 400, b"", None, b""),
     ContentGranted("answer-1", N16, Granted(N16, 7, 384, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2)))),
-    Refused(N16, "content_claim", Reason.NOT_HELD),
-    Refused(N16, "claim", Reason.USED),
+    Refused(N16, "content_claim", RefusalReason.NOT_HELD),
+    Refused(N16, "claim", RefusalReason.USED),
     Alive(N16),
     Confirmed(N16, 7),
     Released(N16),
@@ -60,7 +63,7 @@ WELCOME = Welcome(N16, "engine", N32, GEOMETRY, [b"rank 0", b"rank 1"])
 def test_requests_come_back_as_they_were(record):
     frames = requests()
     assert frames.decode(frames.encode(record)) == record and frames.dropped == 0
-    assert refusal(record, Reason.USED).asked == type(record).__struct_config__.tag
+    assert refusal(record, RefusalReason.USED).asked == type(record).__struct_config__.tag
 
 
 @pytest.mark.parametrize("record", REPLIES)

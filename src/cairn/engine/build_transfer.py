@@ -15,24 +15,22 @@ from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.kv_transfer import KvTransfer
 from cairn.engine.side_channel import SideChannel
-from cairn.engine.transfer_loop import TransferLoop
-from cairn.engine.transfer_port import TransferPort
+from cairn.engine.transfer_loop import TransferLoop, TransferPort
 from cairn.errors import ConfigError, EngineDead
 from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.consumer_sessions import Identity
-from cairn.transfer.contract import Peer
+from cairn.transfer.contract import Identity, Peer
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.peers import PeerPolicy, is_loopback
-from cairn.transfer.planner import paired_pages
+from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Producer
 from cairn.transfer.rank_channel import RankChannel
 from cairn.transfer.ranks import RankedWorker
 from cairn.transfer.recent import RecentContent
-from cairn.transfer.staging import Staging
+from cairn.transfer.staging import StagingArea
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
 
@@ -75,8 +73,8 @@ def rank_worker(link: Link, memory: RankMemory) -> LinkWorker:
     geometry = geometry_of(memory.layout, memory.tp_size)
     staging = None
     if len(memory.pool) > memory.num_pages:
-        staging = Staging(memory.pool, memory.num_pages, geometry.block_size)
-    return LinkWorker(link, paired_pages(memory.units, geometry, memory.rank, staging))
+        staging = StagingArea(memory.pool, memory.num_pages, geometry.block_size)
+    return LinkWorker(link, PairedPages(memory.units, geometry, memory.rank, staging))
 
 
 def build_transfer(

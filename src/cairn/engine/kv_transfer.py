@@ -12,8 +12,7 @@ from typing import Protocol
 import msgspec
 
 from cairn.engine.contract import TransferReport
-from cairn.engine.transfer_loop import TransferLoop
-from cairn.engine.transfer_port import TransferPort
+from cairn.engine.transfer_loop import TransferLoop, TransferPort
 from cairn.errors import EngineDead, InvalidRequest
 from cairn.scheduler.request import Offered, Request, Source
 from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers

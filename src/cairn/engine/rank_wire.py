@@ -6,19 +6,16 @@
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from cairn.engine.wire import MAX_FRAME_BYTES, Frames
 from cairn.errors import ConfigError, ModelError
 from cairn.step import StepPlan
-from cairn.types import Keys, Pages, SamplingParams
+from cairn.transfer.wire import decode_array, encode_array
+from cairn.types import SamplingParams
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -26,11 +23,6 @@ _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 _Bytes = Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
-
-_DTYPES: Mapping[object, np.dtype[Any]] = MappingProxyType(
-    {Keys: np.dtype("<i8"), Pages: np.dtype("<i4"), NDArray[np.bool_]: np.dtype(np.bool_)}
-)
-"""What each kind of array in a plan is on the wire."""
 
 
 class RankService(msgspec.Struct, frozen=True):
@@ -112,7 +104,7 @@ def frames_to_rank_zero() -> Frames[ToRankZero]:
 
 def frames_of_plans() -> Frames[StepPlan]:
     """A StepPlan's own fields; arrays as raw little-endian bytes, of which they are read-only views once received."""
-    return Frames(msgspec.msgpack.Decoder(StepPlan, dec_hook=_array), _array_bytes)
+    return Frames(msgspec.msgpack.Decoder(StepPlan, dec_hook=decode_array), encode_array)
 
 
 def follower_plan(plan: StepPlan) -> StepPlan:
@@ -130,20 +122,3 @@ def follower_plan(plan: StepPlan) -> StepPlan:
         for admit in plan.admits
     )
     return replace(plan, admits=admits, samples=replace(plan.samples, masks={}))
-
-
-def _array_bytes(value: object) -> bytes:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"a plan has a {type(value).__name__}")
-    return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def _array(kind: object, data: object) -> NDArray[Any]:
-    """The array of type `kind` in `data`. Raises ValueError where bytes are no such numbers."""
-    dtype = _DTYPES[kind]
-    if not isinstance(data, bytes):
-        raise ValueError(f"{type(data).__name__} where bytes of {dtype} belong")
-    numbers = np.frombuffer(data, dtype=dtype)
-    if dtype == np.int32 and len(numbers) and numbers.min() < 0:
-        raise ValueError(f"{numbers.min()} among slots, pages or positions")
-    return numbers

@@ -29,8 +29,7 @@ from cairn.engine.name_lookups import NameLookups
 from cairn.engine.tls_connection import ConnectionLost, TlsConnection
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
-from cairn.transfer.peers import is_loopback
-from cairn.transfer.unresponsive_peers import Address
+from cairn.transfer.peers import Address, is_loopback
 from cairn.types import Clock
 
 _BACKLOG = 1024

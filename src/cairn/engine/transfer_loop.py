@@ -1,20 +1,31 @@
 """The thread that owns sockets and links: it takes the scheduler's commands, speaks with other servers, drives reads.
 
-It blocks while nothing is open. While something is, it looks again and again, because a link makes no progress by
+    core's thread                      transfer thread
+    TransferPort  --- commands --->    TransferLoop  -> Connector -> link
+                  <--- events -----
+
+The port gives the names, so that nobody has to wait for an answer: the number of a pull, the nonce of an offer. The
+thread blocks while nothing is open. While something is, it looks again and again, because a link makes no progress by
 itself and never reports a peer that stands still.
 """
 
 import logging
+import queue
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 from cairn.engine.side_channel import Channel, Incoming
-from cairn.engine.transfer_port import Abort, Answer, Command, MakeOffer, StartPull, TransferPort, Withdraw
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
+from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
+from cairn.transfer.lease import LeasedPages
 from cairn.transfer.links.contract import Link
+from cairn.transfer.params import remote_request_id
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
+from cairn.transfer.wire import NONCE_BYTES
+from cairn.types import Pages
 
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
@@ -23,9 +34,78 @@ _STOP_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
+Command: TypeAlias = Callable[[Connector], object]
+"""What the transfer thread is to do with its connector."""
+
 
 def _nobody() -> None:
     """Nobody waits for events."""
+
+
+class TransferPort:
+    """A `SchedulerSide`. `max_pages`: the share of the pool that leases may hold. `wake` is called after each command.
+
+    What is in the queues is bounded by what the scheduler has open: an event or two for each pull, offer and ask.
+    """
+
+    def __init__(self, max_pages: int, random: Callable[[int], bytes], wake: Callable[[], None]) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.happened: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._max_pages = max_pages
+        self._random = random
+        self._wake = wake
+        self._leased: dict[str, Pages] = {}
+        self._pages = LeasedPages()
+        self._pulls = 0
+
+    @property
+    def num_leased(self) -> int:
+        """Distinct pages of offers that have not ended."""
+        return len(self._pages)
+
+    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+        return self._pages.num_with(pages) + num_more <= self._max_pages
+
+    def offer(self, offer: Offer) -> str:
+        nonce = self._random(NONCE_BYTES)
+        self._post(lambda connector: connector.offer(offer, nonce))
+        return self._lease(offer, nonce)
+
+    def withdraw(self, remote_request_id: str) -> None:
+        self._post(lambda connector: connector.withdraw(remote_request_id))
+
+    def answer(self, ask: AskId, offer: Offer | None) -> str | None:
+        nonce = self._random(NONCE_BYTES)
+        self._post(lambda connector: connector.answer(ask, offer, nonce))
+        return None if offer is None else self._lease(offer, nonce)
+
+    def pull(self, want: Want | ContentWant) -> PullId:
+        self._pulls += 1
+        pull = PullId(self._pulls)
+        self._post(lambda connector: connector.pull(want, pull))
+        return pull
+
+    def abort(self, pull: PullId) -> None:
+        self._post(lambda connector: connector.abort(pull))
+
+    def events(self) -> list[Event]:
+        events: list[Event] = []
+        while not self.happened.empty():
+            event = self.happened.get_nowait()
+            if isinstance(event, LeaseEnded) and event.remote_request_id in self._leased:
+                self._pages.remove(self._leased.pop(event.remote_request_id))
+            events.append(event)
+        return events
+
+    def _lease(self, offer: Offer, nonce: bytes) -> str:
+        reference = remote_request_id(offer.request_id, nonce)
+        self._leased[reference] = offer.all_pages
+        self._pages.add(offer.all_pages)
+        return reference
+
+    def _post(self, command: Command) -> None:
+        self.commands.put(command)
+        self._wake()
 
 
 class TransferLoop:
@@ -91,7 +171,7 @@ class TransferLoop:
         heard = self._channel.receive(seconds)
         # An offer is in the queue before anybody is told of it, so before its claim: the claim must find it.
         while not self._port.commands.empty():
-            self._carry_out(self._port.commands.get_nowait())
+            self._port.commands.get_nowait()(self._connector)
         for incoming in heard:
             try:
                 self._take(incoming)
@@ -137,16 +217,3 @@ class TransferLoop:
                 self._consumer.receive(address, incoming.frame)
             case Incoming(address=(_, _) as address, lost=str(reason)):
                 self._consumer.lose(address, reason)
-
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case MakeOffer(offer, nonce):
-                self._connector.offer(offer, nonce)
-            case Withdraw(reference):
-                self._connector.withdraw(reference)
-            case Answer(ask, offer, nonce):
-                self._connector.answer(ask, offer, nonce)
-            case StartPull(want, pull):
-                self._connector.pull(want, pull)
-            case Abort(pull):
-                self._connector.abort(pull)

@@ -29,8 +29,8 @@ class Connector:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open: then nobody needs to look before the next offer, pull or frame."""
-        asks = self._producer.asks
-        return not (self._nonces or self._ended or self._consumer.num_open or asks.num_open)
+        lookups = self._producer.lookups
+        return not (self._nonces or self._ended or self._consumer.num_open or lookups.num_open)
 
     @property
     def is_serving(self) -> bool:
@@ -56,10 +56,10 @@ class Connector:
     def answer(self, ask: AskId, offer: Offer | None, nonce: bytes | None = None) -> str | None:
         """`nonce` as for `offer`. `Producer.take_frames` has the frame to send after this."""
         if offer is None:
-            self._producer.asks.refuse(ask)
+            self._producer.lookups.refuse(ask)
             return None
         nonce = self._leases.new_nonce() if nonce is None else nonce
-        if self._producer.asks.grant(ask, offer, nonce):
+        if self._producer.lookups.grant(ask, offer, nonce):
             return self._leased(offer, nonce)
         return self._ended_at_once(offer, nonce)
 
@@ -73,7 +73,7 @@ class Connector:
     def events(self) -> list[Event]:
         """Drives everything once; see also `Producer.take_frames`."""
         events: list[Event] = list(self._consumer.tick())
-        events += self._producer.asks.take_asked()
+        events += self._producer.lookups.take_asked()
         events += self._ended
         self._ended.clear()
         for ended in self._leases.take_ended():

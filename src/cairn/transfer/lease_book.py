@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 from cairn.transfer.contract import HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
-from cairn.transfer.frames import pack_pages
-from cairn.transfer.lease import EndedLease, Lease, LeaseLimits, LeaseState
-from cairn.transfer.leased_pages import LeasedPages
+from cairn.transfer.lease import EndedLease, Lease, LeasedPages, LeaseLimits, LeaseState
 from cairn.transfer.wire import (
     NONCE_BYTES,
     Alive,
@@ -22,10 +20,11 @@ from cairn.transfer.wire import (
     ContentGranted,
     Granted,
     Heartbeat,
-    Reason,
+    RefusalReason,
     Refused,
     Release,
     Released,
+    pack_pages,
     refusal,
 )
 from cairn.types import Clock, Pages
@@ -102,9 +101,11 @@ class LeaseBook:
         self.expire()
         lease = self._held.get(nonce)
         if lease is None or lease.granted is None:
-            return refusal(claim, Reason.EXPIRED)
+            return refusal(claim, RefusalReason.EXPIRED)
         first, granted = lease.granted
-        return ContentGranted(lease.request_id, nonce, granted) if claim == first else refusal(claim, Reason.USED)
+        return (
+            ContentGranted(lease.request_id, nonce, granted) if claim == first else refusal(claim, RefusalReason.USED)
+        )
 
     def _hold(self, offer: Offer, nonce: bytes | None) -> Lease:
         if not self.has_room(offer.all_pages):
@@ -148,16 +149,16 @@ class LeaseBook:
         if lease.granted is not None:
             # Only the very same claim is a repetition; the digest was right the first time.
             first, granted = lease.granted
-            return granted if claim == first else refusal(claim, Reason.USED)
+            return granted if claim == first else refusal(claim, RefusalReason.USED)
         offer = lease.held
         if offer is None or not self._covers(offer, claim):
-            return refusal(claim, Reason.OUT_OF_RANGE)
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
         checkpoint = _deepest(offer, claim.position) if claim.checkpoint else None
         if claim.checkpoint and checkpoint is None:
-            return refusal(claim, Reason.OUT_OF_RANGE)
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
         digest = content_digest(self._layout, offer.name, offer.keys[: claim.position])
         if not hmac.compare_digest(digest, claim.digest):
-            return refusal(claim, Reason.OTHER_CONTENT)
+            return refusal(claim, RefusalReason.OTHER_CONTENT)
         pages = offer.pages[claim.first_page : claim.last_page]
         granted = self._claimed(lease, claim.claim, claim.position, pages, checkpoint)
         lease.granted = (claim, granted)
@@ -193,7 +194,7 @@ class LeaseBook:
         if isinstance(lease, Refused):
             return lease
         if lease.generation != confirm.generation:
-            return refusal(confirm, Reason.FORGED)
+            return refusal(confirm, RefusalReason.FORGED)
         if lease.state is LeaseState.CLAIMED:
             self._end(lease, LeaseState.CONFIRMED)
         return Confirmed(confirm.claim, confirm.generation)
@@ -213,14 +214,14 @@ class LeaseBook:
         self.expire()
         lease = self._held.get(asked.nonce) or self._over.get(asked.nonce)
         if lease is None:
-            return refusal(asked, Reason.UNKNOWN)
+            return refusal(asked, RefusalReason.UNKNOWN)
         if lease.request_id != asked.request_id:
-            return refusal(asked, Reason.FORGED)
+            return refusal(asked, RefusalReason.FORGED)
         if lease.state is LeaseState.EXPIRED:
-            return refusal(asked, Reason.EXPIRED)
+            return refusal(asked, RefusalReason.EXPIRED)
         owned = lease.claim is None or lease.claim == asked.claim
         if not owned or (not lease.is_held and lease.state is not repeatable):
-            return refusal(asked, Reason.USED)
+            return refusal(asked, RefusalReason.USED)
         return lease
 
     def _covers(self, offer: Offer, claim: Claim) -> bool:

@@ -1,18 +1,27 @@
-"""One transfer, from the consumer's side, as one state machine; `pull_states` draws it.
+"""One transfer, from the consumer's side, as one state machine.
+
+    RESOLVING -> HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE
+                      |             +---- nothing to read ---^
+                      +---- only a release ---------------------------^
+    any of them -> FAILED            nothing can arrive any more
+    READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
+    ABANDONED   -> FAILED            the link says that none will
 
 It waits for nothing: at every turn it looks at clock, connection and link, says again what was not answered, and goes
-on, or gives up and says why.
+on, or gives up and says why. The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a
+deadline, and ABANDONED makes nobody wait. What was read may be used in DONE alone: P has then said that its lease never
+lapsed before the last byte had arrived.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 
+from cairn.transfer.claim_policy import claim_policy_for
 from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.producer_session import ProducerSession, SessionState
-from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
-from cairn.transfer.terms import terms_of
 from cairn.transfer.wire import (
     Asked,
     Claim,
@@ -28,6 +37,54 @@ from cairn.transfer.wire import (
     Request,
 )
 from cairn.types import Clock
+
+
+class PullState(Enum):
+    """Where a transfer is, and what is true there."""
+
+    RESOLVING = "resolving"
+    """Nothing was sent; the host has not been checked."""
+    HANDSHAKING = "handshaking"
+    """The peer may be spoken to; it has not proved itself."""
+    CLAIMING = "claiming"
+    """The claim is out; the lease may be ours or not."""
+    READING = "reading"
+    """The lease is ours; bytes arrive in the wanted pages."""
+    CONFIRMING = "confirming"
+    """All bytes are there; whether they are the right ones is not known."""
+    DONE = "done"
+    """They are. The pages are their owner's."""
+    FAILED = "failed"
+    """Nothing may be used. The pages are their owner's."""
+    ABANDONED = "abandoned"
+    """Nothing may be used, and bytes may still arrive: the pages are nobody's."""
+
+
+TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
+    {
+        PullState.RESOLVING: frozenset({PullState.HANDSHAKING, PullState.FAILED}),
+        PullState.HANDSHAKING: frozenset({PullState.CLAIMING, PullState.DONE, PullState.FAILED}),
+        PullState.CLAIMING: frozenset({PullState.READING, PullState.CONFIRMING, PullState.FAILED}),
+        PullState.READING: frozenset({PullState.CONFIRMING, PullState.FAILED, PullState.ABANDONED}),
+        PullState.CONFIRMING: frozenset({PullState.DONE, PullState.FAILED}),
+        PullState.ABANDONED: frozenset({PullState.FAILED}),
+        PullState.DONE: frozenset(),
+        PullState.FAILED: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullLimits:
+    """Times in seconds: how long an answer may take, how long a read, how often something is said again, and how long a
+    peer that did not answer is not asked again."""
+
+    answer: float = 5.0
+    read: float = 30.0
+    repeat: float = 0.5
+    heartbeat: float = 5.0
+    retry_silent: float = 10.0
+
 
 _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
     {
@@ -65,9 +122,9 @@ class Pull:
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
-        self._terms = terms_of(want, tools.layout, tools.block_size)
-        self.position = self._terms.position
-        self._lease = self._terms.lease(claim)
+        self._policy = claim_policy_for(want, tools.layout, tools.block_size)
+        self.position = self._policy.position
+        self._lease = self._policy.lease(claim)
         self._limits = tools.limits
         self._until = self._repeat_at = tools.clock.now()
         self._said: Claim | ContentClaim | Confirm | None = None
@@ -134,7 +191,7 @@ class Pull:
         elif isinstance(want, Want) and want.release_only:
             self._release()
             self._to(PullState.DONE)
-        elif (record := self._terms.record(self.claim, peer.geometry.block_size)) is None:
+        elif (record := self._policy.record(self.claim, peer.geometry.block_size)) is None:
             self._give_up("there is too little to ask for")
         else:
             self._to(PullState.CLAIMING)
@@ -142,7 +199,7 @@ class Pull:
 
     def _granted(self, granted: Granted | ContentGranted) -> None:
         peer = self.session.peer if self.session is not None else None
-        grant = self._terms.grant(self.id, peer, granted) if peer is not None else None
+        grant = self._policy.grant(self.id, peer, granted) if peer is not None else None
         if grant is None:
             self._give_up("the peer's grant is not what was claimed")
             return

@@ -12,15 +12,13 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from cairn.transfer.contract import Peer, PeerGeometry, PullId, ReadOrder
-from cairn.transfer.frames import Frames, pack_pages, unpack_pages
-from cairn.transfer.links.contract import LinkError
+from cairn.transfer.contract import ReadOrder
+from cairn.transfer.wire import RecordFrames, decode_array, encode_array
 
 Ended: TypeAlias = Literal["done", "failed", "cancelled"]
 """How a read can end: the values of `ReadState` but "reading"."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 
 
 class RankChannel(Protocol):
@@ -36,18 +34,10 @@ class RankChannel(Protocol):
         ...
 
 
-class StartRead(msgspec.Struct, frozen=True, tag="start"):
-    """A `ReadOrder`; page lists as `frames.pack_pages` writes them."""
+class StartRead(msgspec.Struct, frozen=True, tag="start", eq=False):
+    """Carry this order out on your rank."""
 
-    pull: _Number
-    engine_id: str
-    geometry: PeerGeometry
-    ranks: list[bytes]
-    start: _Tokens
-    end: _Tokens
-    remote_pages: bytes
-    local_pages: bytes
-    checkpoint: tuple[bytes, bytes] | None
+    order: ReadOrder
 
 
 class CancelRead(msgspec.Struct, frozen=True, tag="cancel"):
@@ -86,43 +76,9 @@ ToRank: TypeAlias = StartRead | CancelRead | Serve | Describe
 FromRank: TypeAlias = ReadEnded | Described
 
 
-def to_rank() -> Frames[ToRank]:
-    return Frames(msgspec.msgpack.Decoder(ToRank))
+def to_rank() -> RecordFrames[ToRank]:
+    return RecordFrames(msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array), encode_array)
 
 
-def from_rank() -> Frames[FromRank]:
-    return Frames(msgspec.msgpack.Decoder(FromRank))
-
-
-def start_read(order: ReadOrder) -> StartRead:
-    remote, local = order.remote_checkpoint, order.local_checkpoint
-    return StartRead(
-        order.pull,
-        order.peer.engine_id,
-        order.peer.geometry,
-        list(order.peer.ranks),
-        order.start,
-        order.end,
-        pack_pages(order.remote_pages),
-        pack_pages(order.local_pages),
-        None if remote is None or local is None else (pack_pages(remote), pack_pages(local)),
-    )
-
-
-def order_of(record: StartRead) -> ReadOrder:
-    """The order again. Raises LinkError when a page list is broken."""
-    remote_file, local_file = record.checkpoint or (b"", b"")
-    lists = [unpack_pages(packed) for packed in (record.remote_pages, record.local_pages, remote_file, local_file)]
-    remote, local, remote_checkpoint, local_checkpoint = lists
-    if remote is None or local is None or remote_checkpoint is None or local_checkpoint is None:
-        raise LinkError("a page list is broken")
-    return ReadOrder(
-        PullId(record.pull),
-        Peer(record.engine_id, record.geometry, tuple(record.ranks)),
-        record.start,
-        record.end,
-        remote,
-        local,
-        remote_checkpoint if record.checkpoint else None,
-        local_checkpoint if record.checkpoint else None,
-    )
+def from_rank() -> RecordFrames[FromRank]:
+    return RecordFrames(msgspec.msgpack.Decoder(FromRank))

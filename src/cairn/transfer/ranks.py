@@ -28,8 +28,6 @@ from cairn.transfer.rank_channel import (
     StartRead,
     ToRank,
     from_rank,
-    order_of,
-    start_read,
     to_rank,
 )
 
@@ -104,7 +102,7 @@ class RankedWorker:
             raise LinkError(f"the peer's ranks say more than {_MAX_DESCRIPTIONS} bytes of themselves")
         self._worker.start(order)
         self._reads[order.pull] = _Read([ReadState.READING] * (1 + len(self._channels)))
-        self._tell(start_read(order))
+        self._tell(StartRead(order))
 
     def poll(self, pull: PullId) -> ReadState:
         self._hear()
@@ -218,8 +216,8 @@ class RankServant:
 
     def _take(self, record: ToRank) -> None:
         match record:
-            case StartRead():
-                self._start(record)
+            case StartRead(order=order):
+                self._start(order)
             case CancelRead(pull=pull):
                 if pull in self._open:
                     self.worker.cancel(PullId(pull))
@@ -228,15 +226,14 @@ class RankServant:
             case Describe():
                 self._tell(Described(self.link.describe()))
 
-    def _start(self, record: StartRead) -> None:
-        if record.pull in self._open:
+    def _start(self, order: ReadOrder) -> None:
+        if order.pull in self._open:
             self.dropped += 1
             return
         try:
-            order = order_of(record)
             self.worker.start(order)
         except LinkError as error:
-            self._tell(ReadEnded(record.pull, "failed", str(error)))
+            self._tell(ReadEnded(order.pull, "failed", str(error)))
         else:
             self._open.add(order.pull)
 

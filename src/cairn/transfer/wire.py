@@ -10,14 +10,17 @@ Everything may be lost, repeated, delayed and reordered: a consumer repeats what
 answers a repetition as it answered the first time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from cairn.transfer.contract import PeerGeometry
+from cairn.types import Keys, Pages
 
 VERSION = 3
 """Both sides must speak the same one. History: 1, the first; 2, content claims are granted; 3, TLS below them."""
@@ -44,8 +47,15 @@ PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
 Asked = Literal["claim", "content_claim", "heartbeat", "confirm", "release"]
 Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
+Message = TypeVar("Message")
 
-class Reason(Enum):
+_DTYPES: Mapping[object, np.dtype[Any]] = MappingProxyType(
+    {Keys: np.dtype("<i8"), Pages: np.dtype("<i4"), NDArray[np.bool_]: np.dtype(np.bool_)}
+)
+"""What each kind of array in a record is on the wire."""
+
+
+class RefusalReason(Enum):
     """Why a producer refuses."""
 
     UNKNOWN = "unknown"
@@ -181,7 +191,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     claim: Nonce
     asked: Asked
-    reason: Reason
+    reason: RefusalReason
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -219,5 +229,73 @@ _TAGS: Mapping[type, Asked] = MappingProxyType(
 )
 
 
-def refusal(request: Request, reason: Reason) -> Refused:
+def refusal(request: Request, reason: RefusalReason) -> Refused:
     return Refused(request.claim, _TAGS[type(request)], reason)
+
+
+class RecordFrames(Generic[Message]):
+    """Messages of one kind as msgpack bytes. `dropped` counts what could not be read."""
+
+    def __init__(
+        self, decoder: "msgspec.msgpack.Decoder[Message]", enc_hook: Callable[[object], bytes] | None = None
+    ) -> None:
+        """`enc_hook`: bytes of what msgspec does not know."""
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+        self.dropped = 0
+
+    def encode(self, message: Message) -> bytes:
+        """Our own records always fit: what goes into them is bounded where it comes from."""
+        frame = self._encoder.encode(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise AssertionError(f"a record of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+        return frame
+
+    def decode(self, frame: bytes) -> Message | None:
+        """None for everything that is not exactly one record of the schema."""
+        try:
+            if len(frame) <= MAX_FRAME_BYTES:
+                return self._decoder.decode(frame)
+        # A frame nested a thousand levels deep ends in RecursionError; text that is no UTF-8 in UnicodeDecodeError.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass
+        self.dropped += 1
+        return None
+
+
+def requests() -> RecordFrames[ToProducer]:
+    return RecordFrames(msgspec.msgpack.Decoder(ToProducer))
+
+
+def replies() -> RecordFrames[FromProducer]:
+    return RecordFrames(msgspec.msgpack.Decoder(FromProducer))
+
+
+def encode_array(value: object) -> bytes:
+    """An array as raw little-endian bytes, where records carry arrays."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a record has a {type(value).__name__}")
+    return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def decode_array(kind: object, data: object) -> NDArray[Any]:
+    """The array of type `kind` in `data`, read-only. Raises ValueError where bytes are no such numbers."""
+    dtype = _DTYPES[kind]
+    if not isinstance(data, bytes):
+        raise ValueError(f"{type(data).__name__} where bytes of {dtype} belong")
+    numbers = np.frombuffer(data, dtype=dtype)
+    if dtype == np.int32 and len(numbers) and numbers.min() < 0:
+        raise ValueError(f"{numbers.min()} among slots, pages or positions")
+    return numbers
+
+
+def pack_pages(pages: Pages) -> bytes:
+    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+
+
+def unpack_pages(packed: bytes) -> Pages | None:
+    """Page numbers, or None when they are no int32 numbers >= 0."""
+    if len(packed) % 4:
+        return None
+    pages = np.frombuffer(packed, dtype="<i4").astype(np.int32)
+    return pages if not len(pages) or pages.min() >= 0 else None

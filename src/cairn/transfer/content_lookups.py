@@ -14,12 +14,12 @@ from cairn.step import GRID
 from cairn.transfer.contract import AskId, ContentAsked, Offer
 from cairn.transfer.digest import DIGEST_BYTES, content_digest
 from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.wire import ContentClaim, ContentGranted, Reason, Refused, Release, Released, Reply, refusal
+from cairn.transfer.wire import ContentClaim, ContentGranted, RefusalReason, Refused, Release, Released, Reply, refusal
 from cairn.types import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskLimits:
+class LookupLimits:
     """`max_open`: asks that wait at a time; more are refused. `seconds`: how long one waits, well below the time in
     which a consumer gives up. `max_remembered`: how many answers can be given again."""
 
@@ -35,10 +35,10 @@ class _Ask:
     until: float
 
 
-class Asks:
+class ContentLookups:
     """All content claims of one engine. `layout` is `digest.layout_hash`."""
 
-    def __init__(self, leases: LeaseBook, layout: bytes, clock: Clock, limits: AskLimits) -> None:
+    def __init__(self, leases: LeaseBook, layout: bytes, clock: Clock, limits: LookupLimits) -> None:
         self._leases = leases
         self._layout = layout
         self._clock = clock
@@ -52,7 +52,7 @@ class Asks:
 
     @property
     def num_open(self) -> int:
-        """Asks without an answer."""
+        """ContentLookups without an answer."""
         return len(self._open)
 
     @property
@@ -65,15 +65,15 @@ class Asks:
         self.expire()
         if claim.claim in self._answered:
             nonce = self._answered[claim.claim]
-            return refusal(claim, Reason.NOT_HELD) if nonce is None else self._leases.granted(claim, nonce)
+            return refusal(claim, RefusalReason.NOT_HELD) if nonce is None else self._leases.granted(claim, nonce)
         known = self._by_claim.get(claim.claim)
         if known is not None:
             ask = self._open[known]
-            return None if ask.claim == claim and ask.sender == sender else refusal(claim, Reason.USED)
+            return None if ask.claim == claim and ask.sender == sender else refusal(claim, RefusalReason.USED)
         if len(claim.marks) % DIGEST_BYTES:
-            return refusal(claim, Reason.OUT_OF_RANGE)
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
         if len(self._open) >= self._limits.max_open:
-            return refusal(claim, Reason.NOT_HELD)
+            return refusal(claim, RefusalReason.NOT_HELD)
         self._next += 1
         ask_id = AskId(self._next)
         self._open[ask_id] = _Ask(sender, claim, self._clock.now() + self._limits.seconds)
@@ -96,7 +96,7 @@ class Asks:
         """Nothing is held of what was asked. Unknown and ended asks are left as they are."""
         if (found := self._open.get(ask)) is not None:
             self._close(ask, None)
-            self._replies.append((found.sender, refusal(found.claim, Reason.NOT_HELD)))
+            self._replies.append((found.sender, refusal(found.claim, RefusalReason.NOT_HELD)))
 
     def grant(self, ask: AskId, offer: Offer, nonce: bytes) -> bool:
         """Lease what is held to whoever asked. False, and nothing is leased, when the ask has ended or contradicts

@@ -5,10 +5,9 @@ from functools import cached_property
 from typing import Protocol
 
 from cairn.step import GRID
-from cairn.transfer.contract import ContentWant, Peer, PullId, ReadOrder, Want
+from cairn.transfer.contract import ContentWant, Peer, PullId, ReadOrder, Want, num_range_pages
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
-from cairn.transfer.frames import unpack_pages
-from cairn.transfer.wire import MAX_MARK_BYTES, Claim, ContentClaim, ContentGranted, Granted
+from cairn.transfer.wire import MAX_MARK_BYTES, Claim, ContentClaim, ContentGranted, Granted, unpack_pages
 from cairn.types import Pages
 
 
@@ -24,7 +23,7 @@ class Grant:
     order: ReadOrder
 
 
-class Terms(Protocol):
+class ClaimPolicy(Protocol):
     """One want's side of the bargain; `claim` is the transfer's own name everywhere."""
 
     @property
@@ -45,17 +44,17 @@ class Terms(Protocol):
         ...
 
 
-def terms_of(want: Want | ContentWant, layout: bytes, block_size: int) -> Terms:
+def claim_policy_for(want: Want | ContentWant, layout: bytes, block_size: int) -> ClaimPolicy:
     """`layout` is `digest.layout_hash`, `block_size` the own one."""
     match want:
         case Want():
-            return LeaseTerms(want, layout)
+            return LeaseClaimPolicy(want, layout)
         case ContentWant():
-            return ContentTerms(want, layout, block_size)
+            return ContentClaimPolicy(want, layout, block_size)
 
 
 @dataclass(frozen=True)
-class LeaseTerms:
+class LeaseClaimPolicy:
     """All that a lease was offered for, or nothing."""
 
     want: Want
@@ -93,7 +92,7 @@ class LeaseTerms:
 
 
 @dataclass(frozen=True)
-class ContentTerms:
+class ContentClaimPolicy:
     """Whatever the other side holds beyond `start`, up to any of the marks that it is told, or to the end."""
 
     want: ContentWant
@@ -137,9 +136,9 @@ class ContentTerms:
             return None
         # Where no page is lacking, the other side's are of no use; a model without attention has none.
         start, pages = (want.start, found.pages) if len(want.pages) else (end, found.pages[:0])
-        if len(pages) != _num_pages(start, end, peer.geometry.block_size):
+        if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
             return None
-        own = want.pages[: _num_pages(start, end, self.block_size)]
+        own = want.pages[: num_range_pages(start, end, self.block_size)]
         checkpoint = None if found.checkpoint is None else want.checkpoint
         order = ReadOrder(pull, peer, start, end, pages, own, found.checkpoint, checkpoint)
         return Grant(reply.request_id, reply.nonce, reply.granted.generation, reply.granted.checkpoint_position, order)
@@ -161,7 +160,3 @@ def _unpacked(granted: Granted) -> _Found | None:
     if not len(checkpoint) or not 0 < granted.checkpoint_position <= granted.position:
         return None
     return _Found(pages, checkpoint)
-
-
-def _num_pages(start: int, end: int, block_size: int) -> int:
-    return -(-end // block_size) - start // block_size if start < end else 0
