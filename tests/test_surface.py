@@ -126,7 +126,7 @@ EXPORTED = {
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids Speller TokenizerSpeller Turn Vocabulary Words spelled",
     "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineCore EngineInfo "
+    "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
     "MAX_ALLOWED_TOKENS MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
     "MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
@@ -135,8 +135,8 @@ EXPORTED = {
     "cairn.engine.core": "Core StepRunner",
     "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
-    "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
-    "cairn.engine.process": "ProcessEngine",
+    "cairn.engine.client": "CoreClient EngineDeadlines OutputQueue Transport",
+    "cairn.engine.process": "ProcessTransport",
     "cairn.proxy.app": "create_app",
     "cairn.proxy.options": "ProxyOptions",
     "cairn.proxy.run": "ProxyServer",

@@ -7,7 +7,7 @@ import numpy as np
 
 from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest
-from cairn.engine.kv_transfer import Terms
+from cairn.engine.kv_transfer import TransferTerms
 from cairn.engine.specs import SpecMaker
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.slots import Sample, Slots
@@ -37,7 +37,7 @@ class EchoSpecs(SpecMaker):
     def make(
         self,
         request: GenerateRequest,
-        terms: Terms,
+        terms: TransferTerms,
         constraint: GrammarConstraint | None,
         room_behind: Callable[[int], int],
     ) -> list[tuple[Spec, GrammarConstraint | None]]:

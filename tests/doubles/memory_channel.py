@@ -54,7 +54,7 @@ class MemoryNetwork:
 
 
 class MemoryChannel:
-    """A `Channel`. It never waits."""
+    """A `TlsSideChannel` without sockets. It never waits."""
 
     def __init__(self, network: MemoryNetwork, address: Address, name: bytes) -> None:
         self.address = address

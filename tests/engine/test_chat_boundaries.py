@@ -21,8 +21,7 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.engine.boundaries import place_boundaries
-from cairn.engine.chat_template import MAX_RENDERINGS
+from cairn.engine.chat_template import MAX_RENDERINGS, place_boundaries
 from cairn.engine.contract import Breakpoint, RenderedPrompt
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest

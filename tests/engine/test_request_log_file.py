@@ -11,9 +11,9 @@ import pytest
 from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import LogEntry, RequestLog, StepTimes
+from cairn.engine.request_log import RequestLog
 from cairn.engine.request_log_file import MAX_ENTRIES, LogFile
-from cairn.engine.request_log_lines import LogLines
+from cairn.engine.request_log_lines import LogEntry, LogLines, StepTimes
 from cairn.errors import ConfigError
 from cairn.keys import common_tokens
 from cairn.replay.traces import read_trace

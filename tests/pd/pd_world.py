@@ -13,7 +13,7 @@ from cairn.cache.eviction import ValuePerByte
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.kv_transfer import KvTransfer, terms_of
-from cairn.engine.sampling import answers_to
+from cairn.engine.specs import answers_to
 from cairn.engine.transfer_loop import TransferLoop, TransferPort
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec

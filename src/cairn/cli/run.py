@@ -23,8 +23,8 @@ logger = logging.getLogger("cairn.cli")
 
 
 def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
-    from cairn.engine.client import EngineDeadlines
-    from cairn.engine.process import ProcessEngine
+    from cairn.engine.client import CoreClient, EngineDeadlines
+    from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
     from cairn.http.listening import raise_descriptor_limit
     from cairn.server.run import HttpServer
@@ -35,12 +35,11 @@ def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
 
     async def run() -> int:
-        engine = ProcessEngine(
-            engine_config(settings),
-            load_tokenizer,
-            core=core,
-            threads=num_threads,
-            deadlines=EngineDeadlines(start=settings.start_timeout),
+        config = engine_config(settings)
+        engine = CoreClient(
+            ProcessTransport(config, core=core, threads=num_threads),
+            lambda: load_tokenizer(config.model),
+            EngineDeadlines(start=settings.start_timeout),
         )
         return await _until_drained(HttpServer(engine, server_options(settings)))
 

@@ -1,6 +1,7 @@
 """From an EngineConfig to a running core: model, pool, scheduler, runner, tokenizer. Imports torch."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,12 +17,12 @@ from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.grammars import Grammars
+from cairn.engine.grammars import GrammarCompiler
 from cairn.engine.kv_transfer import KvTransfer
 from cairn.engine.rank_transfer import RankSockets, rank_service
 from cairn.engine.rank_wire import RankConfig, RankService
 from cairn.engine.ranks import build_ranked
-from cairn.engine.request_log_header import open_log
+from cairn.engine.request_log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.engine.vocabulary import grammar_tokenizer
@@ -93,7 +94,7 @@ def build_core(
         image_keys=image_keys,
         image_counts=ranks.own.image_counts,
         request_log=request_log,
-        grammars=_grammars(tokenizer, vocab_size, eos_token_ids, clock),
+        grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
     )
 
 
@@ -126,10 +127,6 @@ def _plain_info(
     )
 
 
-def _grammars(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...], clock: Clock) -> Grammars:
-    return Grammars(lambda: grammar_tokenizer(tokenizer.to_json(), vocab_size, eos_token_ids), vocab_size, clock)
-
-
 @dataclass(frozen=True, slots=True)
 class _Ranks:
     """What carries plans out, and rank 0's own part of it. `sockets`: the ways to the other ranks' links."""
@@ -158,7 +155,7 @@ def _build_ranks(
         return _Ranks(runner, runner)
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
-        services = (rank_service(config.kv_transfer.host, num_pages, config.block_size, units),)
+        services = (rank_service(config.kv_transfer.host, num_pages, units),)
     ranked = build_ranked(
         RankConfig(
             tp_size=tp_size,
@@ -192,7 +189,8 @@ def _build_transfer(
     content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
     channels = () if ranks.sockets is None else ranks.sockets.channels
     transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)
-    transfer.ways = ranks.sockets
+    if ranks.sockets is not None:
+        transfer.close_ways = ranks.sockets.close
     return transfer
 
 

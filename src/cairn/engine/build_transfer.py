@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.kv_transfer import KvTransfer
-from cairn.engine.side_channel import SideChannel
+from cairn.engine.side_channel import TlsSideChannel
 from cairn.engine.transfer_loop import TransferLoop, TransferPort
 from cairn.errors import ConfigError, EngineDead
 from cairn.scheduler.transfers import LeaseQuota
@@ -97,7 +97,7 @@ def build_transfer(
     described = _described(worker, clock)
     engine_id = str(uuid.uuid4())
     identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
-    channel = SideChannel(config.host, config.port, derive_credentials(secret), clock)
+    channel = TlsSideChannel(config.host, config.port, derive_credentials(secret), clock)
     limits = LeaseLimits(max_pages=memory.num_pages, duration=config.lease_seconds)
     producer = Producer(identity, limits, clock, os.urandom)
     consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)

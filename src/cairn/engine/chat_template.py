@@ -7,8 +7,9 @@ Where the marks change the rest of the text, only the system segment and the las
 the chat that ends there. At most `MAX_RENDERINGS` in all, however long the chat is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,6 +17,7 @@ from jinja2 import TemplateError
 from cairn.engine.chat import Chat, Mark, Message, behind_last_mark, first_turn, marked, plain, unmarked
 from cairn.engine.contract import Breakpoint
 from cairn.errors import InvalidRequest
+from cairn.types import Boundary, BoundaryKind
 
 MAX_RENDERINGS = 12
 """Most renderings of one chat: itself, its marked copy, its beginnings."""
@@ -31,6 +33,15 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Attribute
 
 Apply = Callable[..., Any]
 """`PreTrainedTokenizerFast.apply_chat_template`."""
+
+_RANK: Mapping[BoundaryKind, int] = MappingProxyType(
+    {"system_end": 0, "message_end": 1, "image_end": 2, "breakpoint": 3}
+)
+"""Of two at one place, the lower one says what it is."""
+
+_MAX_MISFITS = 4
+"""How many places in a row may be no token's end before only the last one is still tried: each is looked for in all
+the text since the one before it."""
 
 
 @dataclass(slots=True)
@@ -248,3 +259,64 @@ def _cut_back(text: str, place: int) -> int:
     while place and text[place - 1] not in "\n>]}":
         place -= 1
     return place
+
+
+def list_boundaries(ends: TextEnds, turns: int, breakpoints: Sequence[Breakpoint]) -> list[Boundary]:
+    """The boundaries of a chat whose turns begin with message `turns`, with their positions in characters, ascending
+    and distinct."""
+    found: dict[int, Boundary] = {}
+
+    def add(place: int | None, kind: BoundaryKind, seconds: int = 0) -> None:
+        if not place:
+            return
+        old = found.get(place)
+        if old is not None and _RANK[old.kind] <= _RANK[kind]:
+            kind = old.kind
+        found[place] = Boundary(place, kind, max(seconds, 0 if old is None else old.hold_seconds))
+
+    add(ends.system, "system_end")
+    for place in ends.messages.values():
+        add(place, "message_end")
+    for point in breakpoints:
+        message, part = point.message, point.part
+        if message is not None and part is not None:
+            add(ends.parts.get((message, part)), "breakpoint", point.seconds)
+        elif message is None or message < turns:
+            # tools stand somewhere in the system segment: where it ends all of them have come
+            add(ends.system, "breakpoint", point.seconds)
+        else:
+            add(ends.messages.get(message), "breakpoint", point.seconds)
+    return [found[place] for place in sorted(found)]
+
+
+def place_boundaries(
+    boundaries: Sequence[Boundary], text: str, token_ids: list[int], encode: Callable[[str], list[int]]
+) -> list[Boundary]:
+    """The same boundaries with their positions in tokens, without those before which the tokens would be others if
+    nothing came behind: `token_ids` is `encode(text)`.
+
+    Each stretch of text between two of them is encoded once more, alone.
+    """
+    placed: list[Boundary] = []
+    place = position = misfits = 0
+    for boundary in boundaries:
+        last = boundary is boundaries[-1]
+        if misfits > _MAX_MISFITS and not last:
+            continue
+        end = _fits(token_ids, position, encode(text[place : boundary.position]))
+        if end is None and last and place:
+            end = _fits(token_ids, 0, encode(text[: boundary.position]))
+        if end is None:
+            misfits += 1
+            continue
+        misfits = 0
+        place, position = boundary.position, end
+        if position:
+            placed.append(replace(boundary, position=position))
+    return placed
+
+
+def _fits(token_ids: list[int], start: int, part: list[int]) -> int | None:
+    """Where `part` ends in `token_ids` if it is there from `start` on."""
+    end = start + len(part)
+    return end if token_ids[start:end] == part else None

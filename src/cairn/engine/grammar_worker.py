@@ -1,8 +1,7 @@
-"""A process that says whether grammars compile: `python -m cairn.engine.grammar_worker`.
+"""A process that says whether grammars compile: `python -m cairn.engine.grammar_worker ADDRESS LOG_LEVEL`.
 
-Started by `grammar_check.GrammarCheck`, never by hand. Each line of standard input is a Structure as JSON; each is
-answered by a line: the reason why it is refused, as a JSON text, or null. What makes it hang or fill the memory costs
-this process and nothing else.
+Started by `grammars.GrammarCheck`, never by hand. Each frame is a Structure; each is answered by one: the reason why it
+is refused, or null. What makes it hang or fill the memory costs this process and nothing else.
 """
 
 import resource
@@ -11,6 +10,7 @@ import sys
 import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from cairn.engine.child_process import ParentLink, run_child
 from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import Structure
 from cairn.engine.structure import grammar_of, refusal
@@ -46,16 +46,15 @@ def reason_against(structure: Structure, tokenizer: LLTokenizer) -> str | None:
     return None
 
 
-def main() -> int:
+def _serve(parent: ParentLink) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     tokenizer = byte_tokenizer()
-    read, written = sys.stdin.buffer, sys.stdout.buffer
-    for line in read:
-        reason = reason_against(msgspec.json.decode(line, type=Structure), tokenizer)
-        written.write(msgspec.json.encode(reason) + b"\n")
-        written.flush()
-    return 0
+    while True:
+        frame = parent.receive(None)
+        if frame is not None:
+            structure = msgspec.msgpack.decode(frame, type=Structure)
+            parent.send(msgspec.msgpack.encode(reason_against(structure, tokenizer)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(sys.argv[1:], "grammars", _serve))

@@ -7,7 +7,6 @@ do_remote_prefill + a reference                source: a promise                
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -22,8 +21,12 @@ from cairn.transfer.peers import PeerPolicy
 _NAME = "kv_transfer_params"
 
 
+def _nothing() -> None:
+    """There is nothing to close."""
+
+
 @dataclass(frozen=True, slots=True)
-class Terms:
+class TransferTerms:
     """One request's part in a transfer. `prefill_cached_tokens`: what the prefilling server had cached."""
 
     source: Source | None = None
@@ -31,14 +34,10 @@ class Terms:
     prefill_cached_tokens: int | None = None
 
 
-class Closing(Protocol):
-    def close(self) -> None: ...
-
-
 @dataclass(eq=False)
 class KvTransfer:
-    """One engine's side of the transfers, as the core sees it. Other servers are told `host` and `side_port`. `ways`:
-    those to the other ranks, where there are any. `quota`: how much may be held for other servers."""
+    """One engine's side of the transfers, as the core sees it. Other servers are told `host` and `side_port`.
+    `close_ways` ends those to the other ranks. `quota`: how much may be held for other servers."""
 
     engine_id: str
     host: str
@@ -48,7 +47,7 @@ class KvTransfer:
     port: TransferPort
     loop: TransferLoop
     sequences: Sequences
-    ways: Closing | None = None
+    close_ways: Callable[[], None] = _nothing
     quota: LeaseQuota = field(default_factory=LeaseQuota)
 
     @property
@@ -62,8 +61,7 @@ class KvTransfer:
 
     def close(self) -> None:
         self.loop.stop()
-        if self.ways is not None:
-            self.ways.close()
+        self.close_ways()
 
     def check(self) -> None:
         """Raises EngineDead when the transfer thread has ended: nobody would serve the leases."""
@@ -105,12 +103,12 @@ class KvTransfer:
         }
 
 
-def terms_of(params: object, transfer: KvTransfer | None) -> Terms:
-    """`params`: see `wire.transfer_params`. Raises InvalidRequest that names the key; also where this server takes no
+def terms_of(params: object, transfer: KvTransfer | None) -> TransferTerms:
+    """`params`: see `specs.transfer_params`. Raises InvalidRequest that names the key; also where this server takes no
     part in transfers and is asked to."""
     asked = parse_kv_transfer_params(params, PeerPolicy() if transfer is None else transfer.policy)
     if asked is None:
-        return Terms()
+        return TransferTerms()
     if transfer is None:
         raise InvalidRequest(
             f"{_NAME}: this server takes no part in transfers: start it with --kv-transfer-config", _NAME
@@ -118,10 +116,10 @@ def terms_of(params: object, transfer: KvTransfer | None) -> Terms:
     match asked:
         case RemotePrefill():
             source = Source(asked.engine_id, asked.host, asked.port, asked.request_id, asked.nonce)
-            return Terms(source, prefill_cached_tokens=asked.cached_tokens)
+            return TransferTerms(source, prefill_cached_tokens=asked.cached_tokens)
         case RemoteDecode(hint=hint):
             asked_too = None if hint is None else Source(hint.engine_id, hint.host, hint.port, end=hint.num_tokens)
-            return Terms(asked_too, hand_over=True)
+            return TransferTerms(asked_too, hand_over=True)
 
 
 def report(request: Request) -> TransferReport | None:

@@ -34,10 +34,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
     host: str
     num_pages: int
-    block_size: int
-    kv_heads: int
-    attention_layers: int
-    state_units: int
+    units: ModelUnits
 
 
 class _SocketChannel:
@@ -79,19 +76,18 @@ class RankSockets:
         self._context.destroy(linger=0)
 
 
-def rank_service(host: str, num_pages: int, block_size: int, units: ModelUnits) -> RankService:
+def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
     """For `RankConfig.services`: the other ranks' part in transfers."""
-    settings = _Settings(host, num_pages, block_size, units.kv_heads, units.attention_layers, units.state_units)
-    return RankService("cairn.engine.rank_transfer:serve_rank", msgspec.msgpack.encode(settings))
+    settings = msgspec.msgpack.encode(_Settings(host, num_pages, units))
+    return RankService("cairn.engine.rank_transfer:serve_rank", settings)
 
 
 @contextmanager
 def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_link) -> Iterator[None]:
     """Carries out reads of this rank's share from a thread of its own, as long as the context is open."""
     own = msgspec.msgpack.decode(settings, type=_Settings)
-    units = ModelUnits(own.kv_heads, own.attention_layers, own.state_units)
     pool = place.runner.pool.numpy()
-    memory = RankMemory(pool, own.num_pages, place.runner.layout, units, place.rank, place.tp_size)
+    memory = RankMemory(pool, own.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)
     worker = rank_worker(link, memory)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

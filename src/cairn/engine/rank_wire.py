@@ -1,7 +1,7 @@
 """What rank 0 and the other ranks tell each other: msgpack frames, arrays as raw little-endian bytes.
 
     rank 0 -> rank r   RankConfig (the first frame), then StepPlan after StepPlan
-    rank r -> rank 0   Hello, RankReady or RankRefused, then one StepDone for each plan; RankFailed is the last word
+    rank r -> rank 0   RankStarted, RankReady or BuildRefused, then one StepDone for each plan; Fatal is the last word
 
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
@@ -11,8 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from cairn.engine.wire import MAX_FRAME_BYTES, Frames
-from cairn.errors import ConfigError, ModelError
+from cairn.engine.wire import MAX_FRAME_BYTES, BuildRefused, Fatal, Frames
 from cairn.step import StepPlan
 from cairn.transfer.wire import decode_array, encode_array
 from cairn.types import SamplingParams
@@ -61,22 +60,12 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     encoder_bytes: int | None = None
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class RankStarted(msgspec.Struct, frozen=True, tag="started"):
     """The rank has its configuration and is about to join the others."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
     """The rank has its weights and its memory; its services run."""
-
-
-class RankRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The rank cannot be built from this configuration."""
-
-    kind: Literal["config", "model"]
-    text: _Text
-
-    def error(self) -> ConfigError:
-        return ModelError(self.text) if self.kind == "model" else ConfigError(self.text)
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="done"):
@@ -85,13 +74,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
     step: _Step
 
 
-class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The rank has ended, and why."""
-
-    text: _Text
-
-
-ToRankZero: TypeAlias = Hello | RankReady | RankRefused | StepDone | RankFailed
+ToRankZero: TypeAlias = RankStarted | RankReady | BuildRefused | StepDone | Fatal
 
 
 def frames_of_config() -> Frames[RankConfig]:

@@ -7,42 +7,31 @@ is a pipe whose other end rank 0 holds open: when it closes, rank 0 is gone, and
 
 import importlib
 import logging
-import os
-import shutil
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import zmq
-
+from cairn.engine.child_process import ParentLink, load_function, run_child
 from cairn.engine.core import StepRunner
 from cairn.engine.rank_wire import (
-    Hello,
     RankConfig,
-    RankFailed,
     RankReady,
-    RankRefused,
-    RankService,
+    RankStarted,
     StepDone,
     ToRankZero,
     frames_of_config,
     frames_of_plans,
     frames_to_rank_zero,
 )
-from cairn.engine.wire import MAX_FRAME_BYTES
-from cairn.errors import ConfigError, EngineDead, ModelError
+from cairn.engine.wire import BuildRefused, Fatal
+from cairn.errors import ConfigError, EngineDead
 from cairn.step import StepPlan
 
 if TYPE_CHECKING:
     from cairn.runner.runner import Observe, Runner
-
-_CONFIG_SECONDS = 60.0
-_LINGER_SECONDS = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -63,33 +52,6 @@ class RankPlace:
 
 ServiceFactory = Callable[[RankPlace, bytes], AbstractContextManager[object]]
 """Called with the rank's place and the service's settings. Raises ConfigError."""
-
-
-class _Link:
-    """This rank's end of the line to rank 0."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.LINGER, int(_LINGER_SECONDS * 1000))
-        self._socket.connect(address)
-        self._plans = frames_of_plans()
-        self._outgoing = frames_to_rank_zero()
-
-    def receive_config(self, seconds: float) -> RankConfig:
-        if not self._socket.poll(int(seconds * 1000)):
-            raise EngineDead(f"no configuration came within {seconds:g} s")
-        return frames_of_config().decode(self._socket.recv())
-
-    def receive(self) -> StepPlan:
-        """The next plan. Waits as long as rank 0 lives: an idle engine has none, and needs no clock for it."""
-        return self._plans.decode(self._socket.recv())
-
-    def send(self, message: ToRankZero) -> None:
-        self._socket.send(self._outgoing.encode(message))
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner":
@@ -136,63 +98,49 @@ def follow(runner: StepRunner, receive: Callable[[], StepPlan], send: Callable[[
         send(StepDone(plan.step))
 
 
-def _load_service(service: RankService) -> ServiceFactory:
-    module, _, name = service.factory.partition(":")
-    try:
-        return cast(ServiceFactory, getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"the rank's service {service.factory!r} cannot be imported: {error}") from error
+def _serve(parent: ParentLink) -> int:
+    outgoing, plans = frames_to_rank_zero(), frames_of_plans()
 
+    def send(message: ToRankZero) -> None:
+        parent.send(outgoing.encode(message))
 
-def _serve(link: _Link) -> int:
+    def receive() -> StepPlan:
+        """The next plan. Waits as long as rank 0 lives: an idle engine has none, and needs no clock for it."""
+        while (frame := parent.receive(None)) is None:
+            continue
+        return plans.decode(frame)
+
     try:
-        config = link.receive_config(_CONFIG_SECONDS)
+        config = frames_of_config().decode(parent.receive_config())
         # What takes long to import comes before the word that this rank is there: the others then wait for nothing.
         importlib.import_module("cairn.runner.runner")
-        link.send(Hello())
+        send(RankStarted())
         with ExitStack() as services:
             try:
                 runner = build_rank(config)
                 place = RankPlace(config.rank, config.tp_size, Path(config.rendezvous).parent, runner)
                 for service in config.services:
-                    services.enter_context(_load_service(service)(place, service.settings))
+                    make: ServiceFactory = load_function(service.factory, "the rank's service")
+                    services.enter_context(make(place, service.settings))
             except ConfigError as error:
-                link.send(RankRefused("model" if isinstance(error, ModelError) else "config", str(error)))
+                send(BuildRefused.of(error))
                 return 2
-            link.send(RankReady())
-            follow(runner, link.receive, link.send)
+            send(RankReady())
+            follow(runner, receive, send)
     except EngineDead as error:
         # Mostly rank 0 has ended, or another rank has: not this rank's fault, and no news of how.
         logger.error("this rank ends: %s", error)
-        link.send(RankFailed(str(error)))
+        send(Fatal(str(error)))
         return 1
     except Exception as error:
         logger.exception("a rank has ended")
-        link.send(RankFailed(f"{type(error).__name__}: {error}"))
+        send(Fatal(f"{type(error).__name__}: {error}"))
         return 1
     return 0
 
 
-def _exit_with_rank_zero(address: str) -> None:
-    """Waits for rank 0's end, then cleans up what it may no longer be able to: the directory of sockets."""
-    os.read(0, 1)
-    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
-    os._exit(0)
-
-
 def main(arguments: Sequence[str]) -> int:
-    address, log_level = arguments
-    # Rank 0 decides when this rank ends, as the server decides it for rank 0.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_rank_zero, args=(address,), name="cairn-rank-zero-watch", daemon=True).start()
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s [rank] %(message)s")
-    with zmq.Context() as context:
-        link = _Link(context, address)
-        try:
-            return _serve(link)
-        finally:
-            link.close()
+    return run_child(arguments, "rank", _serve)
 
 
 if __name__ == "__main__":

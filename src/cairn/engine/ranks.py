@@ -2,9 +2,9 @@
 
     rank 0 (the engine's process)          rank 1, 2, ... (`rank_worker`)
     |-- RankConfig ----------------------->|  read, torch imported
-    |<------------------------------ Hello-|
+    |<------------------------ RankStarted-|
     |========= the ranks find each other, and each loads its share =====|
-    |<-------------------------- RankReady-|  or RankRefused
+    |<-------------------------- RankReady-|  or BuildRefused
     |-- plan ----------------------------->|
     |========= the step: partial sums are put together ================|
     |<--------------------------- StepDone-|  all that the plan writes is written, on every rank
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cairn.engine.rank_followers import Followers, RankDeadlines
 from cairn.engine.rank_wire import RankConfig
 from cairn.engine.rank_worker import build_rank
 from cairn.errors import EngineDead
@@ -27,6 +26,134 @@ from cairn.types import Clock, SystemClock
 
 if TYPE_CHECKING:
     from cairn.runner.runner import Observe, Runner
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from cairn.engine.child_process import LAST_WORDS_SECONDS, ChildProcess
+from cairn.engine.rank_wire import (
+    RankReady,
+    RankStarted,
+    StepDone,
+    ToRankZero,
+    follower_plan,
+    frames_of_config,
+    frames_of_plans,
+    frames_to_rank_zero,
+)
+from cairn.engine.wire import BuildRefused, Fatal
+from cairn.errors import CairnError
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeadlines:
+    """How long rank 0 waits for another rank, in seconds. `hello`: until its process runs and has imported torch;
+    `ready`: until it has its weights; `stop`: until it has ended by itself. What a step may take is in the RankConfig.
+    """
+
+    hello: float = 120.0
+    ready: float = 1800.0
+    stop: float = 5.0
+
+
+class Follower:
+    """Another rank as rank 0 sees it: a child process in the private folder."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", config: RankConfig, deadlines: RankDeadlines, clock: Clock
+    ) -> None:
+        self._deadlines = deadlines
+        self._step_seconds = config.step_seconds
+        self._incoming = frames_to_rank_zero()
+        self._config = frames_of_config().encode(config)
+        self.child = ChildProcess(
+            f"rank {config.rank}",
+            "cairn.engine.rank_worker",
+            f"ipc://{Path(config.rendezvous).parent}/rank-{config.rank}",
+            context=context,
+            send_seconds=config.step_seconds,
+            # One plan at a time is on its way; more than a few can only mean that nobody reads them.
+            queued_frames=4,
+            clock=clock,
+        )
+
+    def configure(self) -> None:
+        """Gives the rank its configuration as soon as its process is there to take it."""
+        self.child.wait_for(zmq.POLLOUT, self._deadlines.hello, "started")
+        self.child.send(self._config, "configuration")
+
+    def expect_started(self) -> None:
+        self._expect(RankStarted(), self._deadlines.hello, "started")
+
+    def expect_ready(self) -> None:
+        """Raises ConfigError or ModelError where the rank refuses its configuration."""
+        self._expect(RankReady(), self._deadlines.ready, "built")
+
+    def expect_done(self, step: int) -> None:
+        self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
+
+    def last_words(self) -> str | None:
+        """Why the rank has given up, if it says so soon."""
+        frame = self.child.last_words(LAST_WORDS_SECONDS)
+        message = None if frame is None else self._incoming.decode(frame)
+        return f"{self.child.name} has failed: {message.text}" if isinstance(message, Fatal) else None
+
+    def _expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
+        message = self._incoming.decode(self.child.receive(seconds, what))
+        if isinstance(message, BuildRefused):
+            raise message.error()
+        if isinstance(message, Fatal):
+            raise EngineDead(f"{self.child.name} has failed: {message.text}")
+        if message != wanted:
+            raise EngineDead(f"{self.child.name} has sent {message} instead of {wanted}")
+
+
+class Followers:
+    """All ranks but 0, started together in one folder and ended together."""
+
+    def __init__(self, config: RankConfig, deadlines: RankDeadlines, clock: Clock) -> None:
+        self.folder = Path(config.rendezvous).parent
+        self._deadlines = deadlines
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._plans = frames_of_plans()
+        self._all: list[Follower] = []
+        try:
+            for rank in range(1, config.tp_size):
+                own = msgspec.structs.replace(config, rank=rank)
+                self._all.append(Follower(self._context, own, deadlines, clock))
+            for follower in self._all:
+                follower.configure()
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._all)
+
+    def post(self, plan: StepPlan) -> None:
+        frame = self._plans.encode(follower_plan(plan))
+        for follower in self._all:
+            if (end := follower.child.end()) is not None:
+                raise EngineDead(end)
+            follower.child.send(frame, "plan")
+
+    def cause(self, error: Exception) -> str:
+        """Rank 0 mostly learns of a loss by a broken line; what has happened is known elsewhere."""
+        said = [words for each in self._all if (words := each.last_words()) is not None]
+        ends = [end for each in self._all if (end := each.child.end()) is not None]
+        killed = [end for end in ends if "killed" in end]
+        text = str(error) if isinstance(error, CairnError) else f"{type(error).__name__}: {error}"
+        return (killed or said or ends or [text])[0]
+
+    def close(self, kill: bool) -> None:
+        for follower in self._all:
+            follower.child.let_go(kill)
+        for follower in self._all:
+            follower.child.close(self._deadlines.stop)
+        self._context.term()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class RankedRunner:
@@ -47,7 +174,7 @@ class RankedRunner:
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of rank 1, 2, ..., for whoever wants to look at them."""
-        return tuple(follower.process.pid for follower in self._followers)
+        return tuple(follower.child.process.pid for follower in self._followers)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Returns when every rank has carried the plan out.
@@ -91,7 +218,7 @@ def build_ranked(
     followers = Followers(config, deadlines or RankDeadlines(), clock or SystemClock())
     try:
         for follower in followers:
-            follower.expect_hello()
+            follower.expect_started()
         own = build_rank(config, observe)
         for follower in followers:
             follower.expect_ready()

@@ -10,84 +10,37 @@ model's. The others are written as requests end. The scheduler's thread only han
 anew.
 """
 
-from dataclasses import dataclass, field
-from typing import Protocol
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
-import msgspec
-
-from cairn.cache.lease import Namespace
-from cairn.engine.contract import CacheReport
+from cairn.cache.layout import CacheLayout
+from cairn.engine.contract import EngineConfig, EngineInfo
 from cairn.engine.core_report import cache_report
+from cairn.engine.request_log_file import LogFile
+from cairn.engine.request_log_lines import LogEntry, LogLines, StepTimes
+from cairn.models.forward_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Request
 from cairn.step import GRID
-from cairn.types import Boundary, Clock, Keys
+from cairn.types import Clock
 
 _NANOSECOND = 1e-9
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """When a request was computed, in seconds since the start of the log.
-
-    `steps`: the time at which each of its steps was planned and the number of tokens computed after it: all prefill
-    steps, and those decode steps that need a page or may keep a state. `forced_checkpoints`: the positions of
-    checkpoints that were reserved because another request needs them, whatever the placement policy says, with the
-    times at which they were first seen.
-    """
-
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    forced_checkpoints: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogEntry:
-    """One request that has ended. `times`, in seconds since the start of the log: arrival (`t`), `scheduled` if it ever
-    got pages, `first_token` if it has one, `finished` (the answer is complete) and `released` (its pages were freed).
-
-    `is_parallel_sample`: the prompt is counted with another answer to it. `bypasses_cache`: nothing was looked up,
-    because all of the prompt had to be computed. `dropped`: entries dropped before this one.
-    """
-
-    number: int
-    request_id: str
-    namespace: Namespace
-    prompt: Keys
-    output: tuple[int, ...]
-    boundaries: tuple[Boundary, ...]
-    times: dict[str, float]
-    finish: str
-    timings: dict[str, float]
-    report: CacheReport | None
-    step_times: StepTimes
-    is_parallel_sample: bool
-    bypasses_cache: bool
-    dropped: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
-
-
-class EntrySink(Protocol):
-    """Takes entries away: `cairn.engine.request_log_file.LogFile`."""
-
-    @property
-    def dropped(self) -> int:
-        """Entries that were not written."""
-        ...
-
-    def put(self, entry: LogEntry) -> bool:
-        """False, at once, when there is no room for it."""
-        ...
-
-    def close(self) -> None: ...
+VERSION = 2
+UNIT = 64
+"""Tokens of a block hash."""
+KEY_BYTES = 32
+MAX_WRITTEN_TOKENS = 1 << 24
+"""For how many tokens the block hashes in the file are remembered: 30 MiB."""
 
 
 class RequestLog:
     """A `RequestObserver` that makes a `LogEntry` of each request when it ends. One thread only."""
 
-    def __init__(self, sink: EntrySink, clock: Clock, block_size: int) -> None:
+    def __init__(self, sink: LogFile, clock: Clock, block_size: int) -> None:
         self._sink = sink
         self._block_size = block_size
         self._clock = clock
@@ -181,10 +134,45 @@ def _timings(request: Request) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in told.items()}
 
 
-def reported(report: CacheReport | None) -> dict[str, object]:
-    """The response's `cairn.cache`, field by field; a request that never ran has none."""
-    if report is None:
-        return {}
-    fields = msgspec.to_builtins(report)
-    assert isinstance(fields, dict)
-    return {name: value for name, value in fields.items() if name != "prompt_tokens" and value is not None}
+# -- the first line ----------------------------------------------------------------------------------------------------
+
+
+def open_log(
+    config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes, clock: Clock
+) -> RequestLog | None:
+    """None if no log was asked for. `layout`: of one rank; `sizes`: of the whole model. Raises ConfigError when the log
+    cannot be written."""
+    asked = config.request_log
+    if asked is None:
+        return None
+    first = header(config, info, layout, sizes)
+    file = LogFile(Path(asked.path), asked.max_bytes, partial(_new_lines, first))
+    return RequestLog(file, clock, layout.block_size)
+
+
+def _new_lines(first: Mapping[str, object]) -> LogLines:
+    # a key for each file, so that not even two files of one server can be told to be about the same texts
+    begun = {**first, "began": round(time.time(), 3)}
+    return LogLines(begun, UNIT, os.urandom(KEY_BYTES), MAX_WRITTEN_TOKENS)
+
+
+def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes) -> dict[str, object]:
+    """What a replay has to know of the server: sizes in bytes and tokens, and in elements of matrices. `salted`: hashes
+    are keyed."""
+    return {
+        "name": os.path.basename(os.path.normpath(info.model)),
+        "unit": UNIT,
+        "source": "cairn",
+        "version": VERSION,
+        "salted": True,
+        "layout": asdict(layout),
+        "forward_sizes": asdict(sizes),
+        "budget_bytes": info.num_pages * layout.page_bytes,
+        "policy": {
+            "placement": info.mamba_cache_mode if info.enable_prefix_caching else "none",
+            "eviction": config.eviction,
+            "exact": info.exact,
+        },
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": info.max_num_seqs,
+    }

@@ -11,9 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-from cairn.engine.request_log import LogEntry
+from cairn.engine.request_log_lines import LogEntry, LogLines
 from cairn.errors import ConfigError
 
 MAX_ENTRIES = 1024
@@ -26,22 +25,10 @@ _LOOK_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-class LineMaker(Protocol):
-    """The lines of one file: `cairn.engine.request_log_lines.LogLines`."""
-
-    def header(self) -> bytes: ...
-
-    def line(self, entry: LogEntry) -> bytes: ...
-
-    def lost(self) -> None:
-        """The last line will not be in the file."""
-        ...
-
-
 class LogFile:
-    """An `EntrySink`. `make_lines` is called for each file that is begun. `put` never waits for the disk."""
+    """Takes entries away. `make_lines` is called for each file that is begun."""
 
-    def __init__(self, path: Path, max_bytes: int, make_lines: Callable[[], LineMaker]) -> None:
+    def __init__(self, path: Path, max_bytes: int, make_lines: Callable[[], LogLines]) -> None:
         """Begins the file and the thread. Raises ConfigError when there can be no such file."""
         self._path = path
         self._max_bytes = max_bytes
@@ -67,6 +54,7 @@ class LogFile:
         return self._refused + self._unwritten
 
     def put(self, entry: LogEntry) -> bool:
+        """False, at once, when there is no room for it: never waits for the disk."""
         with self._changed:
             full = len(self._waiting) >= MAX_ENTRIES or self._waiting_tokens + entry.num_tokens > MAX_TOKENS
             if self._closing or (full and self._waiting):

@@ -18,17 +18,63 @@ import json
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import LogEntry, reported
+from cairn.engine.contract import CacheReport
+from cairn.types import Boundary, Keys
 
 BLOCK_HASH_BITS = 52
 """Every reader of JSON keeps them."""
 
 HASH_BYTES, KEY_BYTES = 2, 8
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When a request was computed, in seconds since the start of the log.
+
+    `steps`: the time at which each of its steps was planned and the number of tokens computed after it: all prefill
+    steps, and those decode steps that need a page or may keep a state. `forced_checkpoints`: the positions of
+    checkpoints that were reserved because another request needs them, whatever the placement policy says, with the
+    times at which they were first seen.
+    """
+
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    forced_checkpoints: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogEntry:
+    """One request that has ended. `times`, in seconds since the start of the log: arrival (`t`), `scheduled` if it ever
+    got pages, `first_token` if it has one, `finished` (the answer is complete) and `released` (its pages were freed).
+
+    `is_parallel_sample`: the prompt is counted with another answer to it. `bypasses_cache`: nothing was looked up,
+    because all of the prompt had to be computed. `dropped`: entries dropped before this one.
+    """
+
+    number: int
+    request_id: str
+    namespace: Namespace
+    prompt: Keys
+    output: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+    times: dict[str, float]
+    finish: str
+    timings: dict[str, float]
+    report: CacheReport | None
+    step_times: StepTimes
+    is_parallel_sample: bool
+    bypasses_cache: bool
+    dropped: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
 
 
 class LogLines:
@@ -54,7 +100,7 @@ class LogLines:
             "out": len(entry.output),
             "finish": entry.finish,
             "timings": entry.timings,
-            **reported(entry.report),
+            **_reported(entry.report),
             "namespace": self._namespace(entry.namespace),
             **self._sequence(entry),
             "boundaries": [(each.position, each.kind, each.hold_seconds) for each in entry.boundaries],
@@ -132,3 +178,12 @@ def _encode(namespace: Namespace) -> bytes:
 
 def _line(told: Mapping[str, object]) -> bytes:
     return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+
+
+def _reported(report: CacheReport | None) -> dict[str, object]:
+    """The response's `cairn.cache`, field by field; a request that never ran has none."""
+    if report is None:
+        return {}
+    fields = msgspec.to_builtins(report)
+    assert isinstance(fields, dict)
+    return {name: value for name, value in fields.items() if name != "prompt_tokens" and value is not None}

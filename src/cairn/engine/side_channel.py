@@ -16,17 +16,18 @@ import ipaddress
 import logging
 import math
 import os
+import queue
 import resource
 import selectors
 import socket
 import ssl
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from cairn.engine.name_lookups import NameLookups
 from cairn.engine.tls_connection import ConnectionLost, TlsConnection
+from cairn.engine.waker import Waker
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.peers import Address, is_loopback
@@ -40,6 +41,8 @@ _MAX_WAITING_FRAMES = 64
 
 logger = logging.getLogger(__name__)
 
+_MAX_OPEN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -50,34 +53,6 @@ class Incoming:
     sender: bytes | None = None
     address: Address | None = None
     lost: str | None = None
-
-
-class Channel(Protocol):
-    """Carries frames between servers that hold the same secret, or loses them. `dropped` counts frames that found no
-    room, and connections that ended for want of a proof."""
-
-    dropped: int
-
-    @property
-    def port(self) -> int: ...
-
-    def wake(self) -> None:
-        """End a `receive` that waits. For other threads."""
-        ...
-
-    def receive(self, seconds: float | None) -> list[Incoming]:
-        """What has come; waits for at most `seconds` (None: for ever) until anything does, or `wake` is called."""
-        ...
-
-    def reply(self, sender: bytes, frame: bytes) -> None:
-        """To the consumer whose frame came with this `sender`."""
-        ...
-
-    def send(self, address: Address, frame: bytes) -> None:
-        """To a producer. The caller has made sure that its host may be spoken to."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +78,42 @@ class ChannelLimits:
         )
 
 
+class NameLookups:
+    """`wake` is called, by another thread, when there is something to `take`. At most 16 lookups at a time; how long
+    one takes is the system's resolver's to say, and whoever waits for it has a deadline of its own."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._done: queue.SimpleQueue[tuple[str, str | Exception]] = queue.SimpleQueue()
+        self._open: set[str] = set()
+
+    def start(self, host: str) -> bool:
+        """Look this name up, if it is not being looked up already; False if there are too many."""
+        if host not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                return False
+            self._open.add(host)
+            threading.Thread(target=self._look_up, args=(host,), name="cairn-name-lookup", daemon=True).start()
+        return True
+
+    def take(self) -> list[tuple[str, str | Exception]]:
+        """Names and their addresses, or why there is none, since the last call."""
+        found: list[tuple[str, str | Exception]] = []
+        while not self._done.empty():
+            found.append(self._done.get_nowait())
+            self._open.discard(found[-1][0])
+        return found
+
+    def _look_up(self, host: str) -> None:
+        try:
+            entries = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+            self._done.put((host, str(entries[0][4][0])))
+        # UnicodeError: a label that is no host name's
+        except (OSError, UnicodeError) as error:
+            self._done.put((host, error))
+        self._wake()
+
+
 @dataclass(slots=True, eq=False)
 class _Link:
     """A connection and its place in the tables. `until`: when it has to have proved itself, or is idle for too long."""
@@ -114,8 +125,9 @@ class _Link:
     is_open: bool = True
 
 
-class SideChannel:
-    """A `Channel` of TLS connections over TCP."""
+class TlsSideChannel:
+    """Carries frames between servers that hold the same secret, by TLS over TCP, or loses them. `dropped` counts frames
+    that found no room, and connections that ended for want of a proof."""
 
     def __init__(
         self, host: str, port: int, credentials: TlsCredentials, clock: Clock, limits: ChannelLimits | None = None
@@ -145,10 +157,7 @@ class SideChannel:
                 f"{error}; choose another port"
             ) from error
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._waker, self._woken = socket.socketpair()
-        for end in (self._waker, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._waker = Waker(lambda end: self._selector.register(end, selectors.EVENT_READ))
 
     @property
     def port(self) -> int:
@@ -164,17 +173,16 @@ class SideChannel:
         return self._selector.fileno()
 
     def wake(self) -> None:
-        # a full pipe wakes just as well, and after `close` nobody waits
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
+        """End a `receive` that waits. For other threads."""
+        self._waker.wake()
 
     def receive(self, seconds: float | None) -> list[Incoming]:
+        """What has come; waits for at most `seconds` (None: for ever) until anything does, or `wake` is called."""
         found: list[Incoming] = []
         accepts = False
         for key, events in self._selector.select(self._patience(seconds)):
-            if key.fileobj is self._woken:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
+            if key.fd == self._waker.fileno():
+                self._waker.clear()
             elif key.fileobj is self._listener:
                 accepts = True
             elif key.data.is_open:
@@ -188,6 +196,7 @@ class SideChannel:
         return found + lost
 
     def reply(self, sender: bytes, frame: bytes) -> None:
+        """To the consumer whose frame came with this `sender`."""
         link = self._consumers.get(sender)
         if link is None:
             self.dropped += 1
@@ -195,6 +204,7 @@ class SideChannel:
             self._send(link, frame)
 
     def send(self, address: Address, frame: bytes) -> None:
+        """To a producer. The caller has made sure that its host may be spoken to."""
         link = self._producers.get(address)
         if link is not None:
             self._send(link, frame)
@@ -216,8 +226,8 @@ class SideChannel:
                 link.connection.close()
             table.clear()
         self._selector.close()
-        for end in (self._listener, self._waker, self._woken):
-            end.close()
+        self._listener.close()
+        self._waker.close()
 
     def _patience(self, seconds: float | None) -> float | None:
         """For how long the selector may wait: deadlines of connections have to be looked at now and then."""

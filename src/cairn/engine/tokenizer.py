@@ -1,6 +1,8 @@
 """Text to token ids and back: tokenizer.json through `tokenizers`, chat templates through `transformers`. No torch."""
 
+import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -9,12 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cairn.engine.boundaries import list_boundaries, place_boundaries
 from cairn.engine.chat import Chat, first_turn, pictures, plain
-from cairn.engine.chat_template import ChatTemplate
+from cairn.engine.chat_template import ChatTemplate, list_boundaries, place_boundaries
 from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
 from cairn.engine.images import ImagePrompts
-from cairn.engine.token_spelling import TokenSpelling
 from cairn.errors import InvalidRequest, ModelError
 
 __all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]
@@ -29,6 +29,9 @@ _OPEN_TOKENS = 4
 """A character has at most 4 bytes, so it stays open over at most 4 tokens."""
 _WINDOW, _CONTEXT = 32, 16
 """How many tokens `IncrementalText` decodes at most, and how many it keeps when it cuts."""
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
 
 
 class ModelTokenizer:
@@ -187,3 +190,34 @@ class IncrementalText:
         # The start of the shorter window may decode differently, so the place is counted from the end.
         del self._window[:-_CONTEXT]
         self._seen = len(self._tokenizer.decode(self._window, skip_special_tokens=False)) - pending
+
+
+class TokenSpelling:
+    """Reads the vocabulary's own spelling: GPT-2's letters for bytes, or SentencePiece's sign for a space and names for
+    single bytes (Radford et al. 2019; Kudo and Richardson 2018)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = json.loads(tokenizer.to_str()).get("decoder")
+        self._letters = _byte_of_letter() if "ByteLevel" in json.dumps(decoder) else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Empty for an id that stands for nothing."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        spelled: str | None = self._tokenizer.id_to_token(token_id)
+        if spelled is None:
+            return b""
+        if self._letters is not None:
+            return b"".join(self._letters.get(letter) or letter.encode() for letter in spelled)
+        byte = _BYTE.fullmatch(spelled)
+        return bytes.fromhex(byte[1]) if byte else spelled.replace(_SPACE, " ").encode()
+
+
+def _byte_of_letter() -> dict[str, bytes]:
+    """GPT-2's letters: printable Latin-1 stands for itself, all other bytes for the letters from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): bytes([byte]) for byte in plain}
+    return letters | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}

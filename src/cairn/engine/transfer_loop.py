@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-from cairn.engine.side_channel import Channel, Incoming
+from cairn.engine.side_channel import Incoming, TlsSideChannel
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
@@ -115,7 +115,7 @@ class TransferLoop:
     def __init__(
         self,
         port: TransferPort,
-        channel: Channel,
+        channel: TlsSideChannel,
         producer: Producer,
         consumer: Consumer,
         link: Link,

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from cairn.engine.tokenizer import MARKS
+from cairn.engine.tokenizer import MARKS, ModelTokenizer
 
 
-def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """llguidance's tokenizer for the `tokenizer.json` given as text and a model of `vocab_size` logits. Takes a second
+def grammar_tokenizer(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """llguidance's tokenizer for a model of `vocab_size` logits. Takes a second
     for a large vocabulary.
 
     Marks such as `<think>` that are part of an answer's text are text to grammars, too; only control tokens are not.
     """
-    source = _Source(tokenizer_json, vocab_size, eos_token_ids)
+    source = _Source(tokenizer.to_json(), vocab_size, eos_token_ids)
     size = max(vocab_size, len(source.tokens))
     return LLTokenizer(TokenizerWrapper(source), n_vocab=size, eos_token=list(source.eos_token_ids))
 
