@@ -15,7 +15,7 @@ from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest, Structure
 from cairn.engine.grammar_worker import byte_tokenizer
 from cairn.engine.grammar_worker import reason_against as reason_of
-from cairn.engine.grammars import GrammarCheck, GrammarCompiler, PendingGrammars, Verdict
+from cairn.engine.grammars import GrammarCheck, GrammarCompiler, PendingGrammars, Tried, Verdict, WantedGrammar
 from cairn.engine.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
 from cairn.engine.tokenizer import ModelTokenizer
 from cairn.engine.vocabulary import grammar_tokenizer
@@ -338,7 +338,7 @@ class Waiting:
 
     def take(self, name, asked):
         """The constraint, or None for one that waits."""
-        forms = self.pending.take([request(name, asked)], [request(name, asked)])
+        forms = self.pending.take([request(name, asked)], {name: WantedGrammar(asked, False)})
         return None if forms is None else forms[name]
 
     def poll(self):
@@ -398,9 +398,11 @@ def test_of_those_that_came_together_none_waits_when_one_is_refused(waiting):
     assert waiting.take("1", refused) is None
     waiting.wait()
     waiting.poll()
-    together = [request("2", structure("regex", "a+")), request("3", refused)]
+    asked = {"2": structure("regex", "a+"), "3": refused}
     with pytest.raises(InvalidRequest):
-        waiting.pending.take(together, together)
+        waiting.pending.take(
+            [request(*one) for one in asked.items()], {name: WantedGrammar(one, False) for name, one in asked.items()}
+        )
     assert len(waiting.pending) == 0
     waiting.wait()
     assert waiting.poll() == {}
@@ -489,6 +491,22 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tokenizer, words):
         waiting.wait()
         found = waiting.poll()
     assert found.keys() == {"5"}
+
+
+def test_what_is_only_tried_is_not_compiled(tokenizer, words):
+    class NoLookAhead(NoCheck):
+        def check(self, asked):
+            return Verdict("no look-ahead" if "?=" in asked.text else None)
+
+    waiting = Waiting(GrammarCompiler(pytest.fail, words, SystemClock(), NoLookAhead()))
+    for name, text in (("1", "a+"), ("2", "(?=a)")):
+        asked = structure("regex", text)
+        assert waiting.pending.take([request(name, asked)], {name: WantedGrammar(asked, True)}) is None
+    found = {}
+    while len(found) < 2:
+        waiting.wait()
+        found |= waiting.poll()
+    assert isinstance(found["1"], Tried) and found["2"].message == "no look-ahead"
 
 
 def test_an_aborted_request_waits_no_more(waiting):

@@ -49,9 +49,9 @@ def book(clock):
     return LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
 
 
-def claim(nonce, *, mine=ME, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, last=25, checkpoint=True):
+def claim(nonce, *, mine=ME, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
     digest = content_digest(LAYOUT, name, prompt)
-    return Claim(mine, request_id, nonce, digest, len(prompt), first, last, checkpoint)
+    return Claim(mine, "", None, first * BLOCK, checkpoint, digest, len(prompt), request_id, nonce)
 
 
 def reason(answer):
@@ -60,13 +60,13 @@ def reason(answer):
 
 
 def test_a_claim_gets_its_pages_and_the_deepest_checkpoint(book):
-    granted = book.claim(claim(book.offer(OFFER), first=6, last=10))
-    assert unpack_pages(granted.pages).tolist() == [26, 27, 28, 29]
+    granted = book.claim(claim(book.offer(OFFER), first=21))
+    assert unpack_pages(granted.pages).tolist() == [41, 42, 43, 44]
     assert granted.checkpoint_position == 400 and unpack_pages(granted.checkpoint).tolist() == [53, 9]
 
 
 def test_a_claim_of_a_shorter_prefix_gets_the_deepest_checkpoint_below_it(book):
-    granted = book.claim(claim(book.offer(OFFER), prompt=PROMPT[:300], last=19))
+    granted = book.claim(claim(book.offer(OFFER), prompt=PROMPT[:300]))
     assert granted.checkpoint_position == 256 and len(unpack_pages(granted.pages)) == 19
 
 
@@ -102,11 +102,10 @@ def test_a_reference_is_used_once(book):
         ({"name": ContentName("", None)}, RefusalReason.OTHER_CONTENT),
         ({"name": ContentName("adapter", "salt")}, RefusalReason.OTHER_CONTENT),
         ({"prompt": keys(401)}, RefusalReason.OUT_OF_RANGE),
-        ({"prompt": PROMPT[:0], "last": 0}, RefusalReason.OUT_OF_RANGE),
-        ({"last": 26}, RefusalReason.OUT_OF_RANGE),
-        ({"first": 3, "last": 2}, RefusalReason.OUT_OF_RANGE),
-        ({"prompt": PROMPT[:100], "last": 8}, RefusalReason.OUT_OF_RANGE),
-        ({"prompt": PROMPT[:100], "last": 7}, RefusalReason.OUT_OF_RANGE),  # the shallowest checkpoint is at 128
+        ({"prompt": PROMPT[:0]}, RefusalReason.OUT_OF_RANGE),
+        ({"first": 26}, RefusalReason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:100], "first": 7, "checkpoint": False}, RefusalReason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:100]}, RefusalReason.OUT_OF_RANGE),  # the shallowest checkpoint is at 128
     ],
 )
 def test_what_does_not_fit_is_refused_and_spends_nothing(book, changed, why):
@@ -208,7 +207,7 @@ def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book,
 
 def test_a_claim_of_no_token_at_all_is_none(book):
     nonce = book.offer(OFFER)
-    assert reason(book.claim(claim(nonce, prompt=PROMPT[:0], last=0, checkpoint=False))) is RefusalReason.OUT_OF_RANGE
+    assert reason(book.claim(claim(nonce, prompt=PROMPT[:0], checkpoint=False))) is RefusalReason.OUT_OF_RANGE
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):

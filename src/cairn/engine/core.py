@@ -19,7 +19,7 @@ from cairn.engine.contract import (
 )
 from cairn.engine.core_report import StepSizes, engine_stats, tokens_of
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.grammars import Forms, GrammarCompiler, PendingGrammars
+from cairn.engine.grammars import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
 from cairn.engine.kv_transfer import KvTransfer, TransferTerms, terms_of
 from cairn.engine.open_answers import OpenAnswers
 from cairn.engine.request_log import RequestLog
@@ -111,10 +111,15 @@ class Core:
 
     def _forms(self, requests: Sequence[GenerateRequest]) -> Forms | None:
         """What holds their answers to forms; None: `take_formed` will go on with them."""
-        structured = [request for request in requests if request.structure is not None]
+        # what is handed over is answered by another server
+        wanted = {
+            request.request_id: WantedGrammar(request.structure, self._terms(request).hand_over)
+            for request in requests
+            if request.structure is not None
+        }
         if self._pending is not None:
-            return self._pending.take(requests, structured)
-        if structured:
+            return self._pending.take(requests, wanted)
+        if wanted:
             raise InvalidRequest("structured_outputs: this engine holds no answer to a form", "structured_outputs")
         return {}
 
@@ -125,9 +130,8 @@ class Core:
         """All of them or none: nothing is begun before everything has been looked at."""
         taken = []
         for request in requests:
-            terms = self._terms(request)
-            # what is handed over is answered by another server
-            form = None if terms.hand_over else forms.get(request.request_id)
+            terms, form = self._terms(request), forms.get(request.request_id)
+            form = None if isinstance(form, Tried) else form
             taken.append((request, terms, self._specs.make(request, terms, form, self._scheduler.max_tokens_for)))
         self._scheduler.submit_together([[spec for spec, _ in made] for _, _, made in taken])
         for request, terms, made in taken:

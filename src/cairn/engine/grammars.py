@@ -10,10 +10,10 @@ import subprocess
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import zmq
@@ -37,8 +37,23 @@ _AT_ONCE = 2
 
 _HARMLESS = Structure(kind="regex", text="a", field="regex")
 
-Compiled: TypeAlias = GrammarConstraint | RequestError
-Forms: TypeAlias = dict[str, GrammarConstraint]
+
+class WantedGrammar(NamedTuple):
+    """`is_tried_only`: whether it compiles is all that is asked, for an answer that another server gives."""
+
+    structure: Structure
+    is_tried_only: bool
+
+
+class Tried:
+    """It compiles, and nothing was made of it."""
+
+    def start(self) -> "Tried":
+        return self
+
+
+Compiled: TypeAlias = GrammarConstraint | Tried | RequestError
+Forms: TypeAlias = dict[str, GrammarConstraint | Tried]
 """A request's id -> what holds its answer to a form."""
 
 
@@ -126,7 +141,7 @@ class _Job:
     """A grammar that is being compiled, or waits to be. `asked`, `began`: when it was wanted, and when its compilation
     began behind the check, in seconds of the clock. `seconds`: for how long the result is believed."""
 
-    structure: Structure
+    wanted: WantedGrammar
     asked: float
     thread: threading.Thread | None = None
     began: float = math.inf
@@ -157,8 +172,8 @@ class GrammarCompiler:
         self._kept = kept
         self._seconds = seconds
         self._wake: Callable[[], None] | None = None
-        self._known: OrderedDict[Structure, tuple[Compiled, float]] = OrderedDict()
-        self._jobs: OrderedDict[Structure, _Job] = OrderedDict()
+        self._known: OrderedDict[WantedGrammar, tuple[Compiled, float]] = OrderedDict()
+        self._jobs: OrderedDict[WantedGrammar, _Job] = OrderedDict()
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -170,39 +185,39 @@ class GrammarCompiler:
     def close(self) -> None:
         self._check.close()
 
-    def take(self, structure: Structure) -> GrammarConstraint | None:
-        """The constraint for an answer; None: `poll` will name the structure. Raises InvalidRequest."""
-        compiled, until = self._known.get(structure, (None, math.inf))
+    def take(self, wanted: WantedGrammar) -> GrammarConstraint | Tried | None:
+        """The constraint for an answer; None: `poll` will name what was wanted. Raises InvalidRequest."""
+        compiled, until = self._known.get(wanted, (None, math.inf))
         if compiled is None or until <= self._clock.now():
-            self._jobs.setdefault(structure, _Job(structure, self._clock.now()))
+            self._jobs.setdefault(wanted, _Job(wanted, self._clock.now()))
             self._run_next()
             return None
-        self._known.move_to_end(structure)
+        self._known.move_to_end(wanted)
         if isinstance(compiled, RequestError):
             # a new one each time: an exception keeps the frames of all that have raised it
             raise InvalidRequest(compiled.message, compiled.param)
         return compiled.start()
 
-    def forget(self, structure: Structure) -> None:
+    def forget(self, wanted: WantedGrammar) -> None:
         """Nobody waits for it any more."""
-        job = self._jobs.get(structure)
+        job = self._jobs.get(wanted)
         if job is not None and job.thread is None:
-            del self._jobs[structure]
+            del self._jobs[wanted]
 
-    def poll(self) -> dict[Structure, Compiled]:
+    def poll(self) -> dict[WantedGrammar, Compiled]:
         """The grammars that are there, or will never be, since the last call."""
-        ready: dict[Structure, Compiled] = {}
+        ready: dict[WantedGrammar, Compiled] = {}
         for job in list(self._jobs.values()):
             result = job.result or self._overdue(job)
             if result is None:
                 continue
             if job.result is None and job.thread is not None:
                 self._given_up.append(job.thread)
-            del self._jobs[job.structure]
-            ready[job.structure] = result
+            del self._jobs[job.wanted]
+            ready[job.wanted] = result
             if not isinstance(result, Overloaded):  # that may go better the next time
-                self._known[job.structure] = result, self._clock.now() + job.seconds
-                self._known.move_to_end(job.structure)
+                self._known[job.wanted] = result, self._clock.now() + job.seconds
+                self._known.move_to_end(job.wanted)
                 while len(self._known) > self._kept:
                     self._known.popitem(last=False)
         self._run_next()
@@ -213,7 +228,7 @@ class GrammarCompiler:
         if job.thread is None and now - job.asked > _WAIT_SECONDS:
             return Overloaded("too many grammars wait to be compiled: try again later")
         if now - job.began > self._seconds:
-            return refusal(job.structure, f"compiling it has not ended within {self._seconds:g} s; simplify it")
+            return refusal(job.wanted.structure, f"compiling it has not ended within {self._seconds:g} s; simplify it")
         return None
 
     def _run_next(self) -> None:
@@ -229,28 +244,31 @@ class GrammarCompiler:
                 job.thread.start()
 
     def _compile(self, job: _Job) -> None:
-        field = job.structure.field
+        structure = job.wanted.structure
         try:
             job.result = self._compiled(job)
         except RequestError as error:
             job.result = error
         except ValueError as error:
-            job.result = refusal(job.structure, str(error))
+            job.result = refusal(structure, str(error))
         except Exception as error:
-            job.result = Overloaded(f"{field} could not be compiled: {type(error).__name__}: {error}")
+            job.result = Overloaded(f"{structure.field} could not be compiled: {type(error).__name__}: {error}")
         if self._wake is not None:
             self._wake()
 
     def _compiled(self, job: _Job) -> Compiled:
-        verdict = self._check.check(job.structure)
+        structure, is_tried_only = job.wanted
+        verdict = self._check.check(structure)
         if verdict.reason is not None:
             job.seconds = verdict.seconds
-            return InvalidRequest(verdict.reason, job.structure.field.partition(".")[0])
+            return InvalidRequest(verdict.reason, structure.field.partition(".")[0])
+        if is_tried_only:
+            return Tried()
         job.began = self._clock.now()
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._make_tokenizer()
-        return GrammarConstraint.compile(grammar_of(job.structure), self._tokenizer, self._vocab_size)
+        return GrammarConstraint.compile(grammar_of(structure), self._tokenizer, self._vocab_size)
 
 
 # -- requests that wait for them ---------------------------------------------------------------------------------------
@@ -258,12 +276,12 @@ class GrammarCompiler:
 
 @dataclass(slots=True, eq=False)
 class RequestBatch:
-    """What came together. `missing`: the structures, by request, whose grammar is not there yet; `refusal`: why one
+    """What came together. `missing`: the grammars, by request, that are not there yet; `refusal`: why one
     never will be."""
 
     requests: dict[str, GenerateRequest]
     forms: Forms = field(default_factory=dict)
-    missing: dict[str, Structure] = field(default_factory=dict)
+    missing: dict[str, WantedGrammar] = field(default_factory=dict)
     refusal: RequestError | None = None
 
 
@@ -279,21 +297,20 @@ class PendingGrammars:
         """How many requests wait."""
         return len(self._batches)
 
-    def take(self, requests: Sequence[GenerateRequest], structured: Sequence[GenerateRequest]) -> Forms | None:
-        """The forms of `structured`, those of `requests` that need one; None: `poll` will name them. Raises
-        InvalidRequest, and then none of them waits."""
+    def take(self, requests: Sequence[GenerateRequest], wanted: Mapping[str, WantedGrammar]) -> Forms | None:
+        """The forms that are `wanted`, by request; None: `poll` will name the requests. Raises InvalidRequest, and then
+        none of them waits."""
         for request in requests:
             if request.request_id in self._batches:
                 raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         batch = RequestBatch({request.request_id: request for request in requests})
         try:
-            for request in structured:
-                assert request.structure is not None
-                form = self._compiler.take(request.structure)
+            for request_id, grammar in wanted.items():
+                form = self._compiler.take(grammar)
                 if form is None:
-                    batch.missing[request.request_id] = request.structure
+                    batch.missing[request_id] = grammar
                 else:
-                    batch.forms[request.request_id] = form
+                    batch.forms[request_id] = form
         except RequestError:
             self._forget_missing(batch)
             raise
@@ -307,17 +324,17 @@ class PendingGrammars:
         batch = self._batches.pop(request_id, None)
         if batch is not None:
             del batch.requests[request_id]
-            structure = batch.missing.pop(request_id, None)
-            if structure is not None:
-                self._forget_unless_missed(structure)
+            grammar = batch.missing.pop(request_id, None)
+            if grammar is not None:
+                self._forget_unless_missed(grammar)
 
     def poll(self) -> list[tuple[list[GenerateRequest], Forms | RequestError]]:
         """The requests that wait no more, as they came together: with their forms, or with why they are refused."""
         found = self._compiler.poll()
         batches = list(dict.fromkeys(self._batches.values()))
         for batch in batches:
-            for request_id, structure in list(batch.missing.items()):
-                compiled = found.get(structure)
+            for request_id, grammar in list(batch.missing.items()):
+                compiled = found.get(grammar)
                 if compiled is None:
                     continue
                 del batch.missing[request_id]
@@ -334,9 +351,9 @@ class PendingGrammars:
         return [(list(batch.requests.values()), batch.refusal or batch.forms) for batch in ready]
 
     def _forget_missing(self, batch: RequestBatch) -> None:
-        for structure in batch.missing.values():
-            self._forget_unless_missed(structure)
+        for grammar in batch.missing.values():
+            self._forget_unless_missed(grammar)
 
-    def _forget_unless_missed(self, structure: Structure) -> None:
-        if not any(structure in batch.missing.values() for batch in self._batches.values()):
-            self._compiler.forget(structure)
+    def _forget_unless_missed(self, grammar: WantedGrammar) -> None:
+        if not any(grammar in batch.missing.values() for batch in self._batches.values()):
+            self._compiler.forget(grammar)

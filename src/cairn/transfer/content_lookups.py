@@ -1,6 +1,6 @@
-"""Content claims that wait for the producer's cache to be asked, and what became of them.
+"""Claims without a lease that wait for the producer's cache to be asked, and what became of them.
 
-    claim --> ContentAsked --> answer: an offer -> leased, claimed by whoever asked, ContentGranted
+    claim --> ContentAsked --> answer: an offer -> leased, claimed by whoever asked, Granted
                           +--> answer: nothing, or none in time -> Refused(NOT_HELD)
 
 The cache belongs to somebody else, who answers when there is time. The consumer repeats its claim meanwhile: that is
@@ -14,7 +14,7 @@ from cairn.step import GRID
 from cairn.transfer.contract import AskId, ContentAsked, Offer
 from cairn.transfer.digest import DIGEST_BYTES, content_digest
 from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.wire import ContentClaim, ContentGranted, RefusalReason, Refused, Release, Released, Reply, refusal
+from cairn.transfer.wire import Claim, Granted, RefusalReason, Refused, Release, Released, Reply, refusal
 from cairn.types import Clock
 
 
@@ -31,12 +31,12 @@ class LookupLimits:
 @dataclass(frozen=True, slots=True)
 class _Ask:
     sender: bytes
-    claim: ContentClaim
+    claim: Claim
     until: float
 
 
 class ContentLookups:
-    """All content claims of one engine. `layout` is `digest.layout_hash`."""
+    """All claims without a lease of one engine. `layout` is `digest.layout_hash`."""
 
     def __init__(self, leases: LeaseBook, layout: bytes, clock: Clock, limits: LookupLimits) -> None:
         self._leases = leases
@@ -60,7 +60,7 @@ class ContentLookups:
         """When the next ask is refused for want of an answer, or None while there is none."""
         return min((ask.until for ask in self._open.values()), default=None)
 
-    def claim(self, sender: bytes, claim: ContentClaim) -> ContentGranted | Refused | None:
+    def claim(self, sender: bytes, claim: Claim) -> Granted | Refused | None:
         """The answer, or None while there is none: then it comes by `take_replies`."""
         self.expire()
         if claim.claim in self._answered:
@@ -70,7 +70,7 @@ class ContentLookups:
         if known is not None:
             ask = self._open[known]
             return None if ask.claim == claim and ask.sender == sender else refusal(claim, RefusalReason.USED)
-        if len(claim.marks) % DIGEST_BYTES:
+        if claim.marks is None or len(claim.marks) % DIGEST_BYTES:
             return refusal(claim, RefusalReason.OUT_OF_RANGE)
         if len(self._open) >= self._limits.max_open:
             return refusal(claim, RefusalReason.NOT_HELD)
@@ -151,9 +151,9 @@ class ContentLookups:
             self._answered.popitem(last=False)
 
 
-def _mark(marks: bytes, position: int) -> bytes | None:
+def _mark(marks: bytes | None, position: int) -> bytes | None:
     """The digest of the first `position` tokens, if there is one."""
-    if position % GRID:
+    if marks is None or position % GRID:
         return None
     at = position // GRID * DIGEST_BYTES
     return marks[at - DIGEST_BYTES : at]

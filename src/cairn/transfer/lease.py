@@ -6,7 +6,7 @@
        +---- time is up --+----> EXPIRED
 
 A lease names pages by a random nonce that only the client's reference carries. It is used once: by the transfer that
-claimed it first; what is leased in answer to a content claim is CLAIMED by that one from the start. As long as it is
+claimed it first; what is leased in answer to a claim without one is CLAIMED by that from the start. As long as it is
 OFFERED or CLAIMED its pages stay as they are; the moment its end is reached it is EXPIRED for good, so CONFIRMED proves
 that whatever was read until then was the right bytes.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.transfer.contract import Offer
-from cairn.transfer.wire import Claim, ContentClaim, Granted
+from cairn.transfer.wire import Claim, Granted
 from cairn.types import Pages
 
 
@@ -86,7 +86,7 @@ class Lease:
     state: LeaseState = LeaseState.OFFERED
     claim: bytes | None = None
     generation: int = 0
-    granted: tuple[Claim | ContentClaim, Granted] | None = None
+    granted: tuple[Claim, Granted] | None = None
     ended: float = 0.0
 
     @property

@@ -12,7 +12,6 @@ from cairn.transfer.wire import (
     VERSION,
     Claim,
     Confirm,
-    ContentClaim,
     Denied,
     FromProducer,
     Heartbeat,
@@ -117,6 +116,8 @@ class Producer:
 
     def _serve(self, sender: bytes, request: Request) -> Reply | None:
         match request:
+            case Claim(nonce=None):
+                return self.lookups.claim(sender, request)
             case Claim():
                 return self.leases.claim(request)
             case Heartbeat():
@@ -127,5 +128,3 @@ class Producer:
                 return self.lookups.release(request)
             case Release():
                 return self.leases.release(request)
-            case ContentClaim():
-                return self.lookups.claim(sender, request)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from cairn.transfer.claim_policy import claim_policy_for
+from cairn.transfer.claim_policy import ClaimPolicy
 from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.producer_session import ProducerSession, SessionState
@@ -27,8 +27,6 @@ from cairn.transfer.wire import (
     Claim,
     Confirm,
     Confirmed,
-    ContentClaim,
-    ContentGranted,
     Granted,
     Heartbeat,
     Refused,
@@ -88,7 +86,7 @@ class PullLimits:
 
 _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
     {
-        PullState.CLAIMING: ("claim", "content_claim"),
+        PullState.CLAIMING: ("claim",),
         PullState.READING: ("heartbeat",),
         PullState.CONFIRMING: ("confirm",),
     }
@@ -122,12 +120,12 @@ class Pull:
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
-        self._policy = claim_policy_for(want, tools.layout, tools.block_size)
+        self._policy = ClaimPolicy(want, claim, tools.layout, tools.block_size)
         self.position = self._policy.position
-        self._lease = self._policy.lease(claim)
+        self._lease = self._policy.lease
         self._limits = tools.limits
         self._until = self._repeat_at = tools.clock.now()
-        self._said: Claim | ContentClaim | Confirm | None = None
+        self._said: Claim | Confirm | None = None
         self._generation = 0
 
     @property
@@ -162,7 +160,7 @@ class Pull:
     def receive(self, reply: Reply) -> None:
         """A record of the producer that names this claim. What does not fit the state is late and ignored."""
         match self.state, reply:
-            case PullState.CLAIMING, Granted() | ContentGranted():
+            case PullState.CLAIMING, Granted():
                 self._granted(reply)
             case PullState.CONFIRMING, Confirmed() if reply.generation == self._generation:
                 self._to(PullState.DONE)
@@ -191,21 +189,20 @@ class Pull:
         elif isinstance(want, Want) and want.release_only:
             self._release()
             self._to(PullState.DONE)
-        elif (record := self._policy.record(self.claim, peer.geometry.block_size)) is None:
+        elif (record := self._policy.record()) is None:
             self._give_up("there is too little to ask for")
         else:
             self._to(PullState.CLAIMING)
             self._ask(record)
 
-    def _granted(self, granted: Granted | ContentGranted) -> None:
+    def _granted(self, granted: Granted) -> None:
         peer = self.session.peer if self.session is not None else None
-        grant = self._policy.grant(self.id, peer, granted) if peer is not None else None
-        if grant is None:
+        order = self._policy.order(self.id, peer, granted) if peer is not None else None
+        if order is None:
             self._give_up("the peer's grant is not what was claimed")
             return
-        order = grant.order
-        self._lease, self._generation = (grant.request_id, grant.nonce), grant.generation
-        self.position, self.checkpoint_position = order.end, grant.checkpoint_position
+        self._lease, self._generation = (granted.request_id, granted.nonce), granted.generation
+        self.position, self.checkpoint_position = order.end, granted.checkpoint_position
         if not len(order.remote_pages) and order.remote_checkpoint is None:
             self._confirm()
             return
@@ -268,7 +265,7 @@ class Pull:
             return True
         return False
 
-    def _ask(self, record: Claim | ContentClaim | Confirm) -> None:
+    def _ask(self, record: Claim | Confirm) -> None:
         now = self._tools.clock.now()
         self._said = record
         self._until, self._repeat_at = now + self._limits.answer, now + self._limits.repeat
