@@ -133,7 +133,7 @@ EXPORTED = {
     "Pixels RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
     "Timings TokenLogprobs TransferReport",
     "cairn.engine.core": "Core StepRunner",
-    "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
+    "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config main proxy_options server_options",
     "cairn.engine.client": "CoreClient EngineDeadlines OutputQueue Transport",
     "cairn.engine.process": "ProcessTransport",

@@ -15,12 +15,12 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.build_transfer import RankMemory, build_transfer
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, GenerateOutput, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.grammar_worker import byte_tokenizer, reason_against
-from cairn.engine.kv_transfer import KvTransfer
+from cairn.engine.grammars.worker import byte_tokenizer, reason_against
+from cairn.engine.multimodal_keys import ImageKeys
+from cairn.engine.transfers.build import RankMemory, build_transfer
+from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cairn.engine.side_channel import Incoming
+from cairn.engine.transfers.side_channel import Incoming
 from cairn.transfer.peers import Address
 
 __all__ = ["MemoryChannel", "MemoryNetwork", "faithful"]

@@ -18,7 +18,7 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
 from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineInfo, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler

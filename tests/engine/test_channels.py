@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from cairn.engine.side_channel import ChannelLimits, TlsSideChannel
+from cairn.engine.transfers.side_channel import ChannelLimits, TlsSideChannel
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES

@@ -9,9 +9,9 @@ from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineInfo, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.kv_transfer import TransferTerms
 from cairn.engine.open_answers import StopStrings
 from cairn.engine.specs import SpecMaker
+from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig

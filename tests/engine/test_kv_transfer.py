@@ -2,7 +2,7 @@
 
 import pytest
 
-from cairn.engine.kv_transfer import TransferTerms, terms_of
+from cairn.engine.transfers.kv_transfer import TransferTerms, terms_of
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Source
 from cairn.transfer.peers import PeerPolicy

@@ -11,9 +11,9 @@ import pytest
 from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import RequestLog
-from cairn.engine.request_log_file import MAX_ENTRIES, LogFile
-from cairn.engine.request_log_lines import LogEntry, LogLines, StepTimes
+from cairn.engine.request_log.file import MAX_ENTRIES, LogFile
+from cairn.engine.request_log.lines import LogEntry, LogLines, StepTimes
+from cairn.engine.request_log.log import RequestLog
 from cairn.errors import ConfigError
 from cairn.keys import common_tokens
 from cairn.replay.traces import read_trace
@@ -200,7 +200,7 @@ def test_a_line_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
         written.release()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cairn.engine.request_log_file.os.write", sometimes)
+    monkeypatch.setattr("cairn.engine.request_log.file.os.write", sometimes)
     failing.set()
     assert file.put(entry(1, range(40)))
     assert written.acquire(timeout=20)
@@ -221,7 +221,7 @@ def test_half_a_line_at_the_end_is_taken_back(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(descriptor, data[:-20])
 
-    monkeypatch.setattr("cairn.engine.request_log_file.os.write", half)
+    monkeypatch.setattr("cairn.engine.request_log.file.os.write", half)
     assert file.put(entry(1, range(40)))
     file.close()
     assert file.dropped == 1 and json.loads((tmp_path / "log").read_text())["source"] == "cairn"

@@ -15,7 +15,7 @@ from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
 from cairn.engine.contract.output import packed
 from cairn.engine.open_answers import StopStrings
 from cairn.engine.specs import seed_of
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.scheduler import Progress

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest, Structure
-from cairn.engine.grammar_worker import byte_tokenizer
-from cairn.engine.grammar_worker import reason_against as reason_of
-from cairn.engine.grammars import GrammarCheck, GrammarCompiler, PendingGrammars, Tried, Verdict, WantedGrammar
-from cairn.engine.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
-from cairn.engine.tokenizer import ModelTokenizer
-from cairn.engine.vocabulary import grammar_tokenizer
+from cairn.engine.grammars.compiler import GrammarCheck, GrammarCompiler, PendingGrammars, Tried, Verdict, WantedGrammar
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.grammars.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
+from cairn.engine.grammars.vocabulary import grammar_tokenizer
+from cairn.engine.grammars.worker import byte_tokenizer
+from cairn.engine.grammars.worker import reason_against as reason_of
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.types import ManualClock, SystemClock
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Structure
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 

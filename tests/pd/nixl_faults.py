@@ -12,7 +12,7 @@ from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST
 from nixl_world import Round, World
 
-from cairn.engine.side_channel import TlsSideChannel
+from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.transfer.credentials import derive_credentials
 from cairn.types import SystemClock
 

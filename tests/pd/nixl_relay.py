@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from cairn.engine.side_channel import TlsSideChannel
+from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.wire import replies, requests
 from cairn.types import SystemClock

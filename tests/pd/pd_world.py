@@ -12,9 +12,9 @@ from cairn.cache.audit import audit
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.kv_transfer import KvTransfer, terms_of
 from cairn.engine.specs import answers_to
-from cairn.engine.transfer_loop import TransferLoop, TransferPort
+from cairn.engine.transfers.kv_transfer import KvTransfer, terms_of
+from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler

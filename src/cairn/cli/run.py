@@ -89,7 +89,7 @@ def warn(settings: "ServeSettings") -> None:
 
 def load_model_tokenizer(folder: str) -> "TextTokenizer":
     """A checkpoint's own. Raises ModelError."""
-    from cairn.engine.tokenizer import ModelTokenizer
+    from cairn.engine.text.tokenizer import ModelTokenizer
 
     # The tokenizer is loaded before the model has been looked at, and would complain of a file too deep.
     if not (Path(folder) / "config.json").is_file():

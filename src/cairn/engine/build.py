@@ -12,20 +12,20 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Placement, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.build_transfer import MakeLink, RankMemory, build_transfer, nixl_link
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.grammars import GrammarCompiler
-from cairn.engine.kv_transfer import KvTransfer
-from cairn.engine.rank_transfer import RankSockets, rank_service
-from cairn.engine.rank_wire import RankConfig, RankService
-from cairn.engine.ranks import build_ranked
-from cairn.engine.request_log import open_log
+from cairn.engine.grammars.compiler import GrammarCompiler
+from cairn.engine.grammars.vocabulary import grammar_tokenizer
+from cairn.engine.multimodal_keys import ImageKeys
+from cairn.engine.ranks.runner import build_ranked
+from cairn.engine.ranks.transfer import RankSockets, rank_service
+from cairn.engine.ranks.wire import RankConfig, RankService
+from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
-from cairn.engine.tokenizer import ModelTokenizer
-from cairn.engine.vocabulary import grammar_tokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.engine.transfers.build import MakeLink, RankMemory, build_transfer, nixl_link
+from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.errors import ConfigError
 from cairn.machine import Machine
 from cairn.models.qwen3_5_vision import read_vision

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from cairn.cache.audit import audit
 from cairn.cache.look import look
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
     CacheView,
     EngineInfo,
@@ -19,11 +18,12 @@ from cairn.engine.contract import (
 )
 from cairn.engine.core_report import StepSizes, engine_stats, tokens_of
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.grammars import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
-from cairn.engine.kv_transfer import KvTransfer, TransferTerms, terms_of
+from cairn.engine.grammars.compiler import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
+from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.open_answers import OpenAnswers
-from cairn.engine.request_log import RequestLog
+from cairn.engine.request_log.log import RequestLog
 from cairn.engine.specs import SpecMaker, check_request, transfer_params
+from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, terms_of
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.step import StepPlan, StepResult

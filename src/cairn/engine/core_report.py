@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import CacheReport, EngineStats, Timings
-from cairn.engine.kv_transfer import KvTransfer
+from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest, TextStream, TextTokenizer
 from cairn.engine.contract.output import packed
 from cairn.engine.core_report import cache_report, timings
-from cairn.engine.kv_transfer import KvTransfer, TransferTerms, report
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, report
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler

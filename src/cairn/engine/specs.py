@@ -9,8 +9,6 @@ import msgspec
 import numpy as np
 
 from cairn.cache.lease import Namespace
-from cairn.engine.constraint import GrammarConstraint
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
     MAX_ALLOWED_TOKENS,
     MAX_ANSWERS,
@@ -22,7 +20,9 @@ from cairn.engine.contract import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
 )
-from cairn.engine.kv_transfer import TransferTerms
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.multimodal_keys import ImageKeys
+from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.engine.wire import MAX_ID
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec

@@ -1,6 +1,6 @@
-"""A process that says whether grammars compile: `python -m cairn.engine.grammar_worker ADDRESS LOG_LEVEL`.
+"""A process that says whether grammars compile: `python -m cairn.engine.grammars.worker ADDRESS LOG_LEVEL`.
 
-Started by `grammars.GrammarCheck`, never by hand. Each frame is a Structure; each is answered by one: the reason why it
+Started by `compiler.GrammarCheck`, never by hand. Each frame is a Structure; each is answered by one: the reason why it
 is refused, or null. What makes it hang or fill the memory costs this process and nothing else.
 """
 
@@ -11,9 +11,9 @@ import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from cairn.engine.child_process import ParentLink, run_child
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import Structure
-from cairn.engine.structure import grammar_of, refusal
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.grammars.structure import grammar_of, refusal
 from cairn.errors import InvalidRequest
 
 _MAX_BYTES = 2 << 30

@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cairn.engine.chat import Chat, Mark, Message, behind_last_mark, first_turn, marked, plain, unmarked
 from cairn.engine.contract import Breakpoint
+from cairn.engine.text.chat import Chat, Mark, Message, behind_last_mark, first_turn, marked, plain, unmarked
 from cairn.errors import InvalidRequest
 from cairn.types import Boundary, BoundaryKind
 

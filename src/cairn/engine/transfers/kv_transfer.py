@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cairn.engine.contract import TransferReport
-from cairn.engine.transfer_loop import TransferLoop, TransferPort
+from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.errors import EngineDead, InvalidRequest
 from cairn.scheduler.request import Offered, Request, Source
 from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers

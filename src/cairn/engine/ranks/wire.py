@@ -27,7 +27,7 @@ _Bytes = Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
 class RankService(msgspec.Struct, frozen=True):
     """Something that lives beside a rank's runner, such as its transfer link.
 
-    `factory`: "package.module:function", called with a `rank_worker.RankPlace` and `settings`; it returns a context
+    `factory`: "package.module:function", called with a `worker.RankPlace` and `settings`; it returns a context
     manager that is open while the rank serves.
     """
 

@@ -20,9 +20,9 @@ import zmq
 from llguidance import LLTokenizer
 
 from cairn.engine.child_process import ChildLate, ChildProcess
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest, Structure
-from cairn.engine.structure import grammar_of, refusal
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.grammars.structure import grammar_of, refusal
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestError
 from cairn.types import Clock, SystemClock
 
@@ -75,7 +75,7 @@ class GrammarCheck:
     may have been short for another reason, so a refusal for want of them holds for a minute.
     """
 
-    def __init__(self, seconds: float = _CHECK_SECONDS, module: str = "cairn.engine.grammar_worker") -> None:
+    def __init__(self, seconds: float = _CHECK_SECONDS, module: str = "cairn.engine.grammars.worker") -> None:
         self._seconds = seconds
         self._module = module
         self._cleanup = ExitStack()

@@ -20,8 +20,8 @@ from pathlib import Path
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig, EngineInfo
 from cairn.engine.core_report import cache_report
-from cairn.engine.request_log_file import LogFile
-from cairn.engine.request_log_lines import LogEntry, LogLines, StepTimes
+from cairn.engine.request_log.file import LogFile
+from cairn.engine.request_log.lines import LogEntry, LogLines, StepTimes
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Request

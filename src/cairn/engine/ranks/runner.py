@@ -1,6 +1,6 @@
 """Rank 0 of a model that is cut among processes: it starts the others, and has each plan carried out by all.
 
-    rank 0 (the engine's process)          rank 1, 2, ... (`rank_worker`)
+    rank 0 (the engine's process)          rank 1, 2, ... (`worker`)
     |-- RankConfig ----------------------->|  read, torch imported
     |<------------------------ RankStarted-|
     |========= the ranks find each other, and each loads its share =====|
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cairn.engine.rank_wire import RankConfig
-from cairn.engine.rank_worker import build_rank
+from cairn.engine.ranks.wire import RankConfig
+from cairn.engine.ranks.worker import build_rank
 from cairn.errors import EngineDead
 from cairn.step import StepPlan, StepResult
 from cairn.types import Clock, SystemClock
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import zmq
 
 from cairn.engine.child_process import LAST_WORDS_SECONDS, ChildProcess
-from cairn.engine.rank_wire import (
+from cairn.engine.ranks.wire import (
     RankReady,
     RankStarted,
     StepDone,
@@ -70,7 +70,7 @@ class Follower:
         self._config = frames_of_config().encode(config)
         self.child = ChildProcess(
             f"rank {config.rank}",
-            "cairn.engine.rank_worker",
+            "cairn.engine.ranks.worker",
             f"ipc://{Path(config.rendezvous).parent}/rank-{config.rank}",
             context=context,
             send_seconds=config.step_seconds,

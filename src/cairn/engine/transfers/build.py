@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig
-from cairn.engine.kv_transfer import KvTransfer
-from cairn.engine.side_channel import TlsSideChannel
-from cairn.engine.transfer_loop import TransferLoop, TransferPort
+from cairn.engine.transfers.kv_transfer import KvTransfer
+from cairn.engine.transfers.loop import TransferLoop, TransferPort
+from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.errors import ConfigError, EngineDead
 from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer

@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import ImageInput
+from cairn.engine.multimodal_keys import ImageKeys
 from cairn.errors import InvalidRequest
 
 TOKEN = 7

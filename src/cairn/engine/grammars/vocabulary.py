@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from cairn.engine.tokenizer import MARKS, ModelTokenizer
+from cairn.engine.text.tokenizer import MARKS, ModelTokenizer
 
 
 def grammar_tokenizer(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:

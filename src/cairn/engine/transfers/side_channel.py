@@ -26,7 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cairn.engine.tls_connection import ConnectionLost, TlsConnection
+from cairn.engine.transfers.tls_connection import ConnectionLost, TlsConnection
 from cairn.engine.waker import Waker
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials

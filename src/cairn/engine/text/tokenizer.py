@@ -11,10 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cairn.engine.chat import Chat, first_turn, pictures, plain
-from cairn.engine.chat_template import ChatTemplate, list_boundaries, place_boundaries
 from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
-from cairn.engine.images import ImagePrompts
+from cairn.engine.text.chat import Chat, first_turn, pictures, plain
+from cairn.engine.text.chat_template import ChatTemplate, list_boundaries, place_boundaries
+from cairn.engine.text.images import ImagePrompts
 from cairn.errors import InvalidRequest, ModelError
 
 __all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-from cairn.engine.side_channel import Incoming, TlsSideChannel
+from cairn.engine.transfers.side_channel import Incoming, TlsSideChannel
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want

@@ -1,6 +1,6 @@
-"""One tensor-parallel rank in a process of its own: `python -m cairn.engine.rank_worker ADDRESS LOG_LEVEL`.
+"""One tensor-parallel rank in a process of its own: `python -m cairn.engine.ranks.worker ADDRESS LOG_LEVEL`.
 
-Started by `ranks.build_ranked`, never by hand. ADDRESS is rank 0's ZMQ socket for this rank, in a directory that only
+Started by `runner.build_ranked`, never by hand. ADDRESS is rank 0's ZMQ socket for this rank, in a directory that only
 this user can enter. The first frame is the RankConfig; then the rank carries out every plan that comes. Standard input
 is a pipe whose other end rank 0 holds open: when it closes, rank 0 is gone, and so is this process.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cairn.engine.child_process import ParentLink, load_function, run_child
 from cairn.engine.core import StepRunner
-from cairn.engine.rank_wire import (
+from cairn.engine.ranks.wire import (
     RankConfig,
     RankReady,
     RankStarted,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from cairn.engine.request_log_lines import LogEntry, LogLines
+from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.errors import ConfigError
 
 MAX_ENTRIES = 1024

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from cairn.engine.build_transfer import MakeLink, RankMemory, nixl_link, rank_worker
-from cairn.engine.rank_wire import RankService
-from cairn.engine.rank_worker import RankPlace
+from cairn.engine.ranks.wire import RankService
+from cairn.engine.ranks.worker import RankPlace
+from cairn.engine.transfers.build import MakeLink, RankMemory, nixl_link, rank_worker
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.ranks import RankServant
 from cairn.transfer.wire import MAX_FRAME_BYTES
@@ -79,7 +79,7 @@ class RankSockets:
 def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
     """For `RankConfig.services`: the other ranks' part in transfers."""
     settings = msgspec.msgpack.encode(_Settings(host, num_pages, units))
-    return RankService("cairn.engine.rank_transfer:serve_rank", settings)
+    return RankService("cairn.engine.ranks.transfer:serve_rank", settings)
 
 
 @contextmanager
