@@ -119,7 +119,7 @@ EXPORTED = {
     "cairn.replay.bounds": "footprint_bytes unlimited_hits",
     "cairn.replay.command": "POLICIES add_replay_flags run_replay",
     "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
-    "cairn.replay.replay": "Outcome Replay",
+    "cairn.replay.replay": "Replay ReplayOutcome",
     "cairn.replay.server_log": "read_server_log",
     "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",

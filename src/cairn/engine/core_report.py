@@ -50,8 +50,7 @@ def engine_stats(
     cache, counters, transfers = books.cache, books.counters, books.transfers
     held, hits, received = cache.num_held_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
-    if transfer is not None:
-        sources["external_kv_transfer"] = received
+    sources |= {} if transfer is None else {"external_kv_transfer": received}
     cache.residents.let_expired_go()
     return EngineStats(
         num_running=len(books.running),

@@ -7,7 +7,8 @@ The first frame to the core is its EngineConfig; it answers Ready or BuildRefuse
 `GenerateRequest.prompt` and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -39,6 +40,13 @@ MAX_ID = 256
 
 RequestIdText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+_RefusalKind: TypeAlias = Literal["not_found", "queue_full", "overloaded", "invalid"]
+_REQUEST_ERRORS: Mapping[_RefusalKind, type[NotFound | Overloaded | InvalidRequest]] = MappingProxyType(
+    {"not_found": NotFound, "queue_full": QueueFull, "overloaded": Overloaded, "invalid": InvalidRequest}
+)
+"""The first that fits is what is told: a full queue is an overload, too."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -107,31 +115,17 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """The core did not take a request, nor any that came with it."""
 
     request_id: RequestIdText
-    kind: Literal["invalid", "not_found", "overloaded", "queue_full"]
+    kind: _RefusalKind
     message: str
     param: str | None
 
     @classmethod
     def of(cls, request_id: str, error: RequestError) -> "Refusal":
-        kind: Literal["invalid", "not_found", "overloaded", "queue_full"] = "invalid"
-        if isinstance(error, NotFound):
-            kind = "not_found"
-        elif isinstance(error, QueueFull):
-            kind = "queue_full"
-        elif isinstance(error, Overloaded):
-            kind = "overloaded"
-        return cls(request_id, kind, error.message, error.param)
+        kinds = (kind for kind, form in _REQUEST_ERRORS.items() if isinstance(error, form))
+        return cls(request_id, next(kinds, "invalid"), error.message, error.param)
 
     def error(self) -> RequestError:
-        match self.kind:
-            case "not_found":
-                return NotFound(self.message, self.param)
-            case "overloaded":
-                return Overloaded(self.message, self.param)
-            case "queue_full":
-                return QueueFull(self.message, self.param)
-            case _:
-                return InvalidRequest(self.message, self.param)
+        return _REQUEST_ERRORS[self.kind](self.message, self.param)
 
 
 class StatsReply(msgspec.Struct, frozen=True, tag="stats_reply"):

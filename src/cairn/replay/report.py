@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cairn.errors import ConfigError
 from cairn.models.forward_sizes import ForwardSizes
-from cairn.replay.timed_cache import Outcome
+from cairn.replay.timed_cache import ReplayOutcome
 from cairn.replay.traces import Trace
 
 UNLIMITED = "unlimited"
@@ -30,7 +30,7 @@ class Result:
     name: str
     budget: int
     hits: NDArray[np.int64]
-    outcome: Outcome | None = None
+    outcome: ReplayOutcome | None = None
 
     @property
     def hit_tokens(self) -> int:
@@ -137,7 +137,7 @@ class Report:
         ]
 
 
-def _counts(outcome: Outcome) -> dict[str, object]:
+def _counts(outcome: ReplayOutcome) -> dict[str, object]:
     told: dict[str, object] = {
         "forward_passes": outcome.forward_passes,
         "checkpoints_taken": dict(sorted(outcome.taken.items())),

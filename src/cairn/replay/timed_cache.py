@@ -14,7 +14,7 @@ from cairn.types import Clock, ManualClock
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayOutcome:
     """What a replay came to, in tokens, requests, checkpoints, bytes and seconds.
 
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
@@ -91,7 +91,7 @@ class TimedCache:
             raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {most_tokens}")
         self._trace_time = ManualClock()
         self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._trace_time)
-        self.outcome = Outcome()
+        self.outcome = ReplayOutcome()
         self.most_tokens = most_tokens
         self.inside = Stopwatch(clock)
 
@@ -119,7 +119,7 @@ class TimedCache:
         in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
         self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
 
-    def ended(self) -> Outcome:
+    def ended(self) -> ReplayOutcome:
         """The outcome, with what the cache itself has counted."""
         outcome, residents = self.outcome, self.cache.residents
         outcome.taken, outcome.evicted = residents.taken, residents.evicted

@@ -116,17 +116,27 @@ class Pull:
         self.state = PullState.RESOLVING
         self.failure: str | None = None
         self.is_silent = False
-        self.checkpoint_position: int | None = None
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
         self._policy = ClaimPolicy(want, claim, tools.layout, tools.block_size)
-        self.position = self._policy.position
-        self._lease = self._policy.lease
-        self._limits = tools.limits
         self._until = self._repeat_at = tools.clock.now()
         self._said: Claim | Confirm | None = None
-        self._generation = 0
+        self._grant: Granted | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens that may be used after a success."""
+        return self._policy.position if self._grant is None else self._grant.position
+
+    @property
+    def checkpoint_position(self) -> int | None:
+        """Where the state resumes that was granted, if any was."""
+        return None if self._grant is None else self._grant.checkpoint_position
+
+    @property
+    def _lease(self) -> tuple[str, bytes]:
+        return self._policy.lease if self._grant is None else (self._grant.request_id, self._grant.nonce)
 
     @property
     def is_over(self) -> bool:
@@ -162,7 +172,7 @@ class Pull:
         match self.state, reply:
             case PullState.CLAIMING, Granted():
                 self._granted(reply)
-            case PullState.CONFIRMING, Confirmed() if reply.generation == self._generation:
+            case PullState.CONFIRMING, Confirmed() if self._grant and reply.generation == self._grant.generation:
                 self._to(PullState.DONE)
             case state, Refused(asked=asked, reason=reason) if asked in _ASKED.get(state, ()):
                 # Nothing to give back: the lease is not ours, or no longer.
@@ -175,7 +185,7 @@ class Pull:
             return
         self.session = session
         session.open()
-        self._until = self._tools.clock.now() + self._limits.answer
+        self._until = self._tools.clock.now() + self._tools.limits.answer
         self._to(PullState.HANDSHAKING)
         self._handshake()
 
@@ -201,8 +211,7 @@ class Pull:
         if order is None:
             self._give_up("the peer's grant is not what was claimed")
             return
-        self._lease, self._generation = (granted.request_id, granted.nonce), granted.generation
-        self.position, self.checkpoint_position = order.end, granted.checkpoint_position
+        self._grant = granted
         if not len(order.remote_pages) and order.remote_checkpoint is None:
             self._confirm()
             return
@@ -212,7 +221,7 @@ class Pull:
             self._give_up(f"the pages cannot be read: {error}")
             return
         now = self._tools.clock.now()
-        self._until, self._repeat_at = now + self._limits.read, now + self._limits.heartbeat
+        self._until, self._repeat_at = now + self._tools.limits.read, now + self._tools.limits.heartbeat
         self._to(PullState.READING)
         self._read()
 
@@ -226,11 +235,11 @@ class Pull:
             self._release()
             self._fail("the link failed while reading")
         elif now >= self._until:
-            self._give_up(f"the read took longer than {self._limits.read:g} s")
+            self._give_up(f"the read took longer than {self._tools.limits.read:g} s")
         elif self.session is None or self.session.state is not SessionState.OPEN:
             self._check_peer()
         elif now >= self._repeat_at:
-            self._repeat_at = now + self._limits.heartbeat
+            self._repeat_at = now + self._tools.limits.heartbeat
             self._send(Heartbeat(self.claim, *self._lease))
 
     def _drain(self) -> None:
@@ -239,17 +248,18 @@ class Pull:
         if self._tools.worker.poll(self.id) is not ReadState.READING:
             self._to(PullState.FAILED)
         elif now >= self._repeat_at:
-            self._repeat_at = now + self._limits.heartbeat
+            self._repeat_at = now + self._tools.limits.heartbeat
             self._send(Heartbeat(self.claim, *self._lease))
 
     def _confirm(self) -> None:
+        assert self._grant is not None
         self._to(PullState.CONFIRMING)
-        self._ask(Confirm(self.claim, *self._lease, self._generation))
+        self._ask(Confirm(self.claim, *self._lease, self._grant.generation))
 
     def _wait_for_answer(self) -> None:
         now = self._tools.clock.now()
         if self._check_peer() and now >= self._repeat_at and self._said is not None:
-            self._repeat_at = now + self._limits.repeat
+            self._repeat_at = now + self._tools.limits.repeat
             self._send(self._said)
 
     def _check_peer(self) -> bool:
@@ -260,7 +270,7 @@ class Pull:
             )
         elif self._tools.clock.now() >= self._until:
             self.is_silent = True
-            self._give_up(f"no answer within {self._limits.answer:g} s while {self.state.value}")
+            self._give_up(f"no answer within {self._tools.limits.answer:g} s while {self.state.value}")
         else:
             return True
         return False
@@ -268,7 +278,7 @@ class Pull:
     def _ask(self, record: Claim | Confirm) -> None:
         now = self._tools.clock.now()
         self._said = record
-        self._until, self._repeat_at = now + self._limits.answer, now + self._limits.repeat
+        self._until, self._repeat_at = now + self._tools.limits.answer, now + self._tools.limits.repeat
         self._send(record)
 
     def _send(self, record: Request) -> None:
