@@ -12,7 +12,7 @@ from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
 from cairn.engine.request_log.file import MAX_ENTRIES, LogFile
-from cairn.engine.request_log.lines import LogEntry, LogLines, StepTimes
+from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.engine.request_log.log import RequestLog
 from cairn.errors import ConfigError
 from cairn.keys import common_tokens
@@ -24,17 +24,10 @@ UNIT = 16
 KEY = b"0123456789abcdef"
 
 
-def entry(number, prompt, output=(), salt=None, **fields) -> LogEntry:
-    fields = {"boundaries": (), "finish": "stop", "timings": {}, "report": None} | fields
-    fields |= {
-        "times": {"t": 0.0},
-        "step_times": StepTimes(),
-        "is_parallel_sample": False,
-        "bypasses_cache": False,
-        "dropped": 0,
-    }
+def entry(number, prompt, output=(), salt=None) -> LogEntry:
     keys = np.array(prompt, np.int64)
-    return LogEntry(number, f"r{number}", Namespace(cache_salt=salt), keys, tuple(output), **fields)
+    fields = {"n": number, "id": f"r{number}", "in": len(keys), "out": len(output)}
+    return LogEntry(Namespace(cache_salt=salt), keys, tuple(output), fields)
 
 
 def lines(max_written_tokens=1 << 20, key=KEY) -> LogLines:
@@ -251,7 +244,7 @@ def test_a_request_that_was_dropped_is_counted_in_the_next_line():
         request = Request(spec, Times(0.0), arrival=1)
         log.submitted(request)
         log.ended(request)
-    assert [entry.dropped for entry in sink.entries] == [1] and log.dropped == 1
+    assert [entry.fields["dropped"] for entry in sink.entries] == [1] and log.dropped == 1
     assert json.loads(lines().line(sink.entries[0]))["dropped"] == 1
 
 

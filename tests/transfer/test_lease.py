@@ -131,7 +131,7 @@ def test_a_lease_ends_at_its_time_and_no_heartbeat_brings_it_back(book, clock):
     assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is RefusalReason.EXPIRED
     assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation))) is RefusalReason.EXPIRED
     assert reason(book.claim(claim(nonce))) is RefusalReason.EXPIRED
-    assert [lease.state for lease in book.take_ended()] == [LeaseState.EXPIRED]
+    assert [lease.state for lease in book.take_ended()] == [LeaseState.EXPIRED.value]
     assert book.take_ended() == [] and book.num_pages == 0 and book.next_end is None
 
 
@@ -183,7 +183,7 @@ def test_withdrawing_ends_what_has_not_ended(book):
     book.withdraw(nonce)
     book.withdraw(nonce)
     book.withdraw(b"x" * 16)
-    assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED]
+    assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
 
 
 def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book, clock):

@@ -9,17 +9,18 @@ import pytest
 
 from cairn.transfer.contract import LeaseEnded, PagesFree, Peer, PullEnded, PullId, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.rank_channel import (
+from cairn.transfer.ranks import (
     CancelRead,
     Describe,
     Described,
+    RankedWorker,
+    RankServant,
     ReadEnded,
     Serve,
     StartRead,
     from_rank,
     to_rank,
 )
-from cairn.transfer.ranks import RankedWorker, RankServant
 from doubles.memory_link import Fault
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer.rank_channel_contract import RankChannelContract

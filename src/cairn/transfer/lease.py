@@ -65,15 +65,6 @@ class LeaseLimits:
     linger: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class EndedLease:
-    """The pages of this lease need not be held any longer."""
-
-    request_id: str
-    nonce: bytes
-    state: LeaseState
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """`held`: the offer and, once claimed, what was granted; dropped at the end, for tokens and pages are many."""

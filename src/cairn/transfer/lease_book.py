@@ -7,9 +7,10 @@ it ended. Every call looks at the clock first: no answer depends on when somebod
 import hmac
 from collections.abc import Callable
 
-from cairn.transfer.contract import HeldCheckpoint, Offer, num_range_pages
+from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer, num_range_pages
 from cairn.transfer.digest import content_digest
-from cairn.transfer.lease import EndedLease, Lease, LeasedPages, LeaseLimits, LeaseState
+from cairn.transfer.lease import Lease, LeasedPages, LeaseLimits, LeaseState
+from cairn.transfer.params import remote_request_id
 from cairn.transfer.wire import (
     NONCE_BYTES,
     Alive,
@@ -41,7 +42,7 @@ class LeaseBook:
         self._random = random
         self._held: dict[bytes, Lease] = {}
         self._over: dict[bytes, Lease] = {}
-        self._ended: list[EndedLease] = []
+        self._ended: list[LeaseEnded] = []
         self._generation = 0
         self._pages = LeasedPages()
         self._read_until = clock.now()
@@ -57,6 +58,11 @@ class LeaseBook:
         """Leases that have not ended."""
         self.expire()
         return len(self._held)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no lease is held, and nobody has to be told of one that has ended."""
+        return not (self._held or self._ended)
 
     @property
     def next_end(self) -> float | None:
@@ -127,7 +133,7 @@ class LeaseBook:
                 break
             del self._over[oldest.nonce]
 
-    def take_ended(self) -> list[EndedLease]:
+    def take_ended(self) -> list[LeaseEnded]:
         """Leases that have ended since the last call, each once."""
         self.expire()
         ended, self._ended = self._ended, []
@@ -230,7 +236,7 @@ class LeaseBook:
         if lease.claim is not None:
             self._read_until = lease.ended + self._limits.linger
         self._over[lease.nonce] = lease
-        self._ended.append(EndedLease(lease.request_id, lease.nonce, state))
+        self._ended.append(LeaseEnded(remote_request_id(lease.request_id, lease.nonce), state.value))
 
 
 def _deepest(offer: Offer, position: int) -> HeldCheckpoint | None:

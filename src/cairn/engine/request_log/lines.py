@@ -18,15 +18,13 @@ import json
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
-import msgspec
 import numpy as np
 
 from cairn.cache.lease import Namespace
-from cairn.engine.contract import CacheReport
-from cairn.types import Boundary, Keys
+from cairn.types import Keys
 
 BLOCK_HASH_BITS = 52
 """Every reader of JSON keeps them."""
@@ -34,43 +32,14 @@ BLOCK_HASH_BITS = 52
 HASH_BYTES, KEY_BYTES = 2, 8
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """When a request was computed, in seconds since the start of the log.
-
-    `steps`: the time at which each of its steps was planned and the number of tokens computed after it: all prefill
-    steps, and those decode steps that need a page or may keep a state. `forced_checkpoints`: the positions of
-    checkpoints that were reserved because another request needs them, whatever the placement policy says, with the
-    times at which they were first seen.
-    """
-
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    forced_checkpoints: dict[int, float] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LogEntry:
-    """One request that has ended. `times`, in seconds since the start of the log: arrival (`t`), `scheduled` if it ever
-    got pages, `first_token` if it has one, `finished` (the answer is complete) and `released` (its pages were freed).
+    """One request that has ended: its tokens, which the line says in hashes, and the rest of the line by its names."""
 
-    `is_parallel_sample`: the prompt is counted with another answer to it. `bypasses_cache`: nothing was looked up,
-    because all of the prompt had to be computed. `dropped`: entries dropped before this one.
-    """
-
-    number: int
-    request_id: str
     namespace: Namespace
     prompt: Keys
     output: tuple[int, ...]
-    boundaries: tuple[Boundary, ...]
-    times: dict[str, float]
-    finish: str
-    timings: dict[str, float]
-    report: CacheReport | None
-    step_times: StepTimes
-    is_parallel_sample: bool
-    bypasses_cache: bool
-    dropped: int
+    fields: Mapping[str, object]
 
     @property
     def num_tokens(self) -> int:
@@ -93,30 +62,7 @@ class LogLines:
 
     def line(self, entry: LogEntry) -> bytes:
         """The next line."""
-        told: dict[str, object] = {
-            "n": entry.number,
-            "id": entry.request_id,
-            "in": len(entry.prompt),
-            "out": len(entry.output),
-            "finish": entry.finish,
-            "timings": entry.timings,
-            **_reported(entry.report),
-            "namespace": self._namespace(entry.namespace),
-            **self._sequence(entry),
-            "boundaries": [(each.position, each.kind, each.hold_seconds) for each in entry.boundaries],
-            "steps": [(_seconds(when), end) for when, end in entry.step_times.steps],
-            **{name: _seconds(when) for name, when in entry.times.items()},
-        }
-        if entry.step_times.forced_checkpoints:
-            forced = entry.step_times.forced_checkpoints.items()
-            told["forced_checkpoints"] = [(_seconds(when), position) for position, when in forced]
-        if entry.is_parallel_sample:
-            told["parallel_sample"] = True
-        if entry.bypasses_cache:
-            told["bypasses_cache"] = True
-        if entry.dropped:
-            told["dropped"] = entry.dropped
-        return _line(told)
+        return _line({**entry.fields, "namespace": self._namespace(entry.namespace), **self._sequence(entry)})
 
     def lost(self) -> None:
         """The last line will not be in the file, so none may refer to it."""
@@ -163,11 +109,6 @@ class LogLines:
             self._written.popitem(last=False)
 
 
-def _seconds(when: float) -> float:
-    """Rounded to nanoseconds, which keeps the order of events within a step."""
-    return round(when, 9)
-
-
 def _block_hash(digest: bytes) -> int:
     return int.from_bytes(digest) & ((1 << BLOCK_HASH_BITS) - 1)
 
@@ -178,12 +119,3 @@ def _encode(namespace: Namespace) -> bytes:
 
 def _line(told: Mapping[str, object]) -> bytes:
     return json.dumps(told, separators=(",", ":")).encode() + b"\n"
-
-
-def _reported(report: CacheReport | None) -> dict[str, object]:
-    """The response's `cairn.cache`, field by field; a request that never ran has none."""
-    if report is None:
-        return {}
-    fields = msgspec.to_builtins(report)
-    assert isinstance(fields, dict)
-    return {name: value for name, value in fields.items() if name != "prompt_tokens" and value is not None}

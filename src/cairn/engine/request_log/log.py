@@ -13,15 +13,17 @@ anew.
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from cairn.cache.layout import CacheLayout
-from cairn.engine.contract import EngineConfig, EngineInfo
+from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo
 from cairn.engine.core_report import cache_report
 from cairn.engine.request_log.file import LogFile
-from cairn.engine.request_log.lines import LogEntry, LogLines, StepTimes
+from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Request
@@ -35,6 +37,20 @@ UNIT = 64
 KEY_BYTES = 32
 MAX_WRITTEN_TOKENS = 1 << 24
 """For how many tokens the block hashes in the file are remembered: 30 MiB."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When a request was computed, in seconds since the start of the log.
+
+    `steps`: the time at which each of its steps was planned and the number of tokens computed after it: all prefill
+    steps, and those decode steps that need a page or may keep a state. `forced_checkpoints`: the positions of
+    checkpoints that were reserved because another request needs them, whatever the placement policy says, with the
+    times at which they were first seen.
+    """
+
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    forced_checkpoints: dict[int, float] = field(default_factory=dict)
 
 
 class RequestLog:
@@ -90,32 +106,48 @@ class RequestLog:
         return -1.0 if when is None else when - self._start
 
     def ended(self, request: Request) -> None:
-        spec, trunk = request.spec, request.trunk
-        times = {
+        spec, trunk, steps = request.spec, request.trunk, self._step_times.pop(request.id)
+        fields: dict[str, object] = {
+            "n": request.arrival,
+            "id": request.id,
+            "in": len(spec.prompt),
+            "out": len(request.output),
+            "finish": request.finish or "error",
+            "timings": _timings(request),
+            **_reported(cache_report(request, None)),
+            "boundaries": [(each.position, each.kind, each.hold_seconds) for each in spec.boundaries],
+            "steps": [(_rounded(when), end) for when, end in steps.steps],
+        }
+        moments = {
             "t": request.times.arrived,
             "scheduled": request.times.scheduled,
             "first_token": request.times.first_token,
             "finished": request.times.finished,
             "released": self._clock.now(),
         }
-        self._sink.put(
-            LogEntry(
-                number=request.arrival,
-                request_id=request.id,
-                namespace=spec.namespace,
-                prompt=spec.prompt,
-                output=tuple(request.output),
-                boundaries=spec.boundaries,
-                times={name: seconds - self._start for name, seconds in times.items() if seconds is not None},
-                finish=request.finish or "error",
-                timings=_timings(request),
-                report=cache_report(request, None),
-                step_times=self._step_times.pop(request.id),
-                is_parallel_sample=trunk is not None and trunk.counted != request.id,
-                bypasses_cache=spec.prompt_logprobs is not None,
-                dropped=self._sink.dropped,
-            )
-        )
+        fields |= {name: _rounded(when - self._start) for name, when in moments.items() if when is not None}
+        told_if = {
+            "forced_checkpoints": [(_rounded(when), place) for place, when in steps.forced_checkpoints.items()],
+            "parallel_sample": trunk is not None and trunk.counted != request.id,
+            "bypasses_cache": spec.prompt_logprobs is not None,
+            "dropped": self._sink.dropped,
+        }
+        fields |= {name: value for name, value in told_if.items() if value}
+        self._sink.put(LogEntry(spec.namespace, spec.prompt, tuple(request.output), fields))
+
+
+def _rounded(seconds: float) -> float:
+    """To nanoseconds, which keeps the order of events within a step."""
+    return round(seconds, 9)
+
+
+def _reported(report: CacheReport | None) -> dict[str, object]:
+    """The response's `cairn.cache`, field by field; a request that never ran has none."""
+    if report is None:
+        return {}
+    fields = msgspec.to_builtins(report)
+    assert isinstance(fields, dict)
+    return {name: value for name, value in fields.items() if name != "prompt_tokens" and value is not None}
 
 
 def _timings(request: Request) -> dict[str, float]:

@@ -27,8 +27,7 @@ from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Producer
-from cairn.transfer.rank_channel import RankChannel
-from cairn.transfer.ranks import RankedWorker
+from cairn.transfer.ranks import RankChannel, RankedWorker
 from cairn.transfer.recent import RecentContent
 from cairn.transfer.staging import StagingArea
 from cairn.transfer.worker import LinkWorker
