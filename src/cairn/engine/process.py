@@ -53,6 +53,7 @@ class ProcessTransport:
         self._incoming = frames_from_core()
         self._outgoing = frames_to_core()
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
 
     @property
     def pid(self) -> int | None:
@@ -74,12 +75,7 @@ class ProcessTransport:
         self._post(config_frames().encode(self._config))
         self._tasks.append(asyncio.create_task(self._write(socket)))
         info = await self._greeting(socket, ended)
-
-        def tell(done: "asyncio.Future[int]") -> None:
-            text = f"the engine core has ended: {exit_text(done.result())}"
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, fail, text)
-
-        ended.add_done_callback(tell)
+        self._tasks.append(asyncio.create_task(self._watch_end(ended, fail)))
         self._tasks.append(asyncio.create_task(self._read(socket, receive, fail)))
         return info
 
@@ -92,9 +88,10 @@ class ProcessTransport:
         child = self._child
         if child is not None and seconds > 0:
             self.send(Shutdown())
+            self._is_closing = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await asyncio.shield(_end_of(child))
+                    await _end_of(child)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -144,6 +141,13 @@ class ProcessTransport:
             case _:
                 raise EngineDead(f"the engine core began with a {type(message).__name__} frame")
 
+    async def _watch_end(self, ended: "asyncio.Future[int]", fail: Callable[[str], None]) -> None:
+        """Tell of an end that nobody has asked for."""
+        code = await ended
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        if not self._is_closing:
+            fail(f"the engine core has ended: {exit_text(code)}")
+
     async def _read(
         self, socket: zmq.asyncio.Socket, receive: Callable[[FromCore], None], fail: Callable[[str], None]
     ) -> None:
@@ -160,10 +164,14 @@ def _end_of(child: ChildProcess) -> "asyncio.Future[int]":
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
 
+    def tell(code: int) -> None:
+        if not future.done():
+            future.set_result(code)
+
     def wait() -> None:
         code = child.process.wait()
         with contextlib.suppress(RuntimeError):  # nobody is left to be told
-            loop.call_soon_threadsafe(future.set_result, code)
+            loop.call_soon_threadsafe(tell, code)
 
     threading.Thread(target=wait, name="cairn-core-watch", daemon=True).start()
     return future
