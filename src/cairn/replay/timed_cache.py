@@ -53,10 +53,6 @@ class ReplayOutcome:
         self.lost += Counter()  # without the reasons that have cost nothing
 
     @property
-    def token_hit_rate(self) -> float:
-        return self.hit_tokens / max(1, self.prompt_tokens)
-
-    @property
     def microseconds_per_request(self) -> float:
         return 1e6 * self.seconds / max(1, len(self.hits))
 

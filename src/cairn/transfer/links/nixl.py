@@ -7,7 +7,7 @@ What one has to know of it, and what is done about it here:
 - Releasing a handle whose READ is under way does not stop late writes. A handle is released only when it has ended,
   so a cancelled one stays READING until NIXL says DONE or raises.
 - Without the right to trace the peer (another user or pid namespace) UCX falls back to TCP, 5 to 20 times slower, and
-  then needs `progress` on the other side. Both work; `transports` says what UCX was asked to use.
+  then needs `progress` on the other side. Both work.
 - Deregistering does not fence a reader, and an unmapped source kills its connection. The region outlives the link, and
   an error of a peer's read is the end of that peer: nothing more is read from it under this name.
 """
@@ -173,11 +173,6 @@ class NixlLink:
     def num_open(self) -> int:
         """Reads that may still write, the cancelled ones included."""
         return len(self._reads)
-
-    @property
-    def transports(self) -> str:
-        """What UCX was told to use: for the log."""
-        return f"UCX_TLS={os.environ.get('UCX_TLS', 'all')} UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES', 'all')}"
 
     def register(self, region: Region) -> None:
         if self._region is not None:
