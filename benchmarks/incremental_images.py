@@ -33,7 +33,7 @@ from rich.table import Table
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels, RenderedPrompt
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.make_model import make_model
 
 FOUR_TOKENS, FIVE_TOKENS = 3_946, 4_584

@@ -17,7 +17,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineConfig, EngineInfo, GenerateOutput
 from cairn.engine.core import Core
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
 from cairn.scheduler.books import SchedulerConfig

@@ -12,8 +12,8 @@ import sys
 import numpy as np
 from benchmarks.pd_pools import LAYOUTS, PLACEMENTS, Share, filled
 
-from cairn.engine.build_transfer import RankMemory, build_transfer
 from cairn.engine.contract import KvTransferConfig
+from cairn.engine.transfers.build import RankMemory, build_transfer
 from cairn.transfer.contract import Offer
 from cairn.transfer.links.nixl import NixlLink
 from cairn.types import SystemClock

@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.pd_pools import Model, Placement, Share
 from numpy.typing import NDArray
 
-from cairn.engine.build_transfer import RankMemory, build_transfer, rank_worker
 from cairn.engine.contract import KvTransferConfig
-from cairn.engine.kv_transfer import KvTransfer, terms_of
+from cairn.engine.transfers.build import RankMemory, build_transfer, rank_worker
+from cairn.engine.transfers.kv_transfer import KvTransfer, terms_of
 from cairn.transfer.contract import Peer, PullEnded, PullId, ReadOrder, Want
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.links.contract import ReadState

@@ -246,7 +246,7 @@ def test_torch_is_found_behind_another_module():
 
 
 def test_nixl_is_found_in_a_second_file():
-    one = source("cairn.transfer.links.nixl_agent", "from nixl._api import nixl_agent")
+    one = source("cairn.transfer.links.nixl", "from nixl._api import nixl_agent")
     two = source("cairn.engine.build", "def link():\n    import nixl")
     assert list(nixl_in_one_file([one])) == []
     assert len(list(nixl_in_one_file([one, two]))) == 1

@@ -119,7 +119,7 @@ EXPORTED = {
     "cairn.replay.bounds": "footprint_bytes unlimited_hits",
     "cairn.replay.command": "POLICIES add_replay_flags run_replay",
     "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
-    "cairn.replay.replay": "Outcome Replay",
+    "cairn.replay.replay": "Replay ReplayOutcome",
     "cairn.replay.server_log": "read_server_log",
     "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
@@ -127,7 +127,7 @@ EXPORTED = {
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
     "Vocabulary Words arrival_times flag spelled",
     "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineCore EngineInfo "
+    "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
     "MAX_ALLOWED_TOKENS MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
     "MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
@@ -135,10 +135,10 @@ EXPORTED = {
     "Timings TokenLogprobs TransferReport",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline StepRunner",
-    "cairn.engine.tokenizer": "IncrementalText MARKS ModelTokenizer",
+    "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config image_options main",
-    "cairn.engine.client": "EngineDeadlines Mailbox Switchboard",
-    "cairn.engine.process": "ProcessEngine",
+    "cairn.engine.client": "CoreClient EngineDeadlines OutputQueue Transport",
+    "cairn.engine.process": "ProcessTransport",
     "cairn.proxy.app": "create_app",
     "cairn.proxy.options": "ProxyOptions",
     "cairn.proxy.run": "ProxyServer",

@@ -21,7 +21,7 @@ A *slot* is one place of the live arrays (recurrent state and last hidden state 
 block tables. A *file* is the list of pages that holds one checkpoint. Neither slot, page nor file is reused before the
 step that last names it has been applied. What a slot's admit said is not said again: a plan has what has changed.
 
-Plans go to the other ranks as they are (`cairn.engine.rank_wire`), so integers have the ranges that are read there.
+Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers have the ranges that are read there.
 """
 
 from collections.abc import Iterator, Mapping

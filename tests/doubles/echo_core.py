@@ -15,12 +15,13 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.build_transfer import RankMemory, build_transfer
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, GenerateOutput, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.kv_transfer import KvTransfer
-from cairn.errors import AuditError, ModelError
+from cairn.engine.grammars.worker import byte_tokenizer, reason_against
+from cairn.engine.multimodal_keys import ImageKeys
+from cairn.engine.transfers.build import RankMemory, build_transfer
+from cairn.engine.transfers.kv_transfer import KvTransfer
+from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
@@ -45,7 +46,8 @@ _numbers = count()
 
 
 class EchoCore(Core):
-    """`sleep` is called where it has to wait, `clock` gives the timings. No answer is held to a form."""
+    """`sleep` is called where it has to wait, `clock` gives the timings. Grammars are tried, but no answer is held to
+    one."""
 
     def __init__(
         self,
@@ -106,6 +108,9 @@ class EchoCore(Core):
         self._specs = EchoSpecs(VOCAB_SIZE, frozenset(eos), config.seed, keys)
 
     def submit(self, *requests: GenerateRequest) -> None:
+        for structure in {request.structure for request in requests} - {None}:
+            if (reason := reason_against(structure, byte_tokenizer())) is not None:
+                raise InvalidRequest(reason, structure.field.partition(".")[0])
         super().submit(*(msgspec.structs.replace(request, structure=None) for request in requests))
 
     def step(self) -> list[GenerateOutput]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest
-from cairn.engine.kv_transfer import Terms
+from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.specs import SpecMaker
+from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.slots import Sample, Slots
 from cairn.scheduler.request import Spec
@@ -37,7 +37,7 @@ class EchoSpecs(SpecMaker):
     def make(
         self,
         request: GenerateRequest,
-        terms: Terms,
+        terms: TransferTerms,
         constraint: GrammarConstraint | None,
         room_behind: Callable[[int], int],
     ) -> list[tuple[Spec, GrammarConstraint | None]]:

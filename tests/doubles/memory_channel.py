@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cairn.engine.side_channel import Incoming
-from cairn.transfer.unresponsive_peers import Address
+from cairn.engine.transfers.side_channel import Incoming
+from cairn.transfer.peers import Address
 
 __all__ = ["MemoryChannel", "MemoryNetwork", "faithful"]
 
@@ -54,7 +54,7 @@ class MemoryNetwork:
 
 
 class MemoryChannel:
-    """A `Channel`. It never waits."""
+    """A `TlsSideChannel` without sockets. It never waits."""
 
     def __init__(self, network: MemoryNetwork, address: Address, name: bytes) -> None:
         self.address = address

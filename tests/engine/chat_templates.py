@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 
 Messages = list[dict[str, Any]]
 

@@ -12,7 +12,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo, GenerateRequest, RequestLogConfig
 from cairn.engine.core import Core, StepRunner
-from cairn.engine.request_log_header import open_log
+from cairn.engine.request_log.log import open_log
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache

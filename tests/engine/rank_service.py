@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from cairn.engine.rank_worker import RankPlace
+from cairn.engine.ranks.worker import RankPlace
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
-from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineCore, EngineInfo, GenerateRequest
+from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineInfo, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
@@ -28,7 +28,7 @@ LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
 MAX_LEN = 1 << 16
 
 
-def simulated(tokenizer: ModelTokenizer, mode: str | None = "auto", num_pages: int = 20_000) -> EngineCore:
+def simulated(tokenizer: ModelTokenizer, mode: str | None = "auto", num_pages: int = 20_000) -> Core:
     placement = None if mode is None else placement_for(mode, 16, False)
     clock = ManualClock()
     cache = PrefixCache(LAYOUT, num_pages, CachePolicy(placement, ValuePerByte()), clock=clock)
@@ -58,7 +58,7 @@ def simulated(tokenizer: ModelTokenizer, mode: str | None = "auto", num_pages: i
 class Talk:
     """Chats with one core. `paths`: what has been computed, as tokens."""
 
-    def __init__(self, core: EngineCore, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, core: Core, tokenizer: ModelTokenizer) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self.paths: list[list[int]] = [[]]

@@ -9,9 +9,10 @@ from test_core import core as core_of
 from test_core import request
 from tree_core import TreeCore
 
+from cairn.engine.client import CoreClient
 from cairn.engine.contract import EngineConfig
 from cairn.engine.core_loop import run_core
-from cairn.engine.process import ProcessEngine
+from cairn.engine.process import ProcessTransport
 from cairn.engine.wire import CacheQuery, CacheReply, Outputs, Shutdown, Submit, frames_from_core, frames_to_core
 from cairn.errors import EngineDead
 from doubles.byte_tokenizer import ByteTokenizer
@@ -110,9 +111,8 @@ def test_the_wire_brings_a_view_as_it_was():
 
 def test_a_view_from_a_process():
     async def look():
-        engine = ProcessEngine(
-            EngineConfig(model="echo"), lambda model: ByteTokenizer(), core="doubles.echo_core:build_echo_core"
-        )
+        transport = ProcessTransport(EngineConfig(model="echo"), core="doubles.echo_core:build_echo_core")
+        engine = CoreClient(transport, ByteTokenizer)
         await engine.start()
         try:
             async for _ in engine.generate(request(max_tokens=2, prompt=np.arange(50).tolist())):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from cairn.engine.side_channel import ChannelLimits, SideChannel
+from cairn.engine.transfers.side_channel import ChannelLimits, TlsSideChannel
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES
@@ -19,7 +19,7 @@ CREDENTIALS = derive_credentials(b"a secret of twenty b")
 
 
 def side_channel(host=HOST, port=0, limits=None, clock=None):
-    return SideChannel(host, port, CREDENTIALS, clock or SystemClock(), limits)
+    return TlsSideChannel(host, port, CREDENTIALS, clock or SystemClock(), limits)
 
 
 @pytest.fixture(params=["memory", "tls"])

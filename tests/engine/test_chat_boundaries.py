@@ -21,10 +21,9 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.engine.boundaries import place_boundaries
-from cairn.engine.chat_template import MAX_RENDERINGS
 from cairn.engine.contract import Breakpoint, RenderedPrompt
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.chat_template import MAX_RENDERINGS, place_boundaries
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.models.make_tokenizer import make_tokenizer
 from cairn.types import Boundary

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from cairn.engine.client import EngineDeadlines, Mailbox
+from cairn.engine.client import CoreClient, EngineDeadlines, OutputQueue
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
-from cairn.engine.process import ProcessEngine
+from cairn.engine.process import ProcessTransport
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, QueueFull
 from doubles.byte_tokenizer import ByteTokenizer, load_byte_tokenizer
 from doubles.echo_core import build_echo_core
@@ -310,7 +310,8 @@ class TestLocalEngine(EngineClientContract):
 
 class TestProcessEngine(EngineClientContract):
     def make(self, model="echo", deadlines=None, core=ECHO_CORE, **config):
-        return ProcessEngine(EngineConfig(model=model, **config), load_byte_tokenizer, core=core, deadlines=deadlines)
+        transport = ProcessTransport(EngineConfig(model=model, **config), core=core)
+        return CoreClient(transport, lambda: load_byte_tokenizer(model), deadlines)
 
     def test_a_killed_core_says_by_what(self):
         async def scenario():
@@ -324,8 +325,8 @@ class TestProcessEngine(EngineClientContract):
     def test_signals_for_the_whole_group_leave_the_core_alone(self):
         async def scenario():
             async with self.started() as engine:
-                os.kill(engine.pid, signal.SIGINT)
-                os.kill(engine.pid, signal.SIGTERM)
+                os.kill(engine.transport.pid, signal.SIGINT)
+                os.kill(engine.transport.pid, signal.SIGTERM)
                 assert (await collect(engine, request()))[-1].finish_reason == "stop"
 
         run(scenario())
@@ -336,14 +337,14 @@ class TestProcessEngine(EngineClientContract):
             run(self.make(core=core).start())
 
     def test_a_tokenizer_that_cannot_be_loaded_ends_the_start(self):
-        def refuse(folder):
-            raise ModelError(f"{folder}: no tokenizer")
+        def refuse():
+            raise ModelError("no tokenizer")
 
         async def scenario():
-            engine = ProcessEngine(EngineConfig(model="echo:build_seconds=20"), refuse, core=ECHO_CORE)
-            with pytest.raises(ModelError, match="echo:build_seconds=20: no tokenizer"):
+            engine = CoreClient(ProcessTransport(EngineConfig(model="echo:build_seconds=20"), core=ECHO_CORE), refuse)
+            with pytest.raises(ModelError, match="no tokenizer"):
                 await engine.start()
-            assert not psutil.pid_exists(engine.pid)
+            assert not psutil.pid_exists(engine.transport.pid)
 
         run(scenario())
 
@@ -354,7 +355,7 @@ class TestProcessEngine(EngineClientContract):
             async with self.started() as engine:
                 (folder,) = tmp_path.iterdir()
                 assert folder.stat().st_mode & 0o777 == 0o700
-                pid = engine.pid
+                pid = engine.transport.pid
             assert not psutil.pid_exists(pid)
 
         run(scenario())
@@ -372,11 +373,13 @@ class TestProcessEngine(EngineClientContract):
             "import asyncio, os, sys\n"
             "from cairn.engine.contract import EngineConfig\n"
             "from doubles.byte_tokenizer import load_byte_tokenizer\n"
-            "from cairn.engine.process import ProcessEngine\n"
+            "from cairn.engine.client import CoreClient\n"
+            "from cairn.engine.process import ProcessTransport\n"
             "async def main():\n"
-            f"    engine = ProcessEngine(EngineConfig(model='echo'), load_byte_tokenizer, core='{ECHO_CORE}')\n"
+            f"    transport = ProcessTransport(EngineConfig(model='echo'), core='{ECHO_CORE}')\n"
+            "    engine = CoreClient(transport, lambda: load_byte_tokenizer('echo'))\n"
             "    await engine.start()\n"
-            "    print(engine.pid, flush=True)\n"
+            "    print(transport.pid, flush=True)\n"
             "    os.kill(os.getpid(), 9)\n"
             "asyncio.run(main())\n"
         )
@@ -396,7 +399,7 @@ del EngineClientContract
 
 def test_outputs_merge_while_the_reader_is_busy():
     async def scenario():
-        mailbox = Mailbox()
+        mailbox = OutputQueue()
         for i in range(1000):
             mailbox.put(GenerateOutput(request_id="r", token_ids=[i], text=chr(97 + i % 26)))
         mailbox.fail(EngineDead("gone"))

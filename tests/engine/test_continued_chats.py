@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from cairn.engine.token_spelling import TokenSpelling
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer, TokenSpelling
 from cairn.errors import InvalidRequest
 from cairn.models.make_tokenizer import make_tokenizer
 

@@ -9,9 +9,9 @@ from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineInfo, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.kv_transfer import Terms
+from cairn.engine.open_answers import StopStrings
 from cairn.engine.specs import SpecMaker
-from cairn.engine.stop_strings import StopStrings
+from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
@@ -146,9 +146,11 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them():
 
 
 def test_the_scheduler_is_told_who_asks_for_every_answer():
-    specs = SpecMaker(VOCAB, frozenset(), 0, None).make(request(n=3, client="key:1"), Terms(), None, lambda length: 9)
+    specs = SpecMaker(VOCAB, frozenset(), 0, None).make(
+        request(n=3, client="key:1"), TransferTerms(), None, lambda length: 9
+    )
     assert [spec.client for spec, _ in specs] == ["key:1"] * 3
-    ((spec, _),) = SpecMaker(VOCAB, frozenset(), 0, None).make(request(), Terms(), None, lambda length: 9)
+    ((spec, _),) = SpecMaker(VOCAB, frozenset(), 0, None).make(request(), TransferTerms(), None, lambda length: 9)
     assert spec.client == ""
 
 

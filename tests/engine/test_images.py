@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import Pixels
-from cairn.engine.images import ImagePrompts
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.images import ImagePrompts
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.image_processor import FILE, ImageProcessor
 

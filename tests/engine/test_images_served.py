@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 
 torch.set_num_threads(1)

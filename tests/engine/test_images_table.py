@@ -3,7 +3,7 @@
 import pytest
 from benchmarks.incremental_images import BLOCK, FIVE_TOKENS, FOUR_TOKENS, Prompts, measure, measure_text
 
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 
 
 def by_policy(found):

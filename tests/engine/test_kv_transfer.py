@@ -2,7 +2,7 @@
 
 import pytest
 
-from cairn.engine.kv_transfer import Terms, terms_of
+from cairn.engine.transfers.kv_transfer import TransferTerms, terms_of
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Source
 from cairn.transfer.peers import PeerPolicy
@@ -28,18 +28,18 @@ class Part:
 @pytest.mark.parametrize(
     ("params", "terms"),
     [
-        (None, Terms()),
-        ({}, Terms()),
-        (DECODE, Terms(hand_over=True)),
-        (DECODE | {"cairn_decode_hint": HINT}, Terms(Source("d", "127.0.0.1", 7), hand_over=True)),
+        (None, TransferTerms()),
+        ({}, TransferTerms()),
+        (DECODE, TransferTerms(hand_over=True)),
+        (DECODE | {"cairn_decode_hint": HINT}, TransferTerms(Source("d", "127.0.0.1", 7), hand_over=True)),
         (
             DECODE | {"cairn_decode_hint": HINT | {"num_tokens": 229}},
-            Terms(Source("d", "127.0.0.1", 7, end=229), hand_over=True),
+            TransferTerms(Source("d", "127.0.0.1", 7, end=229), hand_over=True),
         ),
-        (PREFILLED, Terms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)))),
+        (PREFILLED, TransferTerms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)))),
         (
             PREFILLED | {"remote_prefill_cached_tokens": 64},
-            Terms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)), prefill_cached_tokens=64),
+            TransferTerms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)), prefill_cached_tokens=64),
         ),
     ],
 )
@@ -48,7 +48,7 @@ def test_what_is_asked_for_becomes_a_source_and_a_hand_over(params, terms):
 
 
 def test_without_a_part_in_transfers_only_ordinary_requests_are_taken():
-    assert terms_of(None, None) == terms_of({"do_remote_decode": False}, None) == Terms()
+    assert terms_of(None, None) == terms_of({"do_remote_decode": False}, None) == TransferTerms()
     for params in (DECODE, PREFILLED):
         with pytest.raises(InvalidRequest, match="--kv-transfer-config"):
             terms_of(params, None)

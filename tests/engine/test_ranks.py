@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
-from cairn.engine.rank_wire import (
+from cairn.engine.ranks.runner import RankDeadlines, RankedRunner, build_ranked
+from cairn.engine.ranks.wire import (
     RankConfig,
     RankService,
     follower_plan,
@@ -28,8 +29,7 @@ from cairn.engine.rank_wire import (
     frames_of_plans,
     frames_to_rank_zero,
 )
-from cairn.engine.rank_worker import follow
-from cairn.engine.ranks import RankDeadlines, RankedRunner, build_ranked
+from cairn.engine.ranks.worker import follow
 from cairn.errors import ConfigError, EngineDead, ModelError
 from cairn.models.registry import open_model
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
@@ -368,8 +368,8 @@ def test_a_rank_that_is_lost_between_steps_ends_the_engine(tiny_model, started):
 
 RANK_ZERO = """
 import sys, msgspec
-from cairn.engine.rank_wire import frames_of_config
-from cairn.engine.ranks import build_ranked
+from cairn.engine.ranks.wire import frames_of_config
+from cairn.engine.ranks.runner import build_ranked
 ranked = build_ranked(frames_of_config().decode(bytes.fromhex(sys.argv[1])))
 print(*ranked.pids, ranked.folder, flush=True)
 sys.stdin.read()

@@ -11,9 +11,9 @@ import pytest
 from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.lease import Namespace
-from cairn.engine.request_log import LogEntry, RequestLog, StepTimes
-from cairn.engine.request_log_file import MAX_ENTRIES, LogFile
-from cairn.engine.request_log_lines import LogLines
+from cairn.engine.request_log.file import MAX_ENTRIES, LogFile
+from cairn.engine.request_log.lines import LogEntry, LogLines
+from cairn.engine.request_log.log import RequestLog
 from cairn.errors import ConfigError
 from cairn.keys import common_tokens
 from cairn.replay.traces import read_trace
@@ -24,17 +24,10 @@ UNIT = 16
 KEY = b"0123456789abcdef"
 
 
-def entry(number, prompt, output=(), salt=None, **fields) -> LogEntry:
-    fields = {"boundaries": (), "finish": "stop", "timings": {}, "report": None} | fields
-    fields |= {
-        "times": {"t": 0.0},
-        "step_times": StepTimes(),
-        "is_parallel_sample": False,
-        "bypasses_cache": False,
-        "dropped": 0,
-    }
+def entry(number, prompt, output=(), salt=None) -> LogEntry:
     keys = np.array(prompt, np.int64)
-    return LogEntry(number, f"r{number}", Namespace(cache_salt=salt), keys, tuple(output), **fields)
+    fields = {"n": number, "id": f"r{number}", "in": len(keys), "out": len(output)}
+    return LogEntry(Namespace(cache_salt=salt), keys, tuple(output), fields)
 
 
 def lines(max_written_tokens=1 << 20, key=KEY) -> LogLines:
@@ -200,7 +193,7 @@ def test_a_line_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
         written.release()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cairn.engine.request_log_file.os.write", sometimes)
+    monkeypatch.setattr("cairn.engine.request_log.file.os.write", sometimes)
     failing.set()
     assert file.put(entry(1, range(40)))
     assert written.acquire(timeout=20)
@@ -221,7 +214,7 @@ def test_half_a_line_at_the_end_is_taken_back(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(descriptor, data[:-20])
 
-    monkeypatch.setattr("cairn.engine.request_log_file.os.write", half)
+    monkeypatch.setattr("cairn.engine.request_log.file.os.write", half)
     assert file.put(entry(1, range(40)))
     file.close()
     assert file.dropped == 1 and json.loads((tmp_path / "log").read_text())["source"] == "cairn"
@@ -251,7 +244,7 @@ def test_a_request_that_was_dropped_is_counted_in_the_next_line():
         request = Request(spec, Times(0.0), arrival=1)
         log.submitted(request)
         log.ended(request)
-    assert [entry.dropped for entry in sink.entries] == [1] and log.dropped == 1
+    assert [entry.fields["dropped"] for entry in sink.entries] == [1] and log.dropped == 1
     assert json.loads(lines().line(sink.entries[0]))["dropped"] == 1
 
 

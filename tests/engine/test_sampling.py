@@ -10,12 +10,12 @@ from test_core import core as simulated_core
 from test_core import request, run, tokens_of
 
 from cairn.engine.build import build_core
-from cairn.engine.client import Mailbox
+from cairn.engine.client import OutputQueue
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
-from cairn.engine.logprobs import packed
-from cairn.engine.sampling import seed_of
-from cairn.engine.stop_strings import StopStrings
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.contract.output import packed
+from cairn.engine.open_answers import StopStrings
+from cairn.engine.specs import seed_of
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.scheduler import Progress
@@ -376,7 +376,7 @@ def test_outputs_that_wait_are_merged_by_answer_with_their_logprobs():
             request_id="a", index=index, token_ids=[token], text=chr(token), logprobs=packed([one], 1), **fields
         )
 
-    mailbox = Mailbox()
+    mailbox = OutputQueue()
     prompt = packed([], 2)
     mailbox.put(output(0, 97, prompt_logprobs=prompt))
     mailbox.put(output(1, 65))

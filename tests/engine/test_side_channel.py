@@ -13,8 +13,8 @@ import time
 import pytest
 import zmq
 
-from cairn.engine.side_channel import ChannelLimits, SideChannel
-from cairn.engine.tls_connection import UNPROVED_BYTES
+from cairn.engine.transfers.side_channel import ChannelLimits, TlsSideChannel
+from cairn.engine.transfers.tls_connection import UNPROVED_BYTES
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES
 from cairn.types import ManualClock, SystemClock
@@ -32,7 +32,7 @@ def opened():
     made = []
 
     def open_channel(credentials=CREDENTIALS, limits=None, clock=None):
-        made.append(SideChannel(HOST, 0, credentials, clock or SystemClock(), limits))
+        made.append(TlsSideChannel(HOST, 0, credentials, clock or SystemClock(), limits))
         return made[-1]
 
     yield open_channel

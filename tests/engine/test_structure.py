@@ -1,26 +1,24 @@
 """Grammars: what they are made of, what is refused, and that an answer keeps to them."""
 
-import asyncio
 import contextlib
 import json
 import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cairn.engine.constraint import GrammarConstraint
 from cairn.engine.contract import GenerateRequest, Structure
-from cairn.engine.forming import Forming
-from cairn.engine.grammar_check import GrammarCheck
-from cairn.engine.grammar_worker import byte_tokenizer
-from cairn.engine.grammar_worker import reason_against as reason_of
-from cairn.engine.grammars import Grammars
-from cairn.engine.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
-from cairn.engine.tokenizer import ModelTokenizer
-from cairn.engine.vocabulary import grammar_tokenizer
+from cairn.engine.grammars.compiler import GrammarCheck, GrammarCompiler, PendingGrammars, Tried, Verdict, WantedGrammar
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.grammars.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
+from cairn.engine.grammars.vocabulary import grammar_tokenizer
+from cairn.engine.grammars.worker import byte_tokenizer
+from cairn.engine.grammars.worker import reason_against as reason_of
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.types import ManualClock, SystemClock
 
@@ -51,7 +49,7 @@ def words(tokenizer):
 
 @pytest.fixture(scope="module")
 def compiled(tokenizer, words):
-    ready = grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+    ready = grammar_tokenizer(tokenizer, words, (EOS,))
     return lambda asked: GrammarConstraint.compile(grammar_of(asked), ready, words)
 
 
@@ -190,7 +188,7 @@ def test_tokens_that_the_model_has_and_the_tokenizer_has_not_are_never_allowed(c
 
 def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_no_way_on(tokenizer):
     words = tokenizer.vocab_size - tokenizer.vocab_size % 32 - 1  # one bit of the last word is beyond them
-    ready = grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+    ready = grammar_tokenizer(tokenizer, words, (EOS,))
     asked = grammar_of(structure("grammar", f"start: <[{words}]>"))
     with pytest.raises(ValueError, match="no token can follow"):
         GrammarConstraint.compile(asked, ready, words)
@@ -319,73 +317,98 @@ def request(name, asked):
     return GenerateRequest(request_id=name, prompt=b"\1" + bytes(7), structure=asked)
 
 
-class Woken:
-    def __init__(self, grammars):
+class NoCheck:
+    """Lets every grammar pass."""
+
+    def check(self, structure):
+        return Verdict(None)
+
+    def close(self):
+        pass
+
+
+class Waiting:
+    """Requests that come one by one. `wait` returns when something has been compiled."""
+
+    def __init__(self, compiler, wake=None):
+        self.compiler = compiler
+        self.pending = PendingGrammars(compiler)
         self._news = threading.Semaphore(0)
-        grammars.start(self._news.release)
+        compiler.start(wake or self._news.release)
+
+    def take(self, name, asked):
+        """The constraint, or None for one that waits."""
+        forms = self.pending.take([request(name, asked)], {name: WantedGrammar(asked, False)})
+        return None if forms is None else forms[name]
+
+    def poll(self):
+        found = self.pending.poll()
+        assert all(len(requests) == 1 for requests, _ in found)
+        return {one.request_id: forms[one.request_id] if isinstance(forms, dict) else forms for (one,), forms in found}
 
     def wait(self):
         assert self._news.acquire(timeout=20)
 
 
 @pytest.fixture
-def grammars(tokenizer, words):
+def waiting(tokenizer, words):
     made = []
 
     def make():
         made.append(1)
-        return grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+        return grammar_tokenizer(tokenizer, words, (EOS,))
 
-    grammars = Grammars(make, words, SystemClock(), kept=2)
-    grammars.made = made
-    return grammars
+    waiting = Waiting(GrammarCompiler(make, words, SystemClock(), NoCheck(), kept=2))
+    waiting.made = made
+    return waiting
 
 
-def test_a_grammar_is_compiled_once_and_remembered(grammars):
-    woken = Woken(grammars)
+def test_a_grammar_is_compiled_once_and_remembered(waiting):
     asked = structure("regex", "a+")
-    assert grammars.take(request("1", asked)) is None and grammars.take(request("2", asked)) is None
-    assert "1" in grammars and len(grammars) == 2
+    assert waiting.take("1", asked) is None and waiting.take("2", asked) is None
+    assert len(waiting.pending) == 2
     with pytest.raises(InvalidRequest, match="in use"):
-        grammars.take(request("2", asked))
-    woken.wait()
-    ready = {found.request_id: constraint for found, constraint in grammars.poll()}
-    assert ready.keys() == {"1", "2"} and ready["1"] is not ready["2"] and len(grammars) == 0
-    assert isinstance(grammars.take(request("3", asked)), GrammarConstraint)
+        waiting.take("2", asked)
+    waiting.wait()
+    ready = waiting.poll()
+    assert ready.keys() == {"1", "2"} and ready["1"] is not ready["2"] and len(waiting.pending) == 0
+    assert isinstance(waiting.take("3", asked), GrammarConstraint)
     for number in range(2):  # two more: the first one is forgotten
-        assert grammars.take(request("4", structure("regex", f"b{number}"))) is None
-        woken.wait()
-        assert len(grammars.poll()) == 1
-    assert grammars.take(request("5", asked)) is None
-    assert grammars.made == [1]
+        assert waiting.take("4", structure("regex", f"b{number}")) is None
+        waiting.wait()
+        assert len(waiting.poll()) == 1
+    assert waiting.take("5", asked) is None
+    assert waiting.made == [1]
 
 
-def test_of_those_remembered_the_longest_unused_goes_first(grammars):
-    woken = Woken(grammars)
+def test_of_those_remembered_the_longest_unused_goes_first(waiting):
     for pattern in "aba":
-        if grammars.take(request(pattern, structure("regex", pattern))) is None:
-            woken.wait()
-            grammars.poll()
-    assert grammars.take(request("c", structure("regex", "c"))) is None
-    woken.wait()
-    grammars.poll()
-    assert grammars.take(request("1", structure("regex", "a"))) is not None
-    assert grammars.take(request("2", structure("regex", "b"))) is None
+        if waiting.take(pattern, structure("regex", pattern)) is None:
+            waiting.wait()
+            waiting.poll()
+    assert waiting.take("c", structure("regex", "c")) is None
+    waiting.wait()
+    waiting.poll()
+    assert waiting.take("1", structure("regex", "a")) is not None
+    assert waiting.take("2", structure("regex", "b")) is None
 
 
-def test_of_those_that_came_together_none_waits_when_one_is_refused(grammars):
-    woken = Woken(grammars)
+def test_of_those_that_came_together_none_waits_when_one_is_refused(waiting):
     refused = structure("grammar", "start: <nope>")
-    assert grammars.take(request("1", refused)) is None
-    woken.wait()
-    grammars.poll()
-    together = [request("2", structure("regex", "a+")), request("3", refused)]
+    assert waiting.take("1", refused) is None
+    waiting.wait()
+    waiting.poll()
+    asked = {"2": structure("regex", "a+"), "3": refused}
     with pytest.raises(InvalidRequest):
-        Forming(grammars).take(together, together)
-    assert "2" not in grammars and len(grammars) == 0
+        waiting.pending.take(
+            [request(*one) for one in asked.items()], {name: WantedGrammar(one, False) for name, one in asked.items()}
+        )
+    assert len(waiting.pending) == 0
+    waiting.wait()
+    assert waiting.poll() == {}
 
 
-def test_the_next_grammar_is_compiled_as_soon_as_one_is_there(grammars):
+def test_the_next_grammar_is_compiled_as_soon_as_one_is_there(waiting):
     """Also while the thread that has just told of it has not ended."""
     told, go_on = threading.Semaphore(0), threading.Event()
 
@@ -393,37 +416,35 @@ def test_the_next_grammar_is_compiled_as_soon_as_one_is_there(grammars):
         told.release()
         assert go_on.wait(20)
 
-    grammars.start(wake)
+    waiting.compiler.start(wake)
     for number in range(5):
-        assert grammars.take(request(str(number), structure("regex", f"a{number}"))) is None
-    found = []
+        assert waiting.take(str(number), structure("regex", f"a{number}")) is None
+    found = {}
     while len(found) < 5:
         assert told.acquire(timeout=20), f"{5 - len(found)} grammars are not compiled"
-        found += grammars.poll()
+        found |= waiting.poll()
     go_on.set()
 
 
-def test_a_grammar_that_cannot_be_compiled_is_refused_and_remembered(grammars):
-    woken = Woken(grammars)
+def test_a_grammar_that_cannot_be_compiled_is_refused_and_remembered(waiting):
     asked = structure("grammar", "start: <nope>")
-    assert grammars.take(request("1", asked)) is None
-    woken.wait()
-    ((_, refused),) = grammars.poll()
+    assert waiting.take("1", asked) is None
+    waiting.wait()
+    refused = waiting.poll()["1"]
     assert isinstance(refused, InvalidRequest) and refused.param == "structured_outputs"
     with pytest.raises(InvalidRequest, match="unknown special token"):
-        grammars.take(request("2", asked))
+        waiting.take("2", asked)
 
 
-def test_a_refusal_keeps_nothing_of_those_who_were_refused(grammars):
-    woken = Woken(grammars)
+def test_a_refusal_keeps_nothing_of_those_who_were_refused(waiting):
     asked = structure("grammar", "start: <nope>")
-    assert grammars.take(request("1", asked)) is None
-    woken.wait()
-    grammars.poll()
+    assert waiting.take("1", asked) is None
+    waiting.wait()
+    waiting.poll()
     found = []
     for number in range(2):
         with pytest.raises(InvalidRequest) as refused:
-            grammars.take(request(f"again {number}", asked))
+            waiting.take(f"again {number}", asked)
         found.append(refused.value)
     first, second = found
     assert first is not second and first.param == second.param == "structured_outputs"
@@ -436,19 +457,16 @@ def test_what_failed_for_another_reason_is_tried_again(tokenizer, words):
         tries.append(1)
         if len(tries) == 1:
             raise MemoryError("not now")
-        return grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+        return grammar_tokenizer(tokenizer, words, (EOS,))
 
-    grammars = Grammars(make, words, SystemClock())
-    woken = Woken(grammars)
+    waiting = Waiting(GrammarCompiler(make, words, SystemClock(), NoCheck()))
     asked = structure("regex", "a+")
-    assert grammars.take(request("1", asked)) is None
-    woken.wait()
-    ((_, refused),) = grammars.poll()
-    assert isinstance(refused, Overloaded)
-    assert grammars.take(request("2", asked)) is None
-    woken.wait()
-    ((found, constraint),) = grammars.poll()
-    assert found.request_id == "2" and isinstance(constraint, GrammarConstraint)
+    assert waiting.take("1", asked) is None
+    waiting.wait()
+    assert isinstance(waiting.poll()["1"], Overloaded)
+    assert waiting.take("2", asked) is None
+    waiting.wait()
+    assert isinstance(waiting.poll()["2"], GrammarConstraint)
 
 
 def test_a_grammar_that_nobody_waits_for_is_not_compiled(tokenizer, words):
@@ -457,211 +475,165 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tokenizer, words):
     def make():
         begun.release()
         assert go_on.wait(20)
-        return grammar_tokenizer(tokenizer.to_json(), words, (EOS,))
+        return grammar_tokenizer(tokenizer, words, (EOS,))
 
-    grammars = Grammars(make, words, SystemClock())
-    woken = Woken(grammars)
+    waiting = Waiting(GrammarCompiler(make, words, SystemClock(), NoCheck()))
     for number in range(6):
-        assert grammars.take(request(str(number), structure("regex", f"a{number}"))) is None
+        assert waiting.take(str(number), structure("regex", f"a{number}")) is None
     assert begun.acquire(timeout=20)
     for number in range(5):
-        grammars.forget(str(number))
-    assert len(grammars) == 1 and len(grammars._jobs) == 3  # two that have begun, and the one that is waited for
+        waiting.pending.forget(str(number))
+    # two that have begun, and the one that is waited for
+    assert len(waiting.pending) == 1 and len(waiting.compiler._jobs) == 3
     go_on.set()
-    found = []
+    found = {}
     while not found:
-        woken.wait()
-        found = grammars.poll()
-    assert [waiting.request_id for waiting, _ in found] == ["5"]
+        waiting.wait()
+        found = waiting.poll()
+    assert found.keys() == {"5"}
 
 
-def test_an_aborted_request_waits_no_more(grammars):
-    woken = Woken(grammars)
+def test_what_is_only_tried_is_not_compiled(tokenizer, words):
+    class NoLookAhead(NoCheck):
+        def check(self, asked):
+            return Verdict("no look-ahead" if "?=" in asked.text else None)
+
+    waiting = Waiting(GrammarCompiler(pytest.fail, words, SystemClock(), NoLookAhead()))
+    for name, text in (("1", "a+"), ("2", "(?=a)")):
+        asked = structure("regex", text)
+        assert waiting.pending.take([request(name, asked)], {name: WantedGrammar(asked, True)}) is None
+    found = {}
+    while len(found) < 2:
+        waiting.wait()
+        found |= waiting.poll()
+    assert isinstance(found["1"], Tried) and found["2"].message == "no look-ahead"
+
+
+def test_an_aborted_request_waits_no_more(waiting):
     asked = structure("regex", "a+")
-    assert grammars.take(request("1", asked)) is None and grammars.take(request("2", asked)) is None
-    grammars.forget("1")
-    grammars.forget("unknown")
-    woken.wait()
-    assert [found.request_id for found, _ in grammars.poll()] == ["2"]
+    assert waiting.take("1", asked) is None and waiting.take("2", asked) is None
+    waiting.pending.forget("1")
+    waiting.pending.forget("unknown")
+    waiting.wait()
+    assert waiting.poll().keys() == {"2"}
 
 
-def test_compiling_that_does_not_end_is_given_up(words):
+def test_compiling_that_does_not_end_is_given_up_and_what_waited_for_it_is_told_to_come_back(words):
     clock, ended = ManualClock(), threading.Event()
 
     def hang():
         assert ended.wait(20)
         raise RuntimeError("the end")
 
-    grammars = Grammars(hang, words, clock, seconds=30)
+    def until(condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    waiting = Waiting(GrammarCompiler(hang, words, clock, NoCheck(), seconds=30))
     for number in range(4):
-        assert grammars.take(request(str(number), structure("regex", f"a{number}"))) is None
-    assert grammars.poll() == []
+        assert waiting.take(str(number), structure("regex", f"a{number}")) is None
+    assert waiting.poll() == {}
+    until(lambda: sum(job.began == 0 for job in waiting.compiler._jobs.values()) == 2)
     clock.advance(31)
-    refused = grammars.poll()  # two at a time
-    assert [found.request_id for found, _ in refused] == ["0", "1"]
-    assert all("not ended within 30 s" in error.message for _, error in refused)
+    refused = waiting.poll()  # two at a time
+    assert all("not ended within 30 s" in refused[name].message for name in "01")
+    assert all(isinstance(refused[name], Overloaded) and "too many" in refused[name].message for name in "23")
     # the two that hang are the most there may be
+    assert waiting.take("4", structure("regex", "b")) is None and waiting.poll() == {}
     assert sum(thread.name == "cairn-grammar" for thread in threading.enumerate()) == 2
     ended.set()
-    deadline = time.monotonic() + 20
-    results = []
-    while len(results) < 2:
-        assert time.monotonic() < deadline
-        results += grammars.poll()
-    assert all(isinstance(error, Overloaded) for _, error in results)
+    results = {}
+    until(lambda: results.update(waiting.poll()) or results)
+    assert isinstance(results["4"], Overloaded) and "the end" in results["4"].message
 
 
 # -- the process that tries them ---------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def checking(**settings):
-    check = GrammarCheck(**settings)
-    try:
+@contextlib.contextmanager
+def checking(**settings):
+    with contextlib.closing(GrammarCheck(**settings)) as check:
         yield check
-    finally:
-        await check.aclose()
+
+
+def reason(check, kind, text):
+    return check.check(structure(kind, text)).reason
 
 
 def test_grammars_are_tried_in_a_process():
-    async def run():
-        async with checking() as check:
-            await asyncio.gather(*(check.check(structure("regex", "a+")) for _ in range(3)))
-            with pytest.raises(InvalidRequest, match="look-ahead") as refused:
-                await check.check(structure("regex", "(?=a)"))
-            assert refused.value.param == "structured_outputs"
-            first = check._process.pid
-            await check.check(structure("json", WEATHER, field="response_format.json_schema.schema"))
-            assert check._process.pid == first
-            await check.aclose()
-            await check.check(structure("regex", "b+"))
-            with pytest.raises(InvalidRequest, match="look-ahead"):
-                await check.check(structure("regex", "(?=a)"))
-
-    asyncio.run(run())
+    with checking() as check:
+        assert [reason(check, "regex", "a+") for _ in range(3)] == [None] * 3
+        assert "look-ahead" in reason(check, "regex", "(?=a)")
+        first = check._child.process.pid
+        assert reason(check, "json", WEATHER) is None
+        assert check._child.process.pid == first
+        check.close()
+        assert reason(check, "regex", "b+") is None
+        assert "look-ahead" in reason(check, "regex", "(?=a)")
 
 
-CHILD = """
-import sys
-for number, line in enumerate(sys.stdin.buffer):
-    if b"hang" in line:
-        while True: pass
-    if b"die" in line:
-        sys.exit(1)
-    sys.stdout.write("null\\n")
-    sys.stdout.flush()
-"""
-
-
-def test_a_process_that_hangs_or_dies_is_replaced():
-    async def run():
-        async with checking(seconds=2, command=(sys.executable, "-c", CHILD)) as check:
-            with pytest.raises(InvalidRequest, match=r"structured_outputs.regex takes more than 2 s"):
-                await check.check(structure("regex", "hang"))
-            await check.check(structure("regex", "a"))
-            with pytest.raises(InvalidRequest, match="too much memory"):
-                await check.check(structure("regex", "die"))
-            await check.check(structure("regex", "b"))
-            with pytest.raises(InvalidRequest, match=r"more than 2 s"):  # remembered
-                await check.check(structure("regex", "hang"))
-            assert check._process.returncode is None
-
-    asyncio.run(run())
-
-
-BUSY_CHILD = """
-import os, sys
-for number, line in enumerate(sys.stdin.buffer):
-    if number:
-        with open(sys.argv[1], "a") as asked:
-            asked.write("x")
-        if not os.path.exists(sys.argv[2]):
-            if b"die" in line:
-                sys.exit(1)
-            while True: pass
-    sys.stdout.write("null\\n")
-    sys.stdout.flush()
-"""
+def test_a_process_that_hangs_or_dies_is_replaced(children):
+    with checking(seconds=2, module=children) as check:
+        assert "structured_outputs.regex takes more than 2 s" in reason(check, "regex", "hang")
+        assert reason(check, "regex", "a") is None
+        assert "too much memory" in reason(check, "regex", "die")
+        assert reason(check, "regex", "b") is None
+        assert check._child.end() is None
 
 
 @pytest.mark.parametrize("fate", ["die", "hang"])
-def test_what_time_or_memory_was_short_for_is_asked_again_later(tmp_path, fate):
+def test_what_time_or_memory_was_short_for_is_asked_again_later(children, words, tokenizer, tmp_path, fate):
     """The machine may have been busy with something else: a grammar is not refused for good for that."""
-    asked, better, clock = tmp_path / "asked", tmp_path / "better", ManualClock()
-    command = (sys.executable, "-c", BUSY_CHILD, str(asked), str(better))
-
-    async def run():
-        async with checking(seconds=2, command=command, clock=clock) as check:
-            for seconds in (0, 59):
-                clock.advance(seconds)
-                with pytest.raises(InvalidRequest, match="simplify it"):
-                    await check.check(structure("regex", fate))
-            assert asked.read_text() == "x"
-            better.touch()
-            clock.advance(1)
-            await check.check(structure("regex", fate))
-            clock.advance(10_000)
-            await check.check(structure("regex", fate))
-            assert asked.read_text() == "xx"
-
-    asyncio.run(run())
-
-
-def test_a_client_that_leaves_does_not_spoil_the_next_answer():
-    async def run():
-        async with checking(seconds=20, command=(sys.executable, "-c", CHILD)) as check:
-            await check.check(structure("regex", "a"))
-            hanging = asyncio.create_task(check.check(structure("regex", "hang")))
-            await asyncio.sleep(0)
-            hanging.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await hanging
-            await check.check(structure("regex", "b"))
-
-    asyncio.run(run())
+    asked, clock = structure("regex", fate), ManualClock()
+    with checking(seconds=2, module=children) as check:
+        compiler = GrammarCompiler(lambda: grammar_tokenizer(tokenizer, words, (EOS,)), words, clock, check)
+        waiting = Waiting(compiler)
+        assert waiting.take("0", asked) is None
+        waiting.wait()
+        assert "simplify it" in waiting.poll()["0"].message
+        clock.advance(59)
+        with pytest.raises(InvalidRequest, match="simplify it"):
+            waiting.take("1", asked)
+        (tmp_path / "better").touch()
+        clock.advance(1)
+        for name, seconds in (("2", 10_000), ("3", 0)):
+            if waiting.take(name, asked) is None:
+                waiting.wait()
+                assert isinstance(waiting.poll()[name], GrammarConstraint)
+            clock.advance(seconds)
+        assert (tmp_path / "asked").read_text() == "xx"
 
 
-SLOW_CHILD = """
-import sys
-for number, line in enumerate(sys.stdin.buffer):
-    if number == 0:
-        import os, time
-        with open(sys.argv[1], "a") as begun:
-            begun.write("x")
-        while not os.path.exists(sys.argv[2]):
+def test_closing_does_not_wait_for_a_grammar_that_hangs(children, tmp_path):
+    with checking(seconds=60, module=children) as check:
+        found = []
+        asking = threading.Thread(target=lambda: found.append(reason(check, "regex", "hang")))
+        asking.start()
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "asked").exists():
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-    sys.stdout.write('"refused"\\n' if b"bad" in line else "null\\n")
-    sys.stdout.flush()
-"""
+        check.close()
+        asking.join(20)
+        assert not asking.is_alive() and "simplify it" in found[0]
 
 
-def test_a_client_that_leaves_while_the_child_starts_does_not_shift_the_answers(tmp_path):
-    begun, go_on = tmp_path / "begun", tmp_path / "go on"
-
-    async def run():
-        async with checking(command=(sys.executable, "-c", SLOW_CHILD, str(begun), str(go_on))) as check:
-            leaving = asyncio.create_task(check.check(structure("regex", "good")))
-            async with asyncio.timeout(20):
-                while not begun.exists():
-                    await asyncio.sleep(0.01)
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            go_on.touch()
-            with pytest.raises(InvalidRequest, match="refused"):
-                await check.check(structure("regex", "bad"))
-            await check.check(structure("regex", "good"))
-
-    asyncio.run(run())
+@pytest.fixture
+def children(monkeypatch, tmp_path):
+    """The module of a child that hangs and dies as it is told to, and the answers that it gives."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("GRAMMAR_CHILD_FOLDER", str(tmp_path))
+    return "grammar_child"
 
 
-@pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(1)"), ("/nonexistent/python",)])
-def test_a_child_that_cannot_start_is_no_fault_of_the_grammar(command):
-    async def run():
-        async with checking(command=command) as check:
-            for _ in range(2):  # and that is not remembered
-                with pytest.raises(Overloaded, match="at the moment"):
-                    await check.check(structure("regex", "a"))
-            assert not check._known
-
-    asyncio.run(run())
+def test_a_child_that_cannot_start_is_no_fault_of_the_grammar(words, monkeypatch, tmp_path):
+    waiting = Waiting(GrammarCompiler(lambda: None, words, SystemClock(), GrammarCheck(module="nowhere")))
+    for executable in (sys.executable, str(tmp_path / "nothing")):
+        monkeypatch.setattr(sys, "executable", executable)
+        for _ in range(2):  # and that is not remembered
+            assert waiting.take("1", structure("regex", "a")) is None
+            waiting.wait()
+            refused = waiting.poll()["1"]
+            assert isinstance(refused, Overloaded) and "at the moment" in refused.message

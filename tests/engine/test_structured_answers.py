@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Structure
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 
@@ -212,8 +212,10 @@ def test_beside_others_preempted_and_alone_are_the_same(turned):
     free.run()
     engine = turned(exact=True)
     engine.ask("x", form("json", SCHEMA), seed=5)
-    engine.ask("free", seed=7, max_tokens=24, ignore_eos=True)
     books, preempted = engine.core._scheduler.books, 0
+    while "x" not in books.requests:
+        engine.turn()
+    engine.ask("free", seed=7, max_tokens=24, ignore_eos=True)
     while "x" in books.requests or not preempted:
         engine.turn()
         request = next((one for one in books.running if one.id == "x"), None)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.models.make_tokenizer import make_tokenizer
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from cairn.engine.contract import RenderedPrompt, TextTokenizer
-from cairn.engine.tokenizer import IncrementalText, ModelTokenizer
+from cairn.engine.text.tokenizer import IncrementalText, ModelTokenizer
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.make_tokenizer import make_tokenizer
 
@@ -309,7 +309,7 @@ def test_settings_that_would_cut_or_pad_are_taken_off(folder: Path, tmp_path: Pa
 def test_needs_no_torch(folder: Path) -> None:
     """The HTTP process tokenizes; torch would cost it a second and several hundred megabytes."""
     code = (
-        "import sys, pathlib; from cairn.engine.tokenizer import ModelTokenizer as T;"
+        "import sys, pathlib; from cairn.engine.text.tokenizer import ModelTokenizer as T;"
         "T(pathlib.Path(sys.argv[1])).render_chat([{'role': 'user', 'content': 'x'}]);"
         "sys.exit('torch' in sys.modules)"
     )

@@ -12,26 +12,24 @@ from cairn.engine.contract import (
     KvTransferConfig,
     TransferReport,
 )
+from cairn.engine.specs import check_request, key_tokens, transfer_params
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
     Abort,
+    BuildRefused,
     Fatal,
     Outputs,
     Ready,
     Refusal,
-    Refused,
     Reset,
     ResetReply,
     Shutdown,
     StatsQuery,
     StatsReply,
     Submit,
-    check_request,
     config_frames,
     frames_from_core,
     frames_to_core,
-    key_tokens,
-    transfer_params,
 )
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded, QueueFull
 from cairn.types import Boundary
@@ -74,7 +72,7 @@ def test_messages_to_the_core_survive(message):
     "message",
     [
         Ready(build_echo_core(EngineConfig(model="echo")).info),
-        Refused("model", "no config.json"),
+        BuildRefused("model", "no config.json"),
         ResetReply(8, 3),
         Outputs([GenerateOutput(request_id="r", token_ids=[1], text="x", finish_reason="stop", stop_reason=3)]),
         Outputs(
@@ -194,5 +192,5 @@ def test_a_refusal_is_raised_as_what_it_was(error):
 
 @pytest.mark.parametrize("error", [ConfigError("a"), ModelError("b")])
 def test_a_build_error_is_raised_as_what_it_was(error):
-    raised = Refused.of(error).error()
+    raised = BuildRefused.of(error).error()
     assert type(raised) is type(error) and str(raised) == str(error)

@@ -9,7 +9,7 @@ import random
 from pd_world import REMOTE_DECODE, Server, World, alone
 
 from cairn.cache.lease import Namespace
-from cairn.transfer.pull_states import PullState
+from cairn.transfer.pull import PullState
 from doubles.memory_link import Fault
 
 CLAIMED = (PullState.READING, PullState.CONFIRMING)

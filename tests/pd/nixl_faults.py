@@ -12,7 +12,7 @@ from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST
 from nixl_world import Round, World
 
-from cairn.engine.side_channel import SideChannel
+from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.transfer.credentials import derive_credentials
 from cairn.types import SystemClock
 
@@ -224,7 +224,7 @@ class Strangers:
     def __init__(self, port: int) -> None:
         self._port = port
         self._sockets: list[socket.socket] = []
-        self._handshakes = SideChannel(HOST, 0, derive_credentials(b"what the others hold"), SystemClock())
+        self._handshakes = TlsSideChannel(HOST, 0, derive_credentials(b"what the others hold"), SystemClock())
 
     def come(self, count: int, rng: random.Random) -> None:
         for _ in range(count):

@@ -2,7 +2,7 @@
 
 `python nixl_nursery.py` reads requests from the socket that is its standard input: JSON, and with it three files that
 become the child's standard input, output and error. It answers with the child's process id. Each child runs the worker
-of `cairn.engine` as `ProcessEngine` would have started it: only the import of torch is saved.
+of `cairn.engine` as `ProcessTransport` would have started it: only the import of torch is saved.
 
 `build` is the core's factory in there. Its clock can be moved on from outside, so that nothing waits for a lease of 30
 seconds to run out.
@@ -49,7 +49,7 @@ def _child(order: dict, files: list[int]) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.environ.update(order["environ"])
-        code = work([order["address"], "nixl_nursery:build", order["level"]])
+        code = work([order["address"], order["level"], "nixl_nursery:build"])
     except BaseException:
         traceback.print_exc()
     finally:

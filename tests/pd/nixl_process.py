@@ -22,11 +22,11 @@ import zmq
 from cairn.engine.contract import EngineConfig, EngineInfo, EngineStats, GenerateOutput, GenerateRequest
 from cairn.engine.wire import (
     Abort,
+    BuildRefused,
     Fatal,
     Outputs,
     Ready,
     Refusal,
-    Refused,
     StatsQuery,
     StatsReply,
     Submit,
@@ -189,7 +189,7 @@ class CoreProcess:
                 self.asked[request_id].refusal = message.message
             case StatsReply(number, stats):
                 self._stats[number] = stats
-            case Fatal() | Refused():
+            case Fatal() | BuildRefused():
                 raise AssertionError(f"{self.name}: {message.text}: {self.tail()}")
 
     def _output(self, output: GenerateOutput) -> None:

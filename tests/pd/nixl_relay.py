@@ -1,7 +1,7 @@
 """A postman between the side channels of two servers, whose secret it holds: it sees every frame, and may hold, lose,
 delay or repeat it.
 
-D -> SideChannel [Relay] SideChannel (one for each connection of D) -> P
+D -> TlsSideChannel [Relay] TlsSideChannel (one for each connection of D) -> P
 """
 
 import heapq
@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from cairn.engine.side_channel import SideChannel
+from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.transfer.credentials import TlsCredentials
-from cairn.transfer.frames import replies, requests
+from cairn.transfer.wire import replies, requests
 from cairn.types import SystemClock
 
 HOST = "127.0.0.1"
@@ -31,9 +31,9 @@ class Relay:
     def __init__(self, target: int, credentials: TlsCredentials) -> None:
         self.target = target
         self._credentials = credentials
-        self._front = SideChannel(HOST, 0, credentials, SystemClock())
+        self._front = TlsSideChannel(HOST, 0, credentials, SystemClock())
         self.port = self._front.port
-        self._backs: dict[bytes, SideChannel] = {}
+        self._backs: dict[bytes, TlsSideChannel] = {}
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._held: list[Callable[[], None]] = []
@@ -76,7 +76,7 @@ class Relay:
             back.close()
         self._backs.clear()
 
-    def sockets(self) -> list[SideChannel]:
+    def sockets(self) -> list[TlsSideChannel]:
         return [self._front, *self._backs.values()]
 
     def turn(self) -> None:
@@ -107,7 +107,7 @@ class Relay:
         back = self._backs.get(sender)
         if back is None:
             assert len(self._backs) < _LINKS
-            back = self._backs[sender] = SideChannel(HOST, 0, self._credentials, SystemClock())
+            back = self._backs[sender] = TlsSideChannel(HOST, 0, self._credentials, SystemClock())
         back.send((HOST, self.target), frame)
 
     def _pass(self, frame: bytes, deliver: Callable[[], None]) -> None:

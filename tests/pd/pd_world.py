@@ -12,27 +12,25 @@ from cairn.cache.audit import audit
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.kv_transfer import KvTransfer, terms_of
-from cairn.engine.sampling import answers_to
+from cairn.engine.specs import answers_to
 from cairn.engine.step_pipeline import StepPipeline
-from cairn.engine.transfer_loop import TransferLoop
-from cairn.engine.transfer_port import TransferPort
+from cairn.engine.transfers.kv_transfer import KvTransfer, terms_of
+from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import Peer
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import paired_pages
-from cairn.transfer.producer import Producer
+from cairn.transfer.planner import PairedPages
+from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker
 from cairn.transfer.recent import RecentContent
-from cairn.transfer.staging import Staging, staging_pages_for
+from cairn.transfer.staging import StagingArea, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 from doubles.memory_channel import MemoryNetwork
@@ -111,7 +109,7 @@ class Server:
         self.channel = world.network.channel(HOST, port)
         random_bytes = world.rng.randbytes
         self.producer = Producer(identity, _limits(num_pages, lease_seconds), world.clock, random_bytes)
-        worker = LinkWorker(self.link, paired_pages(UNITS, geometry, 0, Staging(self.pool, num_pages, block_size)))
+        worker = LinkWorker(self.link, PairedPages(UNITS, geometry, 0, StagingArea(self.pool, num_pages, block_size)))
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
         self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)

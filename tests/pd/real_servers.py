@@ -7,9 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from cairn.engine.build import build_core
-from cairn.engine.build_transfer import MakeLink
 from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest, KvTransferConfig
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.engine.transfers.build import MakeLink
 from doubles.memory_link import MemoryFabric
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}

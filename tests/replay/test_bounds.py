@@ -10,8 +10,7 @@ from benchmarks.offline_line import offline_hits, offline_schedule
 from benchmarks.offline_schedule import STEPS, Schedule
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.replay.bounds import footprint_bytes, unlimited_hits
-from cairn.replay.paths import Paths
+from cairn.replay.bounds import Paths, footprint_bytes, unlimited_hits
 from replay.brute_force import best_hit_units, held_bytes, make_trace, seen_units, whole
 
 UNIT = 4

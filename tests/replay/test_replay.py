@@ -16,8 +16,8 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.replay import replay as replay_module
 from cairn.replay import timed_cache as timed_cache_module
+from cairn.replay.bounds import Paths
 from cairn.replay.memory import tree_memory
-from cairn.replay.paths import Paths
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, TraceRequest
@@ -130,7 +130,7 @@ def test_it_adds_up():
     assert outcome.hits == [0, 5 * UNIT, 3 * UNIT, 0]
     assert outcome.prompt_tokens == sum(request.num_prompt_tokens for request in trace.requests) == 14 * UNIT + 20
     assert outcome.prefill_tokens == outcome.prompt_tokens - 8 * UNIT
-    assert outcome.token_hit_rate == outcome.hit_tokens / outcome.prompt_tokens
+    assert outcome.hit_tokens == 8 * UNIT
     # what is behind a path is computed every time, by a pass of its own if all else was hit
     assert outcome.forward_passes == 4
     # one unit of the last prompt had been seen, and 16 tokens are less than anything kept
@@ -244,8 +244,6 @@ def test_what_the_tree_takes_in_memory():
     assert tree.page_runs == sum(-(-node.num_tokens // 16) for node in nodes)
     own = sum(map(sys.getsizeof, nodes))
     assert tree.key_bytes + own < tree.num_bytes < 20 * (tree.key_bytes + own)
-    assert tree.bytes_per_page_run == tree.num_bytes / tree.page_runs
-    assert tree.bytes_per_node == (tree.num_bytes - tree.key_bytes) / tree.nodes
     # a note that nobody but a policy has, and a pool that does not count
     placement = cache.policy.placement
     cache.policy = CachePolicy(placement, Learned(), False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
-from cairn.replay.paths import Paths
+from cairn.replay.bounds import Paths
 from cairn.replay.traces import key_tokens, read_trace
 from cairn.trace_rows import MOONCAKE_UNIT
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import KvTransferConfig
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from source_scan import ROOT
 
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "cairn.json").read_text())

@@ -13,7 +13,7 @@ import pytest
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
-from cairn.engine.tokenizer import ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.server.options import ServerOptions
 from cairn.server.run import HttpServer
 from doubles.local_engine import LocalEngine

@@ -10,16 +10,15 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Offer, Peer, Want
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import paired_pages
-from cairn.transfer.producer import Producer
+from cairn.transfer.planner import PairedPages
+from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
-from cairn.transfer.staging import Staging, staging_pages_for
+from cairn.transfer.staging import StagingArea, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_link import MemoryFabric
@@ -56,8 +55,8 @@ class Rank:
         self.memory = np.full((num_pages + staging_pages, geometry.page_bytes), CANARY, np.uint8)
         self.link = fabric.link(name)
         self.link.register(Region.of(self.memory))
-        self.staging = Staging(self.memory, num_pages, geometry.block_size) if staging_pages else None
-        self.worker = LinkWorker(self.link, paired_pages(units, geometry, rank, self.staging), **worker)
+        self.staging = StagingArea(self.memory, num_pages, geometry.block_size) if staging_pages else None
+        self.worker = LinkWorker(self.link, PairedPages(units, geometry, rank, self.staging), **worker)
 
     def store(self, content: Content, num_tokens: int, pages, files) -> None:
         """Put the first tokens into `pages` and checkpoints into {position: pages}."""

@@ -4,10 +4,11 @@
 import dataclasses
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.asks import AskLimits, Asks
+from cairn.transfer.content_lookups import ContentLookups, LookupLimits
 from cairn.transfer.contract import (
     AskId,
     ContentAsked,
@@ -20,7 +21,6 @@ from cairn.transfer.contract import (
     SchedulerSide,
 )
 from cairn.transfer.digest import ContentDigest, content_digest
-from cairn.transfer.frames import pack_pages, unpack_pages
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.lease_book import LeaseBook
 from cairn.transfer.recent import RecentContent
@@ -28,14 +28,14 @@ from cairn.transfer.wire import (
     Claim,
     Confirm,
     Confirmed,
-    ContentClaim,
-    ContentGranted,
     Granted,
     Heartbeat,
-    Reason,
+    RefusalReason,
     Refused,
     Release,
     Released,
+    pack_pages,
+    unpack_pages,
 )
 from cairn.types import ManualClock
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_want_of, moves, offer_of, want_of
@@ -175,9 +175,9 @@ def test_no_answer_in_time_is_a_refusal_and_a_late_one_ends_at_once():
     case = Case()
     case.ask()
     case.world.clock.advance(1.9)
-    assert case.run() == [] and case.p.producer.asks.num_open == 1
+    assert case.run() == [] and case.p.producer.lookups.num_open == 1
     case.world.clock.advance(0.1)
-    assert "not_held" in case.run()[0].failure and case.p.producer.asks.num_open == 0
+    assert "not_held" in case.run()[0].failure and case.p.producer.lookups.num_open == 0
     reference = case.side.answer(case.asked[0].ask, case.held(384))
     assert not case.p.connector.is_idle
     case.run()
@@ -205,7 +205,7 @@ def test_an_abort_before_the_answer_closes_the_ask():
     case.ask()
     case.d.connector.abort(case.pull)
     assert case.run() == [PullEnded(case.pull, "aborted", 0, None), PagesFree(case.pull)]
-    assert case.p.producer.asks.num_open == 0
+    assert case.p.producer.lookups.num_open == 0
     reference = case.side.answer(case.asked[0].ask, case.held(384))
     case.run()
     assert case.leases() == [LeaseEnded(reference, "released")]
@@ -276,7 +276,7 @@ def test_flipped_bits_end_nobody():
         for frame in frames:
             case.d.consumer.receive(("127.0.0.1", 1), frame)
         for event in case.events["p"]:
-            if isinstance(event, ContentAsked) and case.p.producer.asks.num_open:
+            if isinstance(event, ContentAsked) and case.p.producer.lookups.num_open:
                 case.side.answer(event.ask, case.held(384))
     assert case.events["d"] == [PullEnded(case.pull, None, 384, None), PagesFree(case.pull)]
     assert len([event for event in case.events["p"] if isinstance(event, ContentAsked)]) == 1
@@ -328,11 +328,11 @@ def test_the_caller_may_number_pulls_and_give_nonces():
 
 ME, N16 = b"m" * 16, b"n" * 16
 HELD = Offer("answer-1", PLAIN, PROMPT[:384], np.arange(24, dtype=np.int32), ())
-ASK = ContentClaim(ME, "", marks_of(PROMPT), 128, False)
+ASK = Claim(ME, "", marks_of(PROMPT), 128, False)
 
 
 class Side:
-    """Asks and leases of one engine, without a network."""
+    """ContentLookups and leases of one engine, without a network."""
 
     def __init__(self, **limits):
         self.clock = ManualClock()
@@ -340,52 +340,52 @@ class Side:
         self.leases = LeaseBook(
             LAYOUT, 16, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
         )
-        self.asks = Asks(self.leases, LAYOUT, self.clock, AskLimits(**limits))
+        self.asks = ContentLookups(self.leases, LAYOUT, self.clock, LookupLimits(**limits))
 
     def granted(self, claim=ASK, offer=HELD):
         assert self.asks.claim(b"s", claim) is None
         assert self.asks.grant(self.asks.take_asked()[-1].ask, offer, self.leases.new_nonce())
         ((session, reply),) = self.asks.take_replies()
-        assert session == b"s" and isinstance(reply, ContentGranted)
+        assert session == b"s" and isinstance(reply, Granted)
         return reply
 
 
 def test_a_grant_is_a_claimed_lease_like_any_other():
     side = Side()
     reply = side.granted()
-    assert (reply.claim, reply.granted.position, reply.request_id) == (ME, 384, "answer-1")
-    assert unpack_pages(reply.granted.pages).tolist() == [*range(8, 24)]
+    assert (reply.claim, reply.position, reply.request_id) == (ME, 384, "answer-1")
+    assert unpack_pages(reply.pages).tolist() == [*range(8, 24)]
     assert side.asks.claim(b"s", ASK) == reply, "said again"
     assert side.leases.num_pages == 24 and side.leases.next_end == 30.0
     side.clock.advance(20.0)
     assert not isinstance(side.leases.heartbeat(Heartbeat(ME, "answer-1", reply.nonce)), Refused)
     assert side.leases.next_end == 40.0
-    confirm = Confirm(ME, "answer-1", reply.nonce, reply.granted.generation)
-    assert side.leases.confirm(confirm) == Confirmed(ME, reply.granted.generation)
-    assert side.leases.num_pages == 0 and side.asks.claim(b"s", ASK).reason is Reason.EXPIRED
+    confirm = Confirm(ME, "answer-1", reply.nonce, reply.generation)
+    assert side.leases.confirm(confirm) == Confirmed(ME, reply.generation)
+    assert side.leases.num_pages == 0 and side.asks.claim(b"s", ASK).reason is RefusalReason.EXPIRED
 
 
 def test_a_grant_cannot_be_claimed_confirmed_or_released_by_another():
     side = Side()
     reply = side.granted()
     other = b"o" * 16
-    claim = Claim(other, "answer-1", reply.nonce, marks_of(PROMPT)[5 * 32 : 6 * 32], 384, 0, 24, False)
+    claim = Claim(other, "", None, 0, False, marks_of(PROMPT)[5 * 32 : 6 * 32], 384, "answer-1", reply.nonce)
     for refused in (
         side.leases.claim(claim),
-        side.leases.claim(Claim(ME, "answer-1", reply.nonce, claim.digest, 384, 0, 24, False)),
-        side.leases.confirm(Confirm(other, "answer-1", reply.nonce, reply.granted.generation)),
+        side.leases.claim(msgspec.structs.replace(claim, claim=ME)),
+        side.leases.confirm(Confirm(other, "answer-1", reply.nonce, reply.generation)),
         side.leases.release(Release(other, "answer-1", reply.nonce)),
-        side.asks.claim(b"s", ContentClaim(ME, "", ASK.marks, 0, False)),
+        side.asks.claim(b"s", Claim(ME, "", ASK.marks, 0, False)),
     ):
-        assert refused.reason is Reason.USED
+        assert refused.reason is RefusalReason.USED
     assert side.leases.num_held == 1
 
 
 def test_the_same_claim_by_another_connection_or_with_other_words_is_refused_while_it_is_open():
     side = Side()
     assert side.asks.claim(b"s", ASK) is None is side.asks.claim(b"s", ASK)
-    assert side.asks.claim(b"t", ASK).reason is Reason.USED
-    assert side.asks.claim(b"s", ContentClaim(ME, "a", ASK.marks, 128, False)).reason is Reason.USED
+    assert side.asks.claim(b"t", ASK).reason is RefusalReason.USED
+    assert side.asks.claim(b"s", Claim(ME, "a", ASK.marks, 128, False)).reason is RefusalReason.USED
     assert side.asks.num_open == 1 and len(side.asks.take_asked()) == 1
 
 
@@ -393,11 +393,11 @@ def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
     """The end is looked for first; when less of its sequence is left, the marks have to tell how much."""
     side = Side()
     end = content_digest(LAYOUT, PLAIN, PROMPT[:400])
-    side.asks.claim(b"s", ContentClaim(ME, "", marks_of(keys(512, 1)), 128, False, end))
+    side.asks.claim(b"s", Claim(ME, "", marks_of(keys(512, 1)), 128, False, end))
     assert not side.asks.grant(AskId(1), HELD, N16)
     ((_, reply),) = side.asks.take_replies()
-    assert reply.reason is Reason.NOT_HELD and side.leases.num_held == side.asks.num_open == 0
-    assert side.asks.claim(b"s", ContentClaim(b"o" * 16, "", ASK.marks, 128, False, end)) is None
+    assert reply.reason is RefusalReason.NOT_HELD and side.leases.num_held == side.asks.num_open == 0
+    assert side.asks.claim(b"s", Claim(b"o" * 16, "", ASK.marks, 128, False, end)) is None
     assert side.asks.grant(AskId(2), HELD, N16)
 
 
@@ -420,9 +420,9 @@ def test_an_offer_of_something_else_than_was_asked_for_is_our_own_bug(offer):
 
 def test_open_asks_are_bounded_and_the_rest_refused():
     side = Side(max_open=3)
-    claims = [ContentClaim(bytes([number]) * 16, "", ASK.marks, 0, False) for number in range(5)]
+    claims = [Claim(bytes([number]) * 16, "", ASK.marks, 0, False) for number in range(5)]
     answers = [side.asks.claim(b"s", claim) for claim in claims]
-    assert answers[:3] == [None] * 3 and {answer.reason for answer in answers[3:]} == {Reason.NOT_HELD}
+    assert answers[:3] == [None] * 3 and {answer.reason for answer in answers[3:]} == {RefusalReason.NOT_HELD}
     assert side.asks.next_end == 2.0
     side.clock.advance(2.0)
     assert side.asks.take_asked() == [], "too late to be asked"
@@ -431,22 +431,22 @@ def test_open_asks_are_bounded_and_the_rest_refused():
 
 
 def test_broken_marks_are_refused():
-    assert Side().asks.claim(b"s", ContentClaim(ME, "", ASK.marks + b"x", 0, False)).reason is Reason.OUT_OF_RANGE
+    assert Side().asks.claim(b"s", Claim(ME, "", ASK.marks + b"x", 0, False)).reason is RefusalReason.OUT_OF_RANGE
 
 
 def test_a_release_that_overtakes_its_claim_still_counts():
     side = Side()
     release = Release(ME, "cmpl-2", ME)
     assert side.asks.release(release) == Released(ME) == side.asks.release(release)
-    assert side.asks.claim(b"s", ASK).reason is Reason.NOT_HELD and side.asks.num_open == 0
+    assert side.asks.claim(b"s", ASK).reason is RefusalReason.NOT_HELD and side.asks.num_open == 0
 
 
 def test_what_is_remembered_of_answers_is_bounded():
     side = Side(max_remembered=2)
     for number in range(5):
         side.asks.release(Release(bytes([number]) * 16, "cmpl-2", bytes([number]) * 16))
-    answers = [side.asks.claim(b"s", ContentClaim(bytes([n]) * 16, "", ASK.marks, 0, False)) for n in (4, 3, 2)]
-    assert [answer and answer.reason for answer in answers] == [Reason.NOT_HELD, Reason.NOT_HELD, None]
+    answers = [side.asks.claim(b"s", Claim(bytes([n]) * 16, "", ASK.marks, 0, False)) for n in (4, 3, 2)]
+    assert [answer and answer.reason for answer in answers] == [RefusalReason.NOT_HELD, RefusalReason.NOT_HELD, None]
 
 
 # -- a grant that does not follow from the claim -----------------------------------------------------------------------
@@ -476,8 +476,7 @@ def test_a_grant_that_does_not_follow_from_the_claim_moves_nothing(changed, monk
 
     def lie(self, *args):
         reply = grant(self, *args)
-        fields = {name: getattr(reply.granted, name) for name in Granted.__struct_fields__} | changed
-        return ContentGranted(reply.request_id, reply.nonce, Granted(**fields))
+        return msgspec.structs.replace(reply, **changed)
 
     monkeypatch.setattr(LeaseBook, "grant", lie)
     case.answer_from_memory()
@@ -497,8 +496,7 @@ def test_a_grant_is_taken_at_marks_and_at_the_end_that_was_named_alone(position,
     def lie(self, *args):
         reply = grant(self, *args)
         pages = pack_pages(np.arange(max(0, -(-position // 16) - 8)))
-        granted = Granted(reply.claim, reply.granted.generation, position, pages, None, b"")
-        return ContentGranted(reply.request_id, reply.nonce, granted)
+        return msgspec.structs.replace(reply, position=position, pages=pages, checkpoint_position=None, checkpoint=b"")
 
     monkeypatch.setattr(LeaseBook, "grant", lie)
     case.answer_from_memory()
@@ -537,8 +535,9 @@ def test_an_end_that_is_no_position_of_the_prompt_is_as_none(end, monkeypatch):
     def lie(self, *args):
         reply = grant(self, *args)
         pages = pack_pages(np.arange(max(0, -(-end // 16)) if end < 10**6 else 0))
-        granted = Granted(reply.claim, reply.granted.generation, max(end, 0), pages, None, b"")
-        return ContentGranted(reply.request_id, reply.nonce, granted)
+        return msgspec.structs.replace(
+            reply, position=max(end, 0), pages=pages, checkpoint_position=None, checkpoint=b""
+        )
 
     monkeypatch.setattr(LeaseBook, "grant", lie)
     case.answer_from_memory()
@@ -556,15 +555,20 @@ def test_an_end_that_is_not_known_is_answered_at_a_mark():
     assert case.run()[0] == PullEnded(PullId(1), None, 384, None)
 
 
-def test_a_lease_is_not_granted_to_a_content_claim_nor_the_other_way_round(monkeypatch):
+@pytest.mark.parametrize("changed", [{"request_id": "answer-2"}, {"nonce": N16}, {"position": 383}])
+def test_a_grant_of_another_lease_is_refused(changed, monkeypatch):
     case = Case()
     reference = case.p.connector.offer(case.held(384))
     case.d.connector.pull(want_of(reference, case.p, PROMPT[:384], range(24)))
     claim = LeaseBook.claim
-    monkeypatch.setattr(LeaseBook, "claim", lambda self, asked: ContentGranted("answer-1", N16, claim(self, asked)))
-    assert case.run()[0].failure == "the peer's grant is not what was claimed"
-    case.ask()
-    grant = LeaseBook.grant
-    monkeypatch.setattr(LeaseBook, "grant", lambda self, *args: grant(self, *args).granted)
-    case.answer_from_memory()
+    monkeypatch.setattr(LeaseBook, "claim", lambda self, asked: msgspec.structs.replace(claim(self, asked), **changed))
     assert case.run()[0].failure == "the peer's grant is not what was claimed" and moves(case.d) == []
+
+
+def test_a_content_claim_is_answered_by_no_lease_that_was_offered_to_others():
+    case = Case()
+    case.p.connector.offer(case.held(384))
+    case.ask()
+    assert case.p.producer.leases.num_held == 1 and case.answer_from_memory() is not None
+    assert case.run()[0] == PullEnded(case.pull, None, 384, 384)
+    assert case.p.producer.leases.num_held == 1

@@ -8,10 +8,21 @@ import pytest
 
 from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer
 from cairn.transfer.digest import content_digest
-from cairn.transfer.frames import unpack_pages
 from cairn.transfer.lease import TRANSITIONS, LeaseLimits, LeaseState
 from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.wire import Alive, Claim, Confirm, Confirmed, Granted, Heartbeat, Reason, Refused, Release, Released
+from cairn.transfer.wire import (
+    Alive,
+    Claim,
+    Confirm,
+    Confirmed,
+    Granted,
+    Heartbeat,
+    RefusalReason,
+    Refused,
+    Release,
+    Released,
+    unpack_pages,
+)
 from cairn.types import ManualClock
 from transfer.world import BLOCK, LAYOUT, keys
 
@@ -38,9 +49,9 @@ def book(clock):
     return LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
 
 
-def claim(nonce, *, mine=ME, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, last=25, checkpoint=True):
+def claim(nonce, *, mine=ME, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
     digest = content_digest(LAYOUT, name, prompt)
-    return Claim(mine, request_id, nonce, digest, len(prompt), first, last, checkpoint)
+    return Claim(mine, "", None, first * BLOCK, checkpoint, digest, len(prompt), request_id, nonce)
 
 
 def reason(answer):
@@ -49,13 +60,13 @@ def reason(answer):
 
 
 def test_a_claim_gets_its_pages_and_the_deepest_checkpoint(book):
-    granted = book.claim(claim(book.offer(OFFER), first=6, last=10))
-    assert unpack_pages(granted.pages).tolist() == [26, 27, 28, 29]
+    granted = book.claim(claim(book.offer(OFFER), first=21))
+    assert unpack_pages(granted.pages).tolist() == [41, 42, 43, 44]
     assert granted.checkpoint_position == 400 and unpack_pages(granted.checkpoint).tolist() == [53, 9]
 
 
 def test_a_claim_of_a_shorter_prefix_gets_the_deepest_checkpoint_below_it(book):
-    granted = book.claim(claim(book.offer(OFFER), prompt=PROMPT[:300], last=19))
+    granted = book.claim(claim(book.offer(OFFER), prompt=PROMPT[:300]))
     assert granted.checkpoint_position == 256 and len(unpack_pages(granted.pages)) == 19
 
 
@@ -73,29 +84,28 @@ def test_a_repeated_claim_is_answered_as_it_was_the_first_time(book):
 def test_a_reference_is_used_once(book):
     nonce = book.offer(OFFER)
     granted = book.claim(claim(nonce))
-    assert reason(book.claim(claim(nonce, mine=OTHER))) is Reason.USED
-    assert reason(book.claim(claim(nonce, first=1))) is Reason.USED
+    assert reason(book.claim(claim(nonce, mine=OTHER))) is RefusalReason.USED
+    assert reason(book.claim(claim(nonce, first=1))) is RefusalReason.USED
     for ask in (Heartbeat(OTHER, "cmpl-1", nonce), Release(OTHER, "cmpl-1", nonce)):
-        assert reason({Heartbeat: book.heartbeat, Release: book.release}[type(ask)](ask)) is Reason.USED
-    assert reason(book.confirm(Confirm(OTHER, "cmpl-1", nonce, granted.generation))) is Reason.USED
+        assert reason({Heartbeat: book.heartbeat, Release: book.release}[type(ask)](ask)) is RefusalReason.USED
+    assert reason(book.confirm(Confirm(OTHER, "cmpl-1", nonce, granted.generation))) is RefusalReason.USED
     assert book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation)) == Confirmed(ME, granted.generation)
-    assert reason(book.claim(claim(nonce))) is Reason.USED
+    assert reason(book.claim(claim(nonce))) is RefusalReason.USED
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"request_id": "cmpl-2"}, Reason.FORGED),
-        ({"prompt": keys(400, seed=1)}, Reason.OTHER_CONTENT),
-        ({"name": ContentName("", "other")}, Reason.OTHER_CONTENT),
-        ({"name": ContentName("", None)}, Reason.OTHER_CONTENT),
-        ({"name": ContentName("adapter", "salt")}, Reason.OTHER_CONTENT),
-        ({"prompt": keys(401)}, Reason.OUT_OF_RANGE),
-        ({"prompt": PROMPT[:0], "last": 0}, Reason.OUT_OF_RANGE),
-        ({"last": 26}, Reason.OUT_OF_RANGE),
-        ({"first": 3, "last": 2}, Reason.OUT_OF_RANGE),
-        ({"prompt": PROMPT[:100], "last": 8}, Reason.OUT_OF_RANGE),
-        ({"prompt": PROMPT[:100], "last": 7}, Reason.OUT_OF_RANGE),  # the shallowest checkpoint is at 128
+        ({"request_id": "cmpl-2"}, RefusalReason.FORGED),
+        ({"prompt": keys(400, seed=1)}, RefusalReason.OTHER_CONTENT),
+        ({"name": ContentName("", "other")}, RefusalReason.OTHER_CONTENT),
+        ({"name": ContentName("", None)}, RefusalReason.OTHER_CONTENT),
+        ({"name": ContentName("adapter", "salt")}, RefusalReason.OTHER_CONTENT),
+        ({"prompt": keys(401)}, RefusalReason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:0]}, RefusalReason.OUT_OF_RANGE),
+        ({"first": 26}, RefusalReason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:100], "first": 7, "checkpoint": False}, RefusalReason.OUT_OF_RANGE),
+        ({"prompt": PROMPT[:100]}, RefusalReason.OUT_OF_RANGE),  # the shallowest checkpoint is at 128
     ],
 )
 def test_what_does_not_fit_is_refused_and_spends_nothing(book, changed, why):
@@ -107,10 +117,10 @@ def test_what_does_not_fit_is_refused_and_spends_nothing(book, changed, why):
 def test_an_unknown_nonce_is_refused(book):
     nonce = book.offer(OFFER)
     wrong = bytes([nonce[0] ^ 1]) + nonce[1:]
-    assert reason(book.claim(claim(wrong))) is Reason.UNKNOWN
-    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", wrong))) is Reason.UNKNOWN
-    assert reason(book.confirm(Confirm(ME, "cmpl-1", wrong, 1))) is Reason.UNKNOWN
-    assert reason(book.release(Release(ME, "cmpl-1", wrong))) is Reason.UNKNOWN
+    assert reason(book.claim(claim(wrong))) is RefusalReason.UNKNOWN
+    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", wrong))) is RefusalReason.UNKNOWN
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", wrong, 1))) is RefusalReason.UNKNOWN
+    assert reason(book.release(Release(ME, "cmpl-1", wrong))) is RefusalReason.UNKNOWN
 
 
 def test_a_lease_ends_at_its_time_and_no_heartbeat_brings_it_back(book, clock):
@@ -118,10 +128,10 @@ def test_a_lease_ends_at_its_time_and_no_heartbeat_brings_it_back(book, clock):
     granted = book.claim(claim(nonce))
     assert book.next_end == 30.0
     clock.advance(30.0)
-    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is Reason.EXPIRED
-    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation))) is Reason.EXPIRED
-    assert reason(book.claim(claim(nonce))) is Reason.EXPIRED
-    assert [lease.state for lease in book.take_ended()] == [LeaseState.EXPIRED]
+    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is RefusalReason.EXPIRED
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation))) is RefusalReason.EXPIRED
+    assert reason(book.claim(claim(nonce))) is RefusalReason.EXPIRED
+    assert [lease.state for lease in book.take_ended()] == [LeaseState.EXPIRED.value]
     assert book.take_ended() == [] and book.num_pages == 0 and book.next_end is None
 
 
@@ -142,7 +152,7 @@ def test_heartbeats_prolong_before_and_after_the_claim_up_to_the_greatest_age(bo
 def test_confirm_ends_the_lease_and_may_be_repeated(book, clock):
     nonce = book.offer(OFFER)
     granted = book.claim(claim(nonce))
-    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation + 1))) is Reason.FORGED
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, granted.generation + 1))) is RefusalReason.FORGED
     confirm = Confirm(ME, "cmpl-1", nonce, granted.generation)
     assert book.confirm(confirm) == Confirmed(ME, granted.generation)
     assert book.num_pages == 0
@@ -153,7 +163,7 @@ def test_confirm_ends_the_lease_and_may_be_repeated(book, clock):
 
 def test_an_unclaimed_lease_cannot_be_confirmed(book):
     nonce = book.offer(OFFER)
-    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, 1))) is Reason.FORGED
+    assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, 1))) is RefusalReason.FORGED
     assert book.num_held == 1
 
 
@@ -164,7 +174,7 @@ def test_release_ends_the_lease_before_and_after_the_claim(book):
             book.claim(claim(nonce))
         release = Release(ME, "cmpl-1", nonce)
         assert book.release(release) == Released(ME) == book.release(release)
-        assert reason(book.claim(claim(nonce))) is Reason.USED
+        assert reason(book.claim(claim(nonce))) is RefusalReason.USED
         assert book.num_pages == 0
 
 
@@ -173,7 +183,7 @@ def test_withdrawing_ends_what_has_not_ended(book):
     book.withdraw(nonce)
     book.withdraw(nonce)
     book.withdraw(b"x" * 16)
-    assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED]
+    assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
 
 
 def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book, clock):
@@ -188,7 +198,7 @@ def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book,
     clock.advance(linger - 1)
     assert book.may_be_read
     # it has given up, and says that its reads have not ended yet
-    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is Reason.USED
+    assert reason(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce))) is RefusalReason.USED
     clock.advance(linger - 1)
     assert book.may_be_read
     clock.advance(1)
@@ -197,7 +207,7 @@ def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book,
 
 def test_a_claim_of_no_token_at_all_is_none(book):
     nonce = book.offer(OFFER)
-    assert reason(book.claim(claim(nonce, prompt=PROMPT[:0], last=0, checkpoint=False))) is Reason.OUT_OF_RANGE
+    assert reason(book.claim(claim(nonce, prompt=PROMPT[:0], checkpoint=False))) is RefusalReason.OUT_OF_RANGE
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
@@ -264,9 +274,9 @@ def test_what_is_remembered_of_the_past_is_bounded(clock):
         nonces.append(book.offer(OFFER))
         book.withdraw(nonces[-1])
     found = [reason(book.claim(claim(nonce))) for nonce in nonces]
-    assert found == [Reason.UNKNOWN] * 2 + [Reason.USED] * 3
+    assert found == [RefusalReason.UNKNOWN] * 2 + [RefusalReason.USED] * 3
     clock.advance(limits.remember)
-    assert reason(book.claim(claim(nonces[-1]))) is Reason.UNKNOWN
+    assert reason(book.claim(claim(nonces[-1]))) is RefusalReason.UNKNOWN
 
 
 def test_every_state_is_in_the_table_and_ends_are_ends():

@@ -5,7 +5,7 @@ import pytest
 
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
 from cairn.transfer.lease import LeaseState
-from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
+from cairn.transfer.pull import TRANSITIONS, PullLimits, PullState
 from doubles.memory_link import Fault
 from transfer.world import BLOCK, HOST, PAGE_BYTES, PORT, STATE_PAGES, World, keys
 
@@ -35,7 +35,7 @@ def test_ssm_prefix_cold_start_moves_everything_once():
     assert ended(world.run()) == (None, 160)
     assert moved(world) == whole(*PAGES, 40, 41)
     assert np.array_equal(world.memory[[*range(10), 30, 31]], world.p.memory[[*PAGES, 40, 41]])
-    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED]
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED.value]
     assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
 
 
@@ -72,7 +72,7 @@ def test_ssm_prefix_nothing_is_lacking_and_the_claim_is_confirmed_without_a_read
     world.consumer.pull(world.want(ref, keys(num_tokens), (), start=num_tokens))
     assert ended(world.run()) == (None, None)
     assert moved(world) == []
-    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED]
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED.value]
 
 
 def test_a_full_local_hit_sends_just_a_release():
@@ -81,7 +81,7 @@ def test_a_full_local_hit_sends_just_a_release():
     world.consumer.pull(world.want(ref, PROMPT, (), start=160, release_only=True))
     assert ended(world.run()) == (None, None)
     assert moved(world) == [] and world.sent == 2  # Hello, Release
-    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED]
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value]
 
 
 def test_a_second_transfer_needs_no_second_handshake():
@@ -366,7 +366,9 @@ def test_a_producer_that_dies_in_mid_read_ends_it():
     world.run(3)
     world.fabric.inject(world.p.name, Fault.DEAD)
     assert ended(world.run())[0] == "the link failed while reading"
-    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED], "its side channel may live"
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value], (
+        "its side channel may live"
+    )
 
 
 def test_a_producer_that_restarts_before_the_confirmation_ends_it():
@@ -413,7 +415,7 @@ def test_a_grant_of_other_sizes_than_expected_is_given_back():
     ref = world.offer(PROMPT, PAGES, [FILE])
     world.consumer.pull(world.want(ref, PROMPT, range(9), checkpoint=(30, 31)))
     assert "gives 10 pages where 9 were expected" in ended(world.run())[0]
-    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED]
+    assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value]
 
 
 def test_every_state_is_in_the_table_and_ends_are_ends():

@@ -5,11 +5,10 @@ import random
 import msgspec
 import pytest
 
-from cairn.transfer.consumer_sessions import ConsumerSessions, Identity
-from cairn.transfer.contract import Peer
-from cairn.transfer.frames import replies, requests
+from cairn.transfer.contract import Identity, Peer
+from cairn.transfer.producer import ConsumerSessions
 from cairn.transfer.producer_session import HANDSHAKE_SECONDS, TRANSITIONS, ProducerSession, SessionState
-from cairn.transfer.wire import Alive, Denied, Heartbeat, Hello, Welcome
+from cairn.transfer.wire import Alive, Denied, Heartbeat, Hello, Welcome, replies, requests
 from cairn.types import ManualClock
 from transfer.world import GEOMETRY, LAYOUT
 

@@ -9,8 +9,8 @@ from cairn.errors import ConfigError
 from cairn.transfer.contract import PagesFree, Peer, PullEnded, PullId, ReadOrder
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.planner import paired_pages
-from cairn.transfer.staging import STAGING_BYTES, Staging, staging_pages_for
+from cairn.transfer.planner import PairedPages
+from cairn.transfer.staging import STAGING_BYTES, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, World, offer_of, want_of
 from transfer.test_geometry import geometry, model
@@ -20,7 +20,7 @@ ONE, TWO, THREE = PullId(1), PullId(2), PullId(3)
 
 
 def staging(rows, block_size=16, num_pages=5):
-    return Staging(np.zeros((num_pages + rows, 8), np.uint8), num_pages, block_size)
+    return StagingArea(np.zeros((num_pages + rows, 8), np.uint8), num_pages, block_size)
 
 
 @pytest.mark.parametrize(("block_size", "need"), [(16, 8), (32, 4), (64, 2), (128, 1), (256, 1)])
@@ -65,7 +65,7 @@ def test_bays_go_round_among_those_who_wait():
 def test_the_engine_is_told_how_many_pages_to_reserve(page_bytes, block_size, expected):
     local = dataclasses.replace(geometry(1, 16), block_size=block_size, page_bytes=page_bytes)
     assert staging_pages_for(ModelUnits(1, 1, 1), local) == expected
-    Staging(np.zeros((3 + expected, 1), np.uint8), 3, block_size)
+    StagingArea(np.zeros((3 + expected, 1), np.uint8), 3, block_size)
 
 
 def test_a_model_without_attention_needs_none():
@@ -95,13 +95,13 @@ def order(remote, num_tokens=400, *, ranks=None, start=0, local_pages=25):
     ],
 )
 def test_a_peer_that_does_not_fit_is_refused_in_words(changed, why):
-    plan = paired_pages(model(), geometry(1), 0, staging(8))
+    plan = PairedPages(model(), geometry(1), 0, staging(8))
     with pytest.raises(LinkError, match=why):
         plan(order(**changed))
 
 
 def test_without_staging_equal_blocks_are_read_and_others_refused():
-    plan = paired_pages(model(), geometry(1), 0)
+    plan = PairedPages(model(), geometry(1), 0)
     assert len(plan(order(geometry(1)))) == len(plan(order(geometry(2)))) == 1
     with pytest.raises(LinkError, match="there are none"):
         plan(order(geometry(1, 64)))
@@ -109,13 +109,13 @@ def test_without_staging_equal_blocks_are_read_and_others_refused():
 
 def test_own_sizes_that_cannot_hold_the_model_are_refused_at_once():
     with pytest.raises(ConfigError, match="kv heads"):
-        paired_pages(model(4), geometry(1), 0)
+        PairedPages(model(4), geometry(1), 0)
     with pytest.raises(ConfigError, match="rank 1"):
-        paired_pages(model(), geometry(1), 1)
+        PairedPages(model(), geometry(1), 1)
 
 
 def test_what_follows_from_a_peer_is_worked_out_once_and_forgotten_in_time(monkeypatch):
-    plan, made = paired_pages(model(), geometry(1), 0, staging(8)), []
+    plan, made = PairedPages(model(), geometry(1), 0, staging(8)), []
     from cairn.transfer import planner
 
     pair = planner.pair
@@ -132,7 +132,7 @@ def test_what_follows_from_a_peer_is_worked_out_once_and_forgotten_in_time(monke
 @pytest.mark.parametrize("rows", [8, 16, 33])
 def test_pieces_cover_every_token_once_and_fit_a_bay(rows):
     area = staging(rows)
-    plan = paired_pages(model(), geometry(1), 0, area)
+    plan = PairedPages(model(), geometry(1), 0, area)
     for block in (32, 64, 128):
         pieces = plan(order(geometry(1, block), 397, start=16, local_pages=24))
         assert [piece.start for piece in pieces] == [16, *[piece.end for piece in pieces[:-1]]] and pieces[

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
+from cairn.transfer.params import split_reference
 from doubles.memory_link import Fault
 from transfer.world import BLOCK, NUM_PAGES, STATE_PAGES, World, keys
 
@@ -103,7 +104,7 @@ class Transfers(RuleBasedStateMachine):
     def collect_leases(self):
         """Pages of ended leases are used again at once, for something else."""
         for lease in self.world.leases.take_ended():
-            offered = self.leased.pop(lease.nonce)
+            offered = self.leased.pop(split_reference(lease.remote_request_id)[1])
             assert not self.theirs & set(offered.pages + offered.file)
             free = set(offered.pages + offered.file) - self.named()
             self.theirs |= free

@@ -1,6 +1,6 @@
 """Which peers are not worth a wait now."""
 
-from cairn.transfer.unresponsive_peers import UnresponsivePeers
+from cairn.transfer.peers import UnresponsivePeers
 from cairn.types import ManualClock
 
 A, B = ("127.0.0.1", 1), ("127.0.0.1", 2)

@@ -11,14 +11,13 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.consumer_sessions import Identity
 from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer, Peer, PeerGeometry, Want
 from cairn.transfer.lease import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.params import RemotePrefill, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import whole_pages
-from cairn.transfer.producer import Producer
+from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_link import MemoryFabric

@@ -25,8 +25,8 @@ logger = logging.getLogger("cairn.cli")
 
 
 def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
-    from cairn.engine.client import EngineDeadlines
-    from cairn.engine.process import ProcessEngine
+    from cairn.engine.client import CoreClient, EngineDeadlines
+    from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
     from cairn.http.listening import raise_descriptor_limit
     from cairn.server.options import ServerLimits
@@ -38,12 +38,11 @@ def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
 
     async def run() -> int:
-        engine = ProcessEngine(
-            engine_config(settings),
-            load_tokenizer,
-            core=core,
-            threads=num_threads,
-            deadlines=EngineDeadlines(start=settings.start_timeout),
+        config = engine_config(settings)
+        engine = CoreClient(
+            ProcessTransport(config, core=core, threads=num_threads),
+            lambda: load_tokenizer(config.model),
+            EngineDeadlines(start=settings.start_timeout),
         )
         return await _until_drained(HttpServer(engine, settings, ServerLimits(images=image_options(settings))))
 
@@ -93,7 +92,7 @@ def warn(settings: "ServeSettings") -> None:
 
 def load_model_tokenizer(folder: str) -> "TextTokenizer":
     """A checkpoint's own. Raises ModelError."""
-    from cairn.engine.tokenizer import ModelTokenizer
+    from cairn.engine.text.tokenizer import ModelTokenizer
 
     # The tokenizer is loaded before the model has been looked at, and would complain of a file too deep.
     if not (Path(folder) / "config.json").is_file():

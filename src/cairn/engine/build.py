@@ -1,6 +1,7 @@
 """From an EngineConfig to a running core: model, pool, scheduler, runner, tokenizer. Imports torch."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,21 +12,21 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Placement, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.build_transfer import MakeLink, RankMemory, build_transfer, nixl_link
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.grammars import Grammars
-from cairn.engine.kv_transfer import KvTransfer
-from cairn.engine.rank_transfer import RankSockets, rank_service
-from cairn.engine.rank_wire import RankConfig, RankService
-from cairn.engine.ranks import build_ranked
-from cairn.engine.request_log_header import open_log
+from cairn.engine.grammars.compiler import GrammarCompiler
+from cairn.engine.grammars.vocabulary import grammar_tokenizer
+from cairn.engine.multimodal_keys import ImageKeys
+from cairn.engine.ranks.runner import build_ranked
+from cairn.engine.ranks.transfer import RankSockets, rank_service
+from cairn.engine.ranks.wire import RankConfig, RankService
+from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.step_pipeline import StepRunner
-from cairn.engine.tokenizer import ModelTokenizer
-from cairn.engine.vocabulary import grammar_tokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.engine.transfers.build import MakeLink, RankMemory, build_transfer, nixl_link
+from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.errors import ConfigError
 from cairn.machine import Machine
 from cairn.models.qwen3_5_vision import read_vision
@@ -94,7 +95,7 @@ def build_core(
         image_keys=image_keys,
         image_counts=ranks.own.image_counts,
         request_log=request_log,
-        grammars=_grammars(tokenizer, vocab_size, eos_token_ids, clock),
+        grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
     )
 
 
@@ -128,10 +129,6 @@ def _plain_info(
     )
 
 
-def _grammars(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...], clock: Clock) -> Grammars:
-    return Grammars(lambda: grammar_tokenizer(tokenizer.to_json(), vocab_size, eos_token_ids), vocab_size, clock)
-
-
 @dataclass(frozen=True, slots=True)
 class _Ranks:
     """What carries plans out, and rank 0's own part of it. `sockets`: the ways to the other ranks' links."""
@@ -160,7 +157,7 @@ def _build_ranks(
         return _Ranks(runner, runner)
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
-        services = (rank_service(config.kv_transfer.host, num_pages, config.block_size, units),)
+        services = (rank_service(config.kv_transfer.host, num_pages, units),)
     ranked = build_ranked(
         RankConfig(
             tp_size=tp_size,
@@ -195,7 +192,8 @@ def _build_transfer(
     content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
     channels = () if ranks.sockets is None else ranks.sockets.channels
     transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)
-    transfer.ways = ranks.sockets
+    if ranks.sockets is not None:
+        transfer.close_ways = ranks.sockets.close
     return transfer
 
 

@@ -1,16 +1,15 @@
-"""The part of an EngineClient that does not care where the core runs: who asked what, and who is told."""
+"""The EngineClient: who asked what, and who is told, wherever the core runs."""
 
 import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import msgspec
 
-from cairn.engine.contract import CacheView, EngineStats, GenerateOutput, GenerateRequest
-from cairn.engine.grammar_check import GrammarCheck
+from cairn.engine.contract import CacheView, EngineInfo, EngineStats, GenerateOutput, GenerateRequest, TextTokenizer
 from cairn.engine.wire import (
     Abort,
     CacheQuery,
@@ -29,11 +28,11 @@ from cairn.engine.wire import (
 from cairn.errors import EngineDead, InvalidRequest, Overloaded, QueueFull, RequestError
 from cairn.types import Clock, SystemClock
 
-__all__ = ["EngineDeadlines", "Mailbox", "Switchboard"]
+__all__ = ["CoreClient", "EngineDeadlines", "OutputQueue", "Transport"]
 
 _MAX_QUERIES = 64
 
-Answer: TypeAlias = EngineStats | CacheView | int
+_Reply: TypeAlias = EngineStats | CacheView | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class EngineDeadlines:
     stop: float = 10.0
 
 
-class Mailbox:
+class OutputQueue:
     """The outputs of requests that were submitted together, on their way to their reader.
 
     Outputs of one answer that come while the reader is busy are merged into one, so a slow reader costs at most its own
@@ -96,24 +95,43 @@ def _merged(old: GenerateOutput, new: GenerateOutput) -> GenerateOutput:
     )
 
 
-class Switchboard:
-    """Joins the requests of many readers with one core. Lives in one event loop.
+class Transport(Protocol):
+    """The way to a core, which it brings up and ends: `process.ProcessTransport`."""
 
-    `send` hands a message to the core and never blocks; when the line is full it raises Overloaded, but never for an
-    Abort. `max_open` bounds the open requests; it can be set until the first one comes.
-    """
+    async def start(self, receive: Callable[[FromCore], None], fail: Callable[[str], None]) -> EngineInfo:
+        """Returns when the core has been built; from then on `receive` gets its messages, and `fail` why it has ended.
+        Raises ConfigError or ModelError from building it, and EngineDead if it fell over."""
+        ...
+
+    def send(self, message: ToCore) -> None:
+        """Never blocks. Raises Overloaded when too much waits already, but never for an Abort or a Shutdown."""
+        ...
+
+    async def close(self, seconds: float) -> None:
+        """Ends the core: it is told to, and given so many seconds."""
+        ...
+
+
+class CoreClient:
+    """An EngineClient of the core behind `transport`. Lives in one event loop. `load_tokenizer` is called in a thread
+    while the core is built."""
 
     def __init__(
-        self, send: Callable[[ToCore], None], *, max_open: int, deadlines: EngineDeadlines, clock: Clock | None = None
+        self,
+        transport: Transport,
+        load_tokenizer: Callable[[], TextTokenizer],
+        deadlines: EngineDeadlines | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self._send = send
-        self.max_open = max_open
-        self._silence_seconds = deadlines.silence
-        self._stats_seconds = deadlines.stats
-        self._view_seconds = deadlines.view
+        self.transport = transport
+        self._load_tokenizer = load_tokenizer
+        self._deadlines = deadlines or EngineDeadlines()
         self._clock = clock = clock or SystemClock()
-        self._open: dict[str, Mailbox] = {}
-        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._info: EngineInfo | None = None
+        self._tokenizer: TextTokenizer | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._open: dict[str, OutputQueue] = {}
+        self._queries: dict[int, asyncio.Future[_Reply]] = {}
         self._numbers = itertools.count()
         self._last_heard = clock.now()
         self._closing = False
@@ -121,22 +139,60 @@ class Switchboard:
         self._died = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
-        self._grammars = GrammarCheck()
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "start() first"
+        return self._info
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        assert self._tokenizer is not None, "start() first"
+        return self._tokenizer
 
     @property
     def dead(self) -> str | None:
         return self._dead
 
+    async def start(self) -> None:
+        loading = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        building = asyncio.create_task(self.transport.start(self.receive, self.fail))
+        try:
+            async with asyncio.timeout(self._deadlines.start):
+                self._info, self._tokenizer = await asyncio.gather(building, loading)
+        except BaseException as error:
+            loading.cancel()
+            building.cancel()
+            await asyncio.gather(building, loading, return_exceptions=True)
+            await self._end(0.0)
+            if isinstance(error, TimeoutError):
+                raise EngineDead(f"the engine core was not built within {self._deadlines.start} s") from None
+            raise
+        self._watching = asyncio.create_task(self.watch())
+
+    async def stop(self, drain_seconds: float) -> None:
+        if self._watching is None:
+            return
+        alive = self._dead is None
+        if alive:
+            await self._drain(drain_seconds)
+        await self._end(self._deadlines.stop if alive else 0.0)
+
+    async def _end(self, seconds: float) -> None:
+        await self.transport.close(seconds)
+        self.fail("the engine has been stopped", asked_for=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
+
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
         """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
-        for structure in dict.fromkeys(request.structure for request in requests):
-            if structure is not None:
-                await self._grammars.check(structure)
-        mailbox = self._enter(requests)
+        queue = self._enter(requests)
         unfinished = {request.request_id: request.n for request in requests}
         try:
             while unfinished:
-                output = await mailbox.get()
+                output = await queue.get()
                 if output.request_id not in unfinished:
                     continue  # another answer to its prompt has failed
                 if output.finish_reason is not None:
@@ -151,27 +207,27 @@ class Switchboard:
             self._leave(requests, unfinished)
 
     async def stats(self) -> EngineStats:
-        reply = await self._ask(StatsQuery(next(self._numbers)), "tell its counters", self._stats_seconds)
+        reply = await self._ask(StatsQuery(next(self._numbers)), "tell its counters", self._deadlines.stats)
         return cast(EngineStats, reply)
 
     async def cache_view(self, max_paths: int) -> CacheView:
-        reply = await self._ask(CacheQuery(next(self._numbers), max_paths), "show its cache", self._view_seconds)
+        reply = await self._ask(CacheQuery(next(self._numbers), max_paths), "show its cache", self._deadlines.view)
         return cast(CacheView, reply)
 
     async def reset_cache(self) -> int:
-        reply = await self._ask(Reset(next(self._numbers)), "empty its cache", self._view_seconds)
+        reply = await self._ask(Reset(next(self._numbers)), "empty its cache", self._deadlines.view)
         return cast(int, reply)
 
-    async def _ask(self, query: StatsQuery | CacheQuery | Reset, what: str, seconds: float) -> Answer:
+    async def _ask(self, query: StatsQuery | CacheQuery | Reset, what: str, seconds: float) -> _Reply:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if len(self._queries) >= _MAX_QUERIES:
             raise EngineDead(f"{_MAX_QUERIES} questions to the engine are open already")
         self._mark_owed()
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
         self._queries[query.number] = future
         try:
-            self._send(query)
+            self.transport.send(query)
             async with asyncio.timeout(seconds):
                 return await future
         except (TimeoutError, Overloaded) as error:
@@ -185,11 +241,11 @@ class Switchboard:
         match message:
             case Outputs(outputs):
                 for output in outputs:
-                    if mailbox := self._open.get(output.request_id):
-                        mailbox.put(output)
+                    if queue := self._open.get(output.request_id):
+                        queue.put(output)
             case Refusal(request_id):
-                if mailbox := self._open.get(request_id):
-                    mailbox.fail(message.error())
+                if queue := self._open.get(request_id):
+                    queue.fail(message.error())
             case StatsReply(number, answer) | CacheReply(number, answer) | ResetReply(number, answer):
                 future = self._queries.get(number)
                 if future is not None and not future.done():
@@ -204,8 +260,8 @@ class Switchboard:
         self._dead = reason
         if not asked_for:
             self._died.set()
-        for mailbox in self._open.values():
-            mailbox.fail(EngineDead(reason))
+        for queue in self._open.values():
+            queue.fail(EngineDead(reason))
         for future in self._queries.values():
             if not future.done():
                 future.set_exception(EngineDead(reason))
@@ -215,50 +271,47 @@ class Switchboard:
         assert self._dead is not None
         return self._dead
 
-    async def drain(self, seconds: float) -> None:
+    async def _drain(self, seconds: float) -> None:
         """Take nothing new, and wait at most `seconds` for the open requests to end."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._emptied.wait()
 
-    async def aclose(self) -> None:
-        """The end: the child that looks at grammars ends, too."""
-        await self._grammars.aclose()
-
     async def watch(self) -> None:
         """Fail when the core has been silent for too long. Runs until cancelled."""
         while self._dead is None:
-            await asyncio.sleep(self._silence_seconds / 10)
+            await asyncio.sleep(self._deadlines.silence / 10)
             silence = self._clock.now() - self._last_heard
-            if (self._open or self._queries) and silence > self._silence_seconds:
+            if (self._open or self._queries) and silence > self._deadlines.silence:
                 self.fail(f"the engine core has said nothing for {silence:.0f} s")
 
-    def _enter(self, requests: Sequence[GenerateRequest]) -> Mailbox:
+    def _enter(self, requests: Sequence[GenerateRequest]) -> OutputQueue:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._closing:
             raise Overloaded("the engine is shutting down: no new requests")
-        if len(requests) > self.max_open:
+        max_open = self.info.max_num_seqs + self.info.max_waiting
+        if len(requests) > max_open:
             raise InvalidRequest(f"{len(requests)} prompts are more than may be open: send fewer at a time", "prompt")
-        if len(self._open) + len(requests) > self.max_open:
+        if len(self._open) + len(requests) > max_open:
             raise QueueFull(f"{len(self._open)} requests are open already: try again later")
         ids = [request.request_id for request in requests]
         for place, request_id in enumerate(ids):
             if request_id in self._open or request_id in ids[:place]:
                 raise InvalidRequest(f"a request with the id {request_id!r} is open already", "request_id")
         self._mark_owed()
-        self._send(Submit(list(requests)))
-        mailbox = Mailbox()
-        self._open.update(dict.fromkeys(ids, mailbox))
+        self.transport.send(Submit(list(requests)))
+        queue = OutputQueue()
+        self._open.update(dict.fromkeys(ids, queue))
         self._emptied.clear()
-        return mailbox
+        return queue
 
     def _leave(self, requests: Sequence[GenerateRequest], unfinished: Container[str]) -> None:
         for request in requests:
             del self._open[request.request_id]
             if request.request_id in unfinished and self._dead is None:
-                self._send(Abort(request.request_id))
+                self.transport.send(Abort(request.request_id))
         if not self._open:
             self._emptied.set()
 

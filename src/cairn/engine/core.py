@@ -4,13 +4,10 @@ requests -> scheduler -> plan -> runner -> result -> scheduler -> answers
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from cairn.cache.audit import audit
 from cairn.cache.look import look
-from cairn.engine.contents import ImageKeys
 from cairn.engine.contract import (
     CacheView,
     EngineInfo,
@@ -19,15 +16,15 @@ from cairn.engine.contract import (
     GenerateRequest,
     TextTokenizer,
 )
-from cairn.engine.core_report import engine_stats, with_images
-from cairn.engine.forming import Forming, Forms
-from cairn.engine.grammars import Grammars
-from cairn.engine.kv_transfer import KvTransfer, Terms, terms_of
+from cairn.engine.core_report import StepSizes, engine_stats, tokens_of
+from cairn.engine.event_publisher import EventPublisher
+from cairn.engine.grammars.compiler import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
+from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.open_answers import OpenAnswers
-from cairn.engine.specs import SpecMaker
+from cairn.engine.request_log.log import RequestLog
+from cairn.engine.specs import SpecMaker, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline, StepRunner
-from cairn.engine.step_sizes import StepSizes, tokens_of
-from cairn.engine.wire import check_request, transfer_params
+from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, terms_of
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.scheduler.scheduler import Scheduler
 
@@ -37,27 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Core"]
 
 
-class RequestLog(Protocol):
-    """What is written down of requests: `cairn.engine.request_log.RequestLog`."""
-
-    @property
-    def dropped(self) -> int:
-        """Requests that have no line in it."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class StepEvents(Protocol):
-    """Who wants to know of steps: `cairn.engine.event_publisher.EventPublisher`."""
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Core:
-    """Implements `EngineCore`: joins scheduler, runner and tokenizer, one thread only.
+    """Joins scheduler, runner and tokenizer. One thread only: `core_loop.run_core`'s.
 
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
     `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end. `image_keys`:
@@ -74,11 +52,11 @@ class Core:
         eos_token_ids: tuple[int, ...],
         seed: int,
         transfer: KvTransfer | None = None,
-        events: StepEvents | None = None,
+        events: EventPublisher | None = None,
         image_keys: ImageKeys | None = None,
         image_counts: "ImageCounts | None" = None,
         request_log: RequestLog | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
@@ -93,7 +71,7 @@ class Core:
         self._image_counts = image_counts
         self._request_log = request_log
         self._grammars = grammars
-        self._forming = None if grammars is None else Forming(grammars)
+        self._pending = None if grammars is None else PendingGrammars(grammars)
 
     @property
     def info(self) -> EngineInfo:
@@ -101,13 +79,14 @@ class Core:
 
     @property
     def has_work(self) -> bool:
+        """False when `step` would have nothing to do."""
         return self._scheduler.has_work
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, *requests: GenerateRequest) -> None:
         """Queue requests, all of them or none. Raises InvalidRequest naming the field, or Overloaded; then nothing was
-        taken."""
+        taken. Requests whose answers have a form may be refused later: see `take_formed`."""
         for request in requests:
             check_request(request)
         if len({request.request_id for request in requests}) < len(requests):
@@ -120,14 +99,19 @@ class Core:
 
     def _forms(self, requests: Sequence[GenerateRequest]) -> Forms | None:
         """What holds their answers to forms; None: `take_formed` will go on with them."""
-        structured = [one for one in requests if one.structure is not None and not self._terms(one).hand_over]
-        if self._forming is not None:
-            return self._forming.take(requests, structured)
-        if structured:
+        # what is handed over is answered by another server
+        wanted = {
+            request.request_id: WantedGrammar(request.structure, self._terms(request).hand_over)
+            for request in requests
+            if request.structure is not None
+        }
+        if self._pending is not None:
+            return self._pending.take(requests, wanted)
+        if wanted:
             raise InvalidRequest("structured_outputs: this engine holds no answer to a form", "structured_outputs")
         return {}
 
-    def _terms(self, request: GenerateRequest) -> Terms:
+    def _terms(self, request: GenerateRequest) -> TransferTerms:
         return terms_of(transfer_params(request), self._transfer)
 
     def _take(self, requests: Sequence[GenerateRequest], forms: Forms) -> None:
@@ -135,15 +119,17 @@ class Core:
         taken = []
         for request in requests:
             terms, form = self._terms(request), forms.get(request.request_id)
+            form = None if isinstance(form, Tried) else form
             taken.append((request, terms, self._specs.make(request, terms, form, self._scheduler.max_tokens_for)))
         self._scheduler.submit_together([[spec for spec, _ in made] for _, _, made in taken])
         for request, terms, made in taken:
             self._answers.begin(request, terms, made)
 
     def take_formed(self) -> list[tuple[str, RequestError]]:
-        """See `EngineCore.take_formed`."""
+        """Called often: go on with the requests that have waited for their grammars. Those that are refused after all,
+        the first one's id of what came together, and why; then nothing of it was taken."""
         refused = []
-        for requests, forms in () if self._forming is None else self._forming.poll():
+        for requests, forms in () if self._pending is None else self._pending.poll():
             try:
                 if isinstance(forms, RequestError):
                     raise forms
@@ -153,9 +139,9 @@ class Core:
         return refused
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; nothing more is put out for it."""
-        if self._forming is not None:
-            self._forming.forget(request_id)
+        """Forget a request; unknown ids are ignored, nothing more is put out for it."""
+        if self._pending is not None:
+            self._pending.forget(request_id)
         self._answers.abort(request_id)
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -170,14 +156,15 @@ class Core:
         return outputs
 
     def poll(self) -> list[GenerateOutput]:
-        """Look what other servers have sent; the outputs of the requests that this has ended."""
+        """Called often: look what other servers have sent. The outputs of the requests that this has ended."""
         if self._transfer is None:
             return []
         self._transfer.check()
         return self._answers.outputs(self._scheduler.poll())
 
     def start(self, wake: Callable[[], None]) -> None:
-        """From now on other servers are answered. `wake` has the core's thread come back to `poll`."""
+        """Called once before anything else, by the thread that owns the core: from now on other servers are answered.
+        `wake` has it come back to `poll`."""
         if self._transfer is not None:
             self._transfer.start(wake)
         if self._grammars is not None:
@@ -187,6 +174,8 @@ class Core:
         """The end: what other threads do for this core ends, too."""
         if self._transfer is not None:
             self._transfer.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._events is not None:
             self._events.close()
         if self._request_log is not None:
@@ -208,11 +197,13 @@ class Core:
         self._audits += 1
 
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
-        """See `EngineCore.cache_view`."""
+        """Look at the prefix cache, a slice at each turn between steps: None until the last item. At most `max_paths`
+        paths of its tree are shown one by one, 1 to `MAX_SHOWN`."""
         return look(self._scheduler.books.cache, max_paths)
 
     def reset_cache(self) -> int:
-        """See `EngineCore.reset_cache`."""
+        """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
+        pages are held."""
         cache = self._scheduler.books.cache
         held = cache.num_held_pages()
         if not held:
@@ -223,8 +214,12 @@ class Core:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and gauges of this moment."""
-        stats = engine_stats(self._scheduler.books, self._transfer, self._runner.forward_passes, self._audits)
-        stats = self._step_sizes.told(stats)
-        if self._request_log is not None:
-            stats = msgspec.structs.replace(stats, request_log_dropped=self._request_log.dropped)
-        return stats if self._image_counts is None else with_images(stats, self._image_counts)
+        return engine_stats(
+            self._scheduler.books,
+            self._transfer,
+            self._image_counts,
+            self._step_sizes,
+            forward_passes=self._runner.forward_passes,
+            audits=self._audits,
+            request_log_dropped=0 if self._request_log is None else self._request_log.dropped,
+        )

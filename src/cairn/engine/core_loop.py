@@ -1,14 +1,12 @@
-"""What a core's thread does all day: take messages, turn the core, and recount the books when there is nothing to do.
-
-The same loop serves a core in a thread (`local`) and one in a process (`worker`); only the link differs.
-"""
+"""The engine loop: receive, step, send; audit when idle."""
 
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from cairn.engine.contract import CacheView, EngineCore, GenerateRequest
+from cairn.engine.contract import CacheView, GenerateRequest
+from cairn.engine.core import Core
 from cairn.engine.wire import (
     Abort,
     CacheQuery,
@@ -50,7 +48,7 @@ class CoreLink(Protocol):
         ...
 
 
-def run_core(core: EngineCore, link: CoreLink, clock: Clock | None = None) -> None:
+def run_core(core: Core, link: CoreLink, clock: Clock | None = None) -> None:
     """Turn `core` until Shutdown comes. Whatever the core raises in a step or an audit comes out of here.
 
     The accounting is recounted once per idle period, and only when nothing has changed for a moment: a request that
@@ -66,7 +64,7 @@ def run_core(core: EngineCore, link: CoreLink, clock: Clock | None = None) -> No
 class _Views:
     """Looks at the cache that have been asked for: one slice of the oldest at a time. The client bounds how many."""
 
-    def __init__(self, core: EngineCore, link: CoreLink) -> None:
+    def __init__(self, core: Core, link: CoreLink) -> None:
         self._core = core
         self._link = link
         self._asked: deque[CacheQuery] = deque()
@@ -88,7 +86,7 @@ class _Views:
             self._link.send(CacheReply(self._asked.popleft().number, view))
 
 
-def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
+def _turn(core: Core, link: CoreLink, clock: Clock) -> None:
     audited, changed = False, clock.now()
     views = _Views(core, link)
     while True:
@@ -116,7 +114,7 @@ def _turn(core: EngineCore, link: CoreLink, clock: Clock) -> None:
             audited = True
 
 
-def _take(core: EngineCore, link: CoreLink, views: _Views, message: ToCore) -> bool:
+def _take(core: Core, link: CoreLink, views: _Views, message: ToCore) -> bool:
     """Carry one message out; True when it may have changed the core."""
     match message:
         case Submit(requests):
@@ -134,7 +132,7 @@ def _take(core: EngineCore, link: CoreLink, views: _Views, message: ToCore) -> b
     return True
 
 
-def _submit(core: EngineCore, link: CoreLink, requests: Sequence[GenerateRequest]) -> None:
+def _submit(core: Core, link: CoreLink, requests: Sequence[GenerateRequest]) -> None:
     try:
         core.submit(*requests)
     except RequestError as error:

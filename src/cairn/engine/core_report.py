@@ -2,25 +2,55 @@
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import CacheReport, EngineStats, Timings
-from cairn.engine.kv_transfer import KvTransfer
+from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
 
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
+from bisect import bisect_left
+
+from cairn.engine.contract import STEP_SIZES
+from cairn.step import StepPlan
 
 
-def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int, audits: int) -> EngineStats:
-    """Counters since the start, and gauges of this moment."""
+def tokens_of(plan: StepPlan) -> int:
+    """Tokens that go through the model, and those that are drawn without."""
+    rows = [*plan.decodes.slots.tolist(), *(row.slot for row in plan.prefills)]
+    num_drawn_only = len(set(plan.samples.slots.tolist()).difference(rows))
+    return len(plan.decodes) + sum(len(row.tokens) for row in plan.prefills) + num_drawn_only
+
+
+class StepSizes:
+    """Counts steps by their size; empty ones are none."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(STEP_SIZES) + 1)
+        self.num_tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        if num_tokens > 0:
+            self.counts[bisect_left(STEP_SIZES, num_tokens)] += 1
+            self.num_tokens += num_tokens
+
+
+def engine_stats(
+    books: Books,
+    transfer: KvTransfer | None,
+    images: "ImageCounts | None",
+    steps: StepSizes,
+    *,
+    forward_passes: int,
+    audits: int,
+    request_log_dropped: int,
+) -> EngineStats:
+    """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
     cache, counters, transfers = books.cache, books.counters, books.transfers
     held, hits, received = cache.num_held_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
-    if transfer is not None:
-        sources["external_kv_transfer"] = received
+    sources |= {} if transfer is None else {"external_kv_transfer": received}
     cache.residents.let_expired_go()
     return EngineStats(
         num_running=len(books.running),
@@ -41,6 +71,8 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         recomputed_tokens=counters.recomputed_tokens,
         steps=counters.steps,
         forward_passes=forward_passes,
+        step_tokens=steps.num_tokens,
+        step_sizes=list(steps.counts),
         audits=audits,
         reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
         lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
@@ -59,12 +91,10 @@ def engine_stats(books: Books, transfer: KvTransfer | None, forward_passes: int,
         in_flight_shared_tokens=counters.shared.tokens,
         skipped_transfers=0 if transfer is None else transfer.loop.num_skipped,
         side_channel_dropped=0 if transfer is None else transfer.loop.dropped,
-    )
-
-
-def with_images(stats: EngineStats, counts: "ImageCounts") -> EngineStats:
-    return msgspec.structs.replace(
-        stats, images_encoded=counts.encodes, image_hits=counts.hits, image_bytes=counts.kept_bytes
+        images_encoded=0 if images is None else images.encodes,
+        image_hits=0 if images is None else images.hits,
+        image_bytes=0 if images is None else images.kept_bytes,
+        request_log_dropped=request_log_dropped,
     )
 
 

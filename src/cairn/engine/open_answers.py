@@ -4,16 +4,96 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cairn.engine.answer import GrowingAnswer
-from cairn.engine.constraint import GrammarConstraint
-from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest, TextTokenizer
+from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest, TextStream, TextTokenizer
+from cairn.engine.contract.output import packed
 from cairn.engine.core_report import cache_report, timings
-from cairn.engine.kv_transfer import KvTransfer, Terms, report
-from cairn.engine.logprobs import packed
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, report
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.types import RequestId
+
+_BAD_GATEWAY = 502
+"""The status of an answer that failed because another server did."""
+
+
+class StopStrings:
+    """Gives out an answer's text as far as it is certain that no stop string has begun in it. `include`: the stop
+    string that is met goes out, too."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._include = include
+        self._longest = max(map(len, self._stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str, heed: bool = True) -> tuple[str, str | None]:
+        """The text that may go out, and the stop string that has been met, if any. Nothing follows after one. Without
+        `heed` a stop string that ends in this text stops nothing."""
+        held, text = len(self._held), self._held + text
+        if heed:
+            # one that lies in what was held has come too early
+            places = ((text.find(stop, max(0, held - len(stop) + 1)), stop) for stop in self._stops)
+            met = [(at, stop) for at, stop in places if at >= 0]
+            if met:
+                at, stop = min(met)
+                self._held = ""
+                return text[: at + len(stop) if self._include else at], stop
+        keep = min(len(text), self._longest)
+        while keep and not any(stop.startswith(text[-keep:]) for stop in self._stops):
+            keep -= 1
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def finish(self) -> str:
+        """What was held back, when the answer ends without a stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+class GrowingAnswer:
+    """Answer `index` of a request. `terms`: the request's part in a transfer; `constraint`: what holds it to a form;
+    `failure_status`: the HTTP status if it fails."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        stream: TextStream,
+        terms: TransferTerms,
+        constraint: GrammarConstraint | None,
+    ) -> None:
+        self.request_id = request.request_id
+        self.index = index
+        self.terms = terms
+        self.constraint = constraint
+        self.failure_status = _BAD_GATEWAY
+        self.stop_tokens = frozenset(request.stop_token_ids)
+        self._stream = stream
+        self._stops = StopStrings(request.stop, request.include_stop_str_in_output)
+        self._min_tokens, self._num_tokens = request.min_tokens, 0
+
+    def push(self, tokens: tuple[int, ...]) -> tuple[str, str | None]:
+        """The text that may go out, and the stop string that was met. What the first `min_tokens` tokens complete
+        stops nothing."""
+        said = ""
+        for token in tokens:
+            self._num_tokens += 1
+            text, stop = self._stops.push(self._stream.push(token), heed=self._heeds)
+            said += text
+            if stop is not None:
+                return said, stop
+        return said, None
+
+    def finish(self) -> str:
+        """What is left when the answer ends otherwise than at a stop string."""
+        text, stop = self._stops.push(self._stream.finish(), heed=self._heeds)
+        return text if stop is not None else text + self._stops.finish()
+
+    @property
+    def _heeds(self) -> bool:
+        return self._num_tokens > self._min_tokens
 
 
 class OpenAnswers:
@@ -28,7 +108,7 @@ class OpenAnswers:
         self._ids: dict[str, list[RequestId]] = {}  # of a request's answers that have not ended
 
     def begin(
-        self, request: GenerateRequest, terms: Terms, made: Sequence[tuple[Spec, GrammarConstraint | None]]
+        self, request: GenerateRequest, terms: TransferTerms, made: Sequence[tuple[Spec, GrammarConstraint | None]]
     ) -> None:
         """The scheduler has taken these specs, one for each answer to `request`."""
         self._ids[request.request_id] = [spec.request_id for spec, _ in made]

@@ -1,283 +1,177 @@
-"""An engine whose core runs in a process of its own, joined by the msgpack wire over a private ZMQ socket."""
+"""A core in a process of its own, joined by the msgpack wire over a private ZMQ socket."""
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
-import signal
-import sys
 import tempfile
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
-from cairn.engine.client import EngineDeadlines, Switchboard
-from cairn.engine.contract import (
-    CacheView,
-    EngineConfig,
-    EngineInfo,
-    EngineStats,
-    GenerateOutput,
-    GenerateRequest,
-    TextTokenizer,
-)
+from cairn.engine.child_process import LAST_WORDS_SECONDS, ChildProcess, exit_text
+from cairn.engine.contract import EngineConfig, EngineInfo
 from cairn.engine.sizing import thread_variables
 from cairn.engine.wire import (
-    MAX_FRAME_BYTES,
     Abort,
+    BuildRefused,
     Fatal,
     FromCore,
     Ready,
-    Refused,
     Shutdown,
     ToCore,
     config_frames,
     frames_from_core,
     frames_to_core,
 )
-from cairn.errors import ConfigError, EngineDead, Overloaded
-from cairn.types import Clock
+from cairn.errors import EngineDead, Overloaded
 
-__all__ = ["ProcessEngine"]
+__all__ = ["ProcessTransport"]
 
 _OUTBOX_BOUND = 1024
-_LAST_WORDS_SECONDS = 0.5
-
-logger = logging.getLogger(__name__)
 
 
-class _Line:
-    """The client's end of the wire: a PAIR socket in a fresh directory that only this user can enter.
+class ProcessTransport:
+    """A `Transport` to a core that `core` (`package.module:function`) makes in a child process.
 
-    Frames wait in a bounded outbox when the core does not read, so that handing one over never blocks.
+    Frames wait in a bounded outbox when the core does not read. `threads`: how many its number crunching may use.
     """
 
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="cairn-")
-        self.address = f"ipc://{self._folder}/core"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    def __init__(self, config: EngineConfig, *, core: str = "cairn.engine.build:build_core", threads: int = 1) -> None:
+        self._config = config
+        self._core = core
+        self._threads = threads
+        self._folder: Path | None = None
+        self._child: ChildProcess | None = None
+        self._context: zmq.asyncio.Context | None = None
         self._outbox: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._incoming = frames_from_core()
         self._outgoing = frames_to_core()
-        try:
-            self._socket.bind(self.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(
-                f"no socket can be made at {self.address}: {error}; set TMPDIR to another place"
-            ) from error
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
 
-    def post_config(self, config: EngineConfig) -> None:
-        self._post(config_frames().encode(config))
+    @property
+    def pid(self) -> int | None:
+        """The core's process id, for whoever wants to look at it."""
+        return None if self._child is None else self._child.process.pid
 
-    def post(self, message: ToCore) -> None:
-        """Raises Overloaded when too much waits already; an Abort or a Shutdown is always taken."""
+    async def start(self, receive: Callable[[FromCore], None], fail: Callable[[str], None]) -> EngineInfo:
+        self._context = zmq.asyncio.Context()
+        self._folder = Path(tempfile.mkdtemp(prefix="cairn-"))
+        self._child = ChildProcess(
+            "the engine core",
+            "cairn.engine.worker",
+            f"ipc://{self._folder}/core",
+            self._core,
+            context=self._context,
+            environ={**os.environ, **thread_variables(self._threads, os.environ)},
+        )
+        socket, ended = self._child.socket, _end_of(self._child)
+        self._post(config_frames().encode(self._config))
+        self._tasks.append(asyncio.create_task(self._write(socket)))
+        info = await self._greeting(socket, ended)
+        self._tasks.append(asyncio.create_task(self._watch_end(ended, fail)))
+        self._tasks.append(asyncio.create_task(self._read(socket, receive, fail)))
+        return info
+
+    def send(self, message: ToCore) -> None:
         if len(self._outbox) >= _OUTBOX_BOUND and not isinstance(message, Abort | Shutdown):
             raise Overloaded("the engine core does not keep up with its messages: try again later")
         self._post(self._outgoing.encode(message))
 
-    async def write(self) -> None:
-        """Send what is posted, until cancelled."""
-        while True:
-            await self._news.wait()
-            while self._outbox:
-                await self._socket.send(self._outbox[0])
-                self._outbox.popleft()
-            self._news.clear()
-
-    async def read(self) -> FromCore:
-        return self._incoming.decode(await self._socket.recv())
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+    async def close(self, seconds: float) -> None:
+        child = self._child
+        if child is not None and seconds > 0:
+            self.send(Shutdown())
+            self._is_closing = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await _end_of(child)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if child is not None:
+            child.let_go(kill=True)
+            await asyncio.to_thread(child.process.wait)
+            child.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _post(self, frame: bytes) -> None:
         self._outbox.append(frame)
         self._news.set()
 
+    async def _write(self, socket: zmq.asyncio.Socket) -> None:
+        """Send what is posted, until cancelled."""
+        while True:
+            await self._news.wait()
+            while self._outbox:
+                await socket.send(self._outbox[0])
+                self._outbox.popleft()
+            self._news.clear()
 
-class ProcessEngine:
-    """An EngineClient whose core is made by `core` (`package.module:function`) in a child process.
-
-    The child is a fresh interpreter, never a fork, and ends by itself when this process does. `load_tokenizer` gets
-    the model's folder and is called here, in a thread. `threads` is how many the core's number crunching may use.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        load_tokenizer: Callable[[str], TextTokenizer],
-        *,
-        core: str = "cairn.engine.build:build_core",
-        threads: int = 1,
-        deadlines: EngineDeadlines | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._config = config
-        self._load_tokenizer = load_tokenizer
-        self._core = core
-        self._threads = threads
-        self._deadlines = deadlines or EngineDeadlines()
-        self._switchboard = Switchboard(self._send, max_open=0, deadlines=self._deadlines, clock=clock)
-        self._info: EngineInfo | None = None
-        self._tokenizer: TextTokenizer | None = None
-        self._line: _Line | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def info(self) -> EngineInfo:
-        assert self._info is not None, "start() first"
-        return self._info
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        assert self._tokenizer is not None, "start() first"
-        return self._tokenizer
-
-    @property
-    def dead(self) -> str | None:
-        return self._switchboard.dead
-
-    @property
-    def pid(self) -> int | None:
-        """The core's process id, for whoever wants to look at it."""
-        return None if self._process is None else self._process.pid
-
-    async def start(self) -> None:
+    async def _greeting(self, socket: zmq.asyncio.Socket, ended: "asyncio.Future[int]") -> EngineInfo:
+        """The core's first word. Raises ConfigError or ModelError when it refuses, EngineDead when it just ends."""
+        reading: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
+        waiting: set[asyncio.Future[object]] = {reading, ended}  # type: ignore[arg-type]
         try:
-            async with asyncio.timeout(self._deadlines.start):
-                await self._bring_up()
-        except BaseException as error:
-            await self._tear_down()
-            if isinstance(error, TimeoutError):
-                raise EngineDead(f"the engine core was not built within {self._deadlines.start} s") from None
-            raise
-
-    def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
-        return self._switchboard.generate(*requests)
-
-    async def stats(self) -> EngineStats:
-        return await self._switchboard.stats()
-
-    async def cache_view(self, max_paths: int) -> CacheView:
-        return await self._switchboard.cache_view(max_paths)
-
-    async def reset_cache(self) -> int:
-        return await self._switchboard.reset_cache()
-
-    async def wait_dead(self) -> str:
-        return await self._switchboard.wait_dead()
-
-    async def stop(self, drain_seconds: float) -> None:
-        if self._process is None or self._line is None:
-            return
-        if self.dead is None:
-            await self._switchboard.drain(drain_seconds)
-            self._line.post(Shutdown())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._deadlines.stop):
-                    await self._process.wait()
-        await self._tear_down()
-
-    async def _bring_up(self) -> None:
-        self._line = line = _Line()
-        self._process = process = await self._spawn(line.address)
-        line.post_config(self._config)
-        self._tasks.append(asyncio.create_task(line.write()))
-        loading = asyncio.create_task(asyncio.to_thread(self._load_tokenizer, self._config.model))
-        greeting = asyncio.create_task(_greeting(line, process))
-        try:
-            info, self._tokenizer = await asyncio.gather(greeting, loading)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await asyncio.wait({reading}, timeout=LAST_WORDS_SECONDS)
+            if not reading.done():
+                raise EngineDead(f"the engine core ended before it was built: {exit_text(ended.result())}")
+            message = self._incoming.decode(reading.result())
         finally:
-            greeting.cancel()
-            loading.cancel()
-            await asyncio.gather(greeting, loading, return_exceptions=True)
-        self._info, self._switchboard.max_open = info, info.max_num_seqs + info.max_waiting
-        self._tasks += [
-            asyncio.create_task(self._read(line)),
-            asyncio.create_task(self._watch_exit(process)),
-            asyncio.create_task(self._switchboard.watch()),
-        ]
+            reading.cancel()
+        match message:
+            case Ready(info):
+                return info
+            case BuildRefused():
+                raise message.error()
+            case Fatal(text):
+                raise EngineDead(f"the engine core could not be built: {text}")
+            case _:
+                raise EngineDead(f"the engine core began with a {type(message).__name__} frame")
 
-    async def _spawn(self, address: str) -> asyncio.subprocess.Process:
-        level = logging.getLevelName(logger.getEffectiveLevel())
-        # -P: a module of that name lying in the current directory must not get in the way.
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "cairn.engine.worker", address, self._core, level),
-            stdin=asyncio.subprocess.PIPE,
-            env={**os.environ, **thread_variables(self._threads, os.environ)},
-        )
+    async def _watch_end(self, ended: "asyncio.Future[int]", fail: Callable[[str], None]) -> None:
+        """Tell of an end that nobody has asked for."""
+        code = await ended
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        if not self._is_closing:
+            fail(f"the engine core has ended: {exit_text(code)}")
 
-    def _send(self, message: ToCore) -> None:
-        assert self._line is not None, "start() first"
-        self._line.post(message)
-
-    async def _read(self, line: _Line) -> None:
+    async def _read(
+        self, socket: zmq.asyncio.Socket, receive: Callable[[FromCore], None], fail: Callable[[str], None]
+    ) -> None:
+        """Pass on what the core says, until that cannot be read."""
         try:
             while True:
-                self._switchboard.receive(await line.read())
+                receive(self._incoming.decode(await socket.recv()))
         except EngineDead as error:
-            self._switchboard.fail(str(error))
-
-    async def _watch_exit(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
-        # What the core said last may still be on its way.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await self._switchboard.wait_dead()
-        self._switchboard.fail(f"the engine core has ended: {_exit_text(code)}")
-
-    async def _tear_down(self) -> None:
-        self._switchboard.fail("the engine has been stopped", asked_for=True)
-        await self._switchboard.aclose()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        if self._process is not None:
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.wait()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+            fail(str(error))
 
 
-async def _greeting(line: _Line, process: asyncio.subprocess.Process) -> EngineInfo:
-    """The core's first word. Raises ConfigError or ModelError when it refuses, EngineDead when it just ends."""
-    reading = asyncio.create_task(line.read())
-    ending = asyncio.create_task(process.wait())
-    try:
-        await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            await asyncio.wait({reading}, timeout=_LAST_WORDS_SECONDS)
-        if not reading.done():
-            raise EngineDead(f"the engine core ended before it was built: {_exit_text(ending.result())}")
-        message = reading.result()
-    finally:
-        reading.cancel()
-        ending.cancel()
-        await asyncio.gather(reading, ending, return_exceptions=True)
-    match message:
-        case Ready(info):
-            return info
-        case Refused():
-            raise message.error()
-        case Fatal(text):
-            raise EngineDead(f"the engine core could not be built: {text}")
-        case _:
-            raise EngineDead(f"the engine core began with a {type(message).__name__} frame")
+def _end_of(child: ChildProcess) -> "asyncio.Future[int]":
+    """The process's exit code, once there is one."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[int] = loop.create_future()
 
+    def tell(code: int) -> None:
+        if not future.done():
+            future.set_result(code)
 
-def _exit_text(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    def wait() -> None:
+        code = child.process.wait()
+        with contextlib.suppress(RuntimeError):  # nobody is left to be told
+            loop.call_soon_threadsafe(tell, code)
+
+    threading.Thread(target=wait, name="cairn-core-watch", daemon=True).start()
+    return future

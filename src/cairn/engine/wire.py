@@ -1,21 +1,19 @@
 """The process wire: msgpack frames between an engine client and its core, nothing else.
 
     client -> core   Submit, Abort, StatsQuery, CacheQuery, Reset, Shutdown                        (`ToCore`)
-    core -> client   Ready, Refused | Outputs, Refusal, StatsReply, CacheReply, ResetReply, Fatal  (`FromCore`)
+    core -> client   Ready, BuildRefused | Outputs, Refusal, StatsReply, CacheReply, ResetReply, Fatal  (`FromCore`)
 
-The first frame to the core is its EngineConfig; it answers Ready or Refused. Key tokens travel as the raw bytes of
+The first frame to the core is its EngineConfig; it answers Ready or BuildRefused. Key tokens travel as the raw bytes of
 `GenerateRequest.prompt` and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 
 from cairn.engine.contract import (
-    MAX_BREAKPOINTS,
-    MAX_HOLD_SECONDS,
     MAX_SHOWN,
     CacheView,
     EngineConfig,
@@ -24,7 +22,6 @@ from cairn.engine.contract import (
     GenerateOutput,
     GenerateRequest,
 )
-from cairn.engine.sampling import check_sampling
 from cairn.errors import (
     ConfigError,
     EngineDead,
@@ -35,18 +32,21 @@ from cairn.errors import (
     QueueFull,
     RequestError,
 )
-from cairn.types import Keys
 
 MAX_FRAME_BYTES = 64 << 20
 """No frame is larger; sockets refuse one that claims to be. Room for a prompt of eight million tokens."""
 
-_MAX_ID = 256
-_MAX_STOPS = 1024
-_MAX_BOUNDARIES = 1 << 16
-_MAX_TRANSFER_PARAMS = 4 << 20
+MAX_ID = 256
 
-RequestIdText = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_ID)]
+RequestIdText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+_RefusalKind: TypeAlias = Literal["not_found", "queue_full", "overloaded", "invalid"]
+_REQUEST_ERRORS: Mapping[_RefusalKind, type[NotFound | Overloaded | InvalidRequest]] = MappingProxyType(
+    {"not_found": NotFound, "queue_full": QueueFull, "overloaded": Overloaded, "invalid": InvalidRequest}
+)
+"""The first that fits is what is told: a full queue is an overload, too."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -91,14 +91,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: EngineInfo
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The core cannot be built from this configuration."""
+class BuildRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The core, or a rank of it, cannot be built from this configuration."""
 
     kind: Literal["config", "model"]
     text: str
 
     @classmethod
-    def of(cls, error: ConfigError) -> "Refused":
+    def of(cls, error: ConfigError) -> "BuildRefused":
         return cls("model" if isinstance(error, ModelError) else "config", str(error))
 
     def error(self) -> ConfigError:
@@ -115,31 +115,17 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """The core did not take a request, nor any that came with it."""
 
     request_id: RequestIdText
-    kind: Literal["invalid", "not_found", "overloaded", "queue_full"]
+    kind: _RefusalKind
     message: str
     param: str | None
 
     @classmethod
     def of(cls, request_id: str, error: RequestError) -> "Refusal":
-        kind: Literal["invalid", "not_found", "overloaded", "queue_full"] = "invalid"
-        if isinstance(error, NotFound):
-            kind = "not_found"
-        elif isinstance(error, QueueFull):
-            kind = "queue_full"
-        elif isinstance(error, Overloaded):
-            kind = "overloaded"
-        return cls(request_id, kind, error.message, error.param)
+        kinds = (kind for kind, form in _REQUEST_ERRORS.items() if isinstance(error, form))
+        return cls(request_id, next(kinds, "invalid"), error.message, error.param)
 
     def error(self) -> RequestError:
-        match self.kind:
-            case "not_found":
-                return NotFound(self.message, self.param)
-            case "overloaded":
-                return Overloaded(self.message, self.param)
-            case "queue_full":
-                return QueueFull(self.message, self.param)
-            case _:
-                return InvalidRequest(self.message, self.param)
+        return _REQUEST_ERRORS[self.kind](self.message, self.param)
 
 
 class StatsReply(msgspec.Struct, frozen=True, tag="stats_reply"):
@@ -164,13 +150,13 @@ class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The core has ended, and why. Its last frame."""
+    """The core, or a rank of it, has ended, and why. Its last frame."""
 
     text: str
 
 
 ToCore: TypeAlias = Submit | Abort | StatsQuery | CacheQuery | Reset | Shutdown
-FromCore: TypeAlias = Ready | Refused | Outputs | Refusal | StatsReply | CacheReply | ResetReply | Fatal
+FromCore: TypeAlias = Ready | BuildRefused | Outputs | Refusal | StatsReply | CacheReply | ResetReply | Fatal
 
 Message = TypeVar("Message")
 
@@ -212,53 +198,3 @@ def frames_from_core() -> Frames[FromCore]:
 
 def config_frames() -> Frames[EngineConfig]:
     return Frames(msgspec.msgpack.Decoder(EngineConfig))
-
-
-def key_tokens(request: GenerateRequest) -> Keys:
-    """The prompt's key tokens, shape [n], read-only and without a copy. Call `check_request` first."""
-    return np.frombuffer(request.prompt, dtype="<i8")
-
-
-def transfer_params(request: GenerateRequest) -> object:
-    """The request's `kv_transfer_params`, decoded and in nothing trusted; None when it has none.
-
-    Raises InvalidRequest when they are no JSON, or are nested too deeply to be read.
-    """
-    if request.kv_transfer_params is None:
-        return None
-    try:
-        return msgspec.json.decode(request.kv_transfer_params)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"kv_transfer_params cannot be read: {error}", "kv_transfer_params") from error
-    except RecursionError as error:
-        raise InvalidRequest("kv_transfer_params is nested too deeply", "kv_transfer_params") from error
-
-
-def check_request(request: GenerateRequest) -> None:
-    """Hold a request to what a core may rely on. Raises InvalidRequest that names the field."""
-    if not 1 <= len(request.request_id) <= _MAX_ID:
-        raise InvalidRequest(f"request_id must have 1 to {_MAX_ID} characters", "request_id")
-    if len(request.client) > _MAX_ID:
-        raise InvalidRequest(f"client has {len(request.client)} characters; at most {_MAX_ID} are taken", "client")
-    if not request.prompt:
-        raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
-    if len(request.prompt) % 8:
-        raise InvalidRequest(f"prompt must be int64 tokens; {len(request.prompt)} bytes are no multiple of 8", "prompt")
-    for name, values, limit in (
-        ("stop", request.stop, _MAX_STOPS),
-        ("stop_token_ids", request.stop_token_ids, _MAX_STOPS),
-        ("boundaries", request.boundaries, _MAX_BOUNDARIES),
-    ):
-        if len(values) > limit:
-            raise InvalidRequest(f"{name} has {len(values)} entries; at most {limit} are taken", name)
-    holds = sum(boundary.hold_seconds > 0 for boundary in request.boundaries)
-    if holds > MAX_BREAKPOINTS:
-        raise InvalidRequest(f"{holds} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries")
-    if any(not 0 <= boundary.hold_seconds <= MAX_HOLD_SECONDS for boundary in request.boundaries):
-        raise InvalidRequest(f"boundaries can be held for at most {MAX_HOLD_SECONDS} seconds", "boundaries")
-    check_sampling(request)
-    size = len(request.kv_transfer_params or b"")
-    if size > _MAX_TRANSFER_PARAMS:
-        raise InvalidRequest(
-            f"kv_transfer_params takes {size} bytes; at most {_MAX_TRANSFER_PARAMS} are read", "kv_transfer_params"
-        )

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from rich.console import Console
@@ -21,12 +22,10 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.errors import ConfigError
 from cairn.models.forward_sizes import ForwardSizes
-from cairn.replay.arguments import DEFAULT_LAYOUT, DEFAULT_SHARE, POLICIES, add_replay_flags
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
-from cairn.replay.layouts import layout_for, sizes_for
-from cairn.replay.plot import Plot
+from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
-from cairn.replay.report import UNLIMITED, Report, Result
+from cairn.replay.report import UNLIMITED, Plot, Report, Result
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import LogHeader, Trace, read_trace
 
@@ -40,6 +39,27 @@ SWITCHED_OFF = "none"
 """What its log says of the placement of a server without prefix caching."""
 
 BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 16, 8192
+
+POLICIES = MappingProxyType(
+    {
+        "auto": ("auto", "value"),
+        "align": ("align", "value"),
+        "all": ("all", "value"),
+        "junction": ("junction", "value"),
+        "lru": ("auto", "lru"),
+    }
+)
+"""Name to placement and eviction."""
+
+DEFAULT_LAYOUT = "nemotron-3-nano"
+DEFAULT_SHARE = 0.1
+PLOT_FORMATS = (".svg", ".png")
+MAX_BUDGET = 1 << 50
+MAX_SWEEP = 64
+_UNITS = MappingProxyType(
+    {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    | {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+)
 
 
 class _ThreadTime:
@@ -182,3 +202,94 @@ def _replayed(run: _Run, name: str, budget: int, progress: Progress) -> Result:
     outcome = Replay(timed).run(run.trace, tell)
     progress.remove_task(task)
     return Result(name, budget, np.array(outcome.hits, np.int64), outcome)
+
+
+def add_replay_flags(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `cairn replay`."""
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip: see docs/replay.md")
+    parser.add_argument(
+        "--layout",
+        help=f"{', '.join(LAYOUT_NAMES)}, or the path of a config.json; default: {DEFAULT_LAYOUT}, or what a server's "
+        "own log says",
+    )
+    parser.add_argument("--state-dtype", help="of the recurrent state: float32, bfloat16; default: the model's")
+    _add_budget_flags(parser)
+    parser.add_argument(
+        "--policy",
+        type=_policies,
+        metavar="NAMES",
+        help=f"one or several of {','.join(POLICIES)}; lru is the placement of auto with LRU eviction; default: auto, "
+        "or what a server's own log says",
+    )
+    parser.add_argument("--block-size", type=int, help="tokens per page; default: 16, or what a server's own log says")
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        help="tokens of a prefill chunk; default: 8192, or what a server's own log says",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    parser.add_argument("--per-request", action="store_true", help="write cached tokens by request into the JSON, too")
+    parser.add_argument(
+        "--plot",
+        type=_plot,
+        metavar="FILE",
+        help="draw hit rate over budget there, as SVG or PNG; needs matplotlib, which the extra `bench` brings",
+    )
+    parser.add_argument("--no-bounds", action="store_true", help="leave the line `unlimited` out")
+
+
+def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--budget", type=_size, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes")
+    budget.add_argument(
+        "--budget-fraction",
+        type=_share,
+        metavar="SHARE",
+        help=f"the same as a share of the trace's footprint: 0.1 or 10%%; default: {DEFAULT_SHARE}, or what a server's "
+        "own log says",
+    )
+    budget.add_argument("--sweep", type=_shares, metavar="SHARES", help="several shares: 2%%,5%%,10%%,20%%")
+
+
+def _size(text: str) -> int:
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = _UNITS.get(text.strip()[len(digits) :].lower())
+    try:
+        size = int(float(digits) * unit) if unit is not None else 0
+    except (ValueError, OverflowError):
+        size = 0
+    if not 1 <= size <= MAX_BUDGET:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 40GiB, 50GB or plain bytes, up to 1024TiB")
+    return size
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of the footprint: write it as 0.1 or 10%")
+    return share
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    shares = tuple(_share(part) for part in text.split(","))
+    if len(shares) > MAX_SWEEP:
+        raise argparse.ArgumentTypeError(f"{len(shares)} shares are more than {MAX_SWEEP}")
+    return shares
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(POLICIES)}")
+    return names
+
+
+def _plot(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in PLOT_FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(PLOT_FORMATS)}")
+    return path

@@ -25,15 +25,6 @@ class TreeMemory:
     ghosts: int
     page_runs: int
 
-    @property
-    def bytes_per_page_run(self) -> float:
-        return self.num_bytes / max(1, self.page_runs)
-
-    @property
-    def bytes_per_node(self) -> float:
-        """Beyond the key tokens."""
-        return (self.num_bytes - self.key_bytes) / max(1, self.nodes)
-
 
 def tree_memory(cache: PrefixCache) -> TreeMemory:
     """Count it, in O(objects). The pool's one number a page, leases and observers are not the tree's."""

@@ -22,14 +22,13 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
 from cairn.cache.reasons import Reason
+from cairn.replay.bounds import Paths
 from cairn.replay.event_queue import WAIT_FOR_ROOM, EventQueue, Process
-from cairn.replay.outcome import Outcome
-from cairn.replay.paths import Paths
-from cairn.replay.timed_cache import TimedCache
+from cairn.replay.timed_cache import ReplayOutcome, TimedCache
 from cairn.replay.traces import Timeline, Trace, TraceRequest, key_tokens
 from cairn.types import Keys
 
-__all__ = ["Outcome", "Replay"]
+__all__ = ["Replay", "ReplayOutcome"]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +60,7 @@ class Replay:
         self._events = EventQueue(timed.show)
         self._running: dict[int, ReplayRequest] = {}
 
-    def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> Outcome:
+    def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> ReplayOutcome:
         """Replay all requests; `progress` is told how many were started. `outcome.hits` is in their order."""
         self._unit, self.outcome.hits = trace.unit, [0] * len(trace.requests)
         for index, request in enumerate(trace.requests):

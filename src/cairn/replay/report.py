@@ -1,15 +1,19 @@
-"""What replays came to, as JSON and as a table."""
+"""What replays came to, as JSON, as a table and as a plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.filesize import decimal
 from rich.table import Table
 
+from cairn.errors import ConfigError
 from cairn.models.forward_sizes import ForwardSizes
-from cairn.replay.outcome import Outcome
+from cairn.replay.timed_cache import ReplayOutcome
 from cairn.replay.traces import Trace
 
 UNLIMITED = "unlimited"
@@ -26,7 +30,7 @@ class Result:
     name: str
     budget: int
     hits: NDArray[np.int64]
-    outcome: Outcome | None = None
+    outcome: ReplayOutcome | None = None
 
     @property
     def hit_tokens(self) -> int:
@@ -133,7 +137,7 @@ class Report:
         ]
 
 
-def _counts(outcome: Outcome) -> dict[str, object]:
+def _counts(outcome: ReplayOutcome) -> dict[str, object]:
     told: dict[str, object] = {
         "forward_passes": outcome.forward_passes,
         "checkpoints_taken": dict(sorted(outcome.taken.items())),
@@ -152,3 +156,40 @@ def _counts(outcome: Outcome) -> dict[str, object]:
             "tree_page_runs": outcome.tree.page_runs,
         }
     return told
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Hit rate over budget, one line a policy, with the line `unlimited`: the file to be, and matplotlib's class of
+    figures."""
+
+    path: Path
+    figure_class: Any
+
+    @classmethod
+    def at(cls, path: Path) -> "Plot":
+        """Raises ConfigError naming --plot if matplotlib is missing: before anything has been computed."""
+        try:
+            return cls(path, import_module("matplotlib.figure").Figure)
+        except ImportError as error:
+            raise ConfigError("--plot needs matplotlib: pip install 'cairn-serve[bench]'") from error
+
+    def draw(self, report: Report, results: Sequence[Result]) -> None:
+        """Write the file. Raises ConfigError naming --plot."""
+        figure = self.figure_class(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
+        for name in dict.fromkeys(result.name for result in results):
+            found = sorted((result.budget / 1e9, report.hit_rate(result)) for result in results if result.name == name)
+            budgets, rates = zip(*found, strict=True)
+            if name == UNLIMITED:
+                axes.axhline(rates[0], color="grey", linestyle=":", label=name)
+            else:
+                axes.plot(budgets, rates, marker="o", label=name)
+        axes.set(xlabel="budget, GB", ylabel="token hit rate", title=f"{report.trace.name}, {report.layout_name}")
+        if len({result.budget for result in results}) > 1:
+            axes.set_xscale("log")
+        axes.legend(frameon=False)
+        try:
+            figure.savefig(self.path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot {self.path} cannot be written: {error}") from error

@@ -1,4 +1,4 @@
-"""A server's own request log, read as a trace: `cairn.engine.request_log` says what is in it.
+"""A server's own request log, read as a trace: `cairn.engine.request_log.log` says what is in it.
 
 The log has no tokens but a keyed hash of each token and all tokens before it. The hashes serve as token ids: two
 sequences share the first n hashes iff the originals share the first n tokens.

@@ -1,11 +1,60 @@
-"""A cache that is shown a trace's own time, while a clock measures the calls that are made of it."""
+"""A cache that is shown a trace's own time, while a clock measures the calls to it; and what a replay comes to."""
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cairn.cache.checkpoint import Kind
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.replay.memory import tree_memory
-from cairn.replay.outcome import Outcome
+from cairn.cache.reasons import Reason
+from cairn.replay.memory import TreeMemory, tree_memory
 from cairn.step import GRID
 from cairn.types import Clock, ManualClock
+
+
+@dataclass(slots=True)
+class ReplayOutcome:
+    """What a replay came to, in tokens, requests, checkpoints, bytes and seconds.
+
+    `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
+    earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached
+    tokens, by request. `peak_bytes`: pages in use at most. `seconds`: inside the cache's door and its placement policy.
+    `tree`: what the cache's books take in memory at the end.
+    """
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    prefill_tokens: int = 0
+    forward_passes: int = 0
+    refused: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    hits: list[int] = field(default_factory=list)
+    lost: Counter[Reason] = field(default_factory=Counter)
+    taken: Counter[Kind] = field(default_factory=Counter)
+    used: Counter[Kind] = field(default_factory=Counter)
+    evicted: Counter[Kind] = field(default_factory=Counter)
+    tree: TreeMemory | None = None
+
+    def lose(self, num_prompt_tokens: int, hit: int, known: int, lost: Mapping[Reason, int]) -> None:
+        """A prompt of which the first `hit` tokens were not computed, and earlier requests had had the first `known`,
+        whether or not the cache remembers them. `lost`: the cache's own account; what it takes for new and is not was
+        forgotten."""
+        self.prefill_tokens += num_prompt_tokens - hit
+        known = max(hit, known)
+        left = known - hit
+        for reason, tokens in lost.items():
+            if reason is not Reason.NEVER_SEEN:
+                self.lost[reason] += min(tokens, left)
+                left -= min(tokens, left)
+        self.lost[Reason.EVICTED] += left
+        self.lost[Reason.NEVER_SEEN] += num_prompt_tokens - known
+        self.lost += Counter()  # without the reasons that have cost nothing
+
+    @property
+    def microseconds_per_request(self) -> float:
+        return 1e6 * self.seconds / max(1, len(self.hits))
 
 
 class Stopwatch:
@@ -38,7 +87,7 @@ class TimedCache:
             raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {most_tokens}")
         self._trace_time = ManualClock()
         self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._trace_time)
-        self.outcome = Outcome()
+        self.outcome = ReplayOutcome()
         self.most_tokens = most_tokens
         self.inside = Stopwatch(clock)
 
@@ -66,7 +115,7 @@ class TimedCache:
         in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
         self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
 
-    def ended(self) -> Outcome:
+    def ended(self) -> ReplayOutcome:
         """The outcome, with what the cache itself has counted."""
         outcome, residents = self.outcome, self.cache.residents
         outcome.taken, outcome.evicted = residents.taken, residents.evicted

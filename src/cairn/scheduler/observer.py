@@ -1,4 +1,4 @@
-"""Who is told what the scheduler does with requests, right after it has: `cairn.engine.request_log.RequestLog`."""
+"""Who is told what the scheduler does with requests, right after it has: `cairn.engine.request_log.log.RequestLog`."""
 
 from typing import Protocol
 

@@ -5,7 +5,7 @@ import logging
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
 from cairn.transfer.lease import LeaseState
-from cairn.transfer.params import remote_request_id
+from cairn.transfer.params import remote_request_id, split_reference
 from cairn.transfer.producer import Producer
 from cairn.types import Pages
 
@@ -23,14 +23,13 @@ class Connector:
         self._producer = producer
         self._leases = producer.leases
         self._consumer = consumer
-        self._nonces: dict[str, bytes] = {}
         self._ended: list[LeaseEnded] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open: then nobody needs to look before the next offer, pull or frame."""
-        asks = self._producer.asks
-        return not (self._nonces or self._ended or self._consumer.num_open or asks.num_open)
+        lookups = self._producer.lookups
+        return self._leases.is_idle and not (self._ended or self._consumer.num_open or lookups.num_open)
 
     @property
     def is_serving(self) -> bool:
@@ -47,20 +46,20 @@ class Connector:
         if not self._leases.has_room(offer.all_pages):
             logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(offer.all_pages))
             return self._ended_at_once(offer, nonce)
-        return self._leased(offer, self._leases.offer(offer, nonce))
+        return remote_request_id(offer.request_id, self._leases.offer(offer, nonce))
 
     def withdraw(self, remote_request_id: str) -> None:
-        if (nonce := self._nonces.get(remote_request_id)) is not None:
-            self._leases.withdraw(nonce)
+        if (known := split_reference(remote_request_id)) is not None:
+            self._leases.withdraw(known[1])
 
     def answer(self, ask: AskId, offer: Offer | None, nonce: bytes | None = None) -> str | None:
         """`nonce` as for `offer`. `Producer.take_frames` has the frame to send after this."""
         if offer is None:
-            self._producer.asks.refuse(ask)
+            self._producer.lookups.refuse(ask)
             return None
         nonce = self._leases.new_nonce() if nonce is None else nonce
-        if self._producer.asks.grant(ask, offer, nonce):
-            return self._leased(offer, nonce)
+        if self._producer.lookups.grant(ask, offer, nonce):
+            return remote_request_id(offer.request_id, nonce)
         return self._ended_at_once(offer, nonce)
 
     def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
@@ -73,21 +72,12 @@ class Connector:
     def events(self) -> list[Event]:
         """Drives everything once; see also `Producer.take_frames`."""
         events: list[Event] = list(self._consumer.tick())
-        events += self._producer.asks.take_asked()
+        events += self._producer.lookups.take_asked()
         events += self._ended
         self._ended.clear()
-        for ended in self._leases.take_ended():
-            reference = remote_request_id(ended.request_id, ended.nonce)
-            del self._nonces[reference]
-            events.append(LeaseEnded(reference, ended.state.value))
-        return events
+        return events + self._leases.take_ended()
 
     def _ended_at_once(self, offer: Offer, nonce: bytes) -> str:
         reference = remote_request_id(offer.request_id, nonce)
         self._ended.append(LeaseEnded(reference, LeaseState.RELEASED.value))
-        return reference
-
-    def _leased(self, offer: Offer, nonce: bytes) -> str:
-        reference = remote_request_id(offer.request_id, nonce)
-        self._nonces[reference] = nonce
         return reference

@@ -3,13 +3,10 @@
 import logging
 from collections.abc import Callable
 
-from cairn.transfer.consumer_sessions import Identity
-from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want, WorkerSide
-from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.contract import ContentWant, Identity, PagesFree, PullEnded, PullId, Want, WorkerSide
+from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
 from cairn.transfer.producer_session import ProducerSession, SessionState
-from cairn.transfer.pull import Pull, PullTools
-from cairn.transfer.pull_states import PullLimits, PullState
-from cairn.transfer.unresponsive_peers import Address, UnresponsivePeers
+from cairn.transfer.pull import Pull, PullLimits, PullState, PullTools
 from cairn.transfer.wire import NONCE_BYTES, Denied
 from cairn.types import Clock
 

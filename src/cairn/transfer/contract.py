@@ -20,6 +20,7 @@ AskId = NewType("AskId", int)
 PullId = NewType("PullId", int)
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
@@ -56,6 +57,11 @@ class PeerGeometry:
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
+def num_range_pages(start: int, end: int, block_size: int) -> int:
+    """How many pages of `block_size` tokens the tokens [start, end) lie in."""
+    return -(-end // block_size) - start // block_size if start < end else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A server that has proved itself. `ranks`: what its links say of themselves, one entry per rank."""
@@ -63,6 +69,14 @@ class Peer:
     engine_id: str
     geometry: PeerGeometry
     ranks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this server is to others. `me.engine_id` is new at every start; `layout` is `digest.layout_hash`."""
+
+    me: Peer
+    layout: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +183,7 @@ class ContentAsked:
     """Another server asks what is held of a sequence that it knows by digests alone: `marks` are those of its first 64,
     128, ... tokens, 32 bytes each (`digest.ContentDigest`), `end` is that of one more prefix, or None. It lacks tokens
     from `start` on, and a checkpoint when `checkpoint`. To be answered by `SchedulerSide.answer` within
-    `asks.AskLimits.seconds`."""
+    `content_lookups.LookupLimits.seconds`."""
 
     ask: AskId
     adapter: str
@@ -226,10 +240,10 @@ class ReadOrder:
     Tokens [start, end); `remote_pages` cover them in the peer's block size, `local_pages` in the own one.
     """
 
-    pull: PullId
+    pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
     peer: Peer
-    start: int
-    end: int
+    start: _Tokens
+    end: _Tokens
     remote_pages: Pages
     local_pages: Pages
     remote_checkpoint: Pages | None

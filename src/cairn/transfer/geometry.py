@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.contract import PeerGeometry
+from cairn.transfer.contract import PeerGeometry, num_range_pages
 from cairn.transfer.geometry_pairing import Pairing
 from cairn.transfer.links.contract import Descriptors
 from cairn.types import Pages
@@ -62,7 +62,7 @@ def page_reads(
 
 def staging_pages(pairing: Pairing, start: int, end: int) -> int:
     """How many local pages of staging the tokens [start, end) take."""
-    return -(-_num_pages(pairing.remote, start, end) * pairing.slot_bytes // pairing.local.page_bytes)
+    return -(-num_range_pages(start, end, pairing.remote.block_size) * pairing.slot_bytes // pairing.local.page_bytes)
 
 
 def staging_reads(
@@ -155,13 +155,9 @@ def lay_out(pairing: Pairing, copies: TokenCopies, staging: NDArray[np.uint8], p
         target[copies.page[index], :, :, page_part[index], part] = piece
 
 
-def _num_pages(side: PeerGeometry, start: int, end: int) -> int:
-    return -(-end // side.block_size) - start // side.block_size if start < end else 0
-
-
 def _check_pages(pairing: Pairing, name: str, pages: Pages, side: PeerGeometry, start: int, end: int) -> None:
     if not 0 <= start <= end:
         raise ValueError(f"tokens [{start}, {end}) are no range")
-    need = _num_pages(side, start, end) if pairing.runs else 0
+    need = num_range_pages(start, end, side.block_size) if pairing.runs else 0
     if len(pages) != need:
         raise ValueError(f"{name} lists {len(pages)} pages, tokens [{start}, {end}) take {need}")

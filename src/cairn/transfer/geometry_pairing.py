@@ -39,7 +39,7 @@ class Ranges(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class RankSource:
     """What is read from remote rank `rank`: of each page, and of a checkpoint file. Either may be empty."""
 
     rank: int
@@ -57,7 +57,7 @@ class Pairing:
 
     remote: PeerGeometry
     local: PeerGeometry
-    sources: tuple[Source, ...]
+    sources: tuple[RankSource, ...]
     slot_bytes: int
     runs: int
     row_bytes: int
@@ -102,7 +102,7 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
     files = _file_ranges(model, remote, local, rank)
     nothing = Ranges(*np.zeros((3, 0), np.int64))
     sources = tuple(
-        Source(
+        RankSource(
             rank=each,
             page=_cut(pages.get(each, nothing), remote.page_bytes, local.page_bytes),
             file=_cut(files.get(each, nothing), remote.page_bytes, local.page_bytes),

@@ -6,7 +6,7 @@
        +---- time is up --+----> EXPIRED
 
 A lease names pages by a random nonce that only the client's reference carries. It is used once: by the transfer that
-claimed it first; what is leased in answer to a content claim is CLAIMED by that one from the start. As long as it is
+claimed it first; what is leased in answer to a claim without one is CLAIMED by that from the start. As long as it is
 OFFERED or CLAIMED its pages stay as they are; the moment its end is reached it is EXPIRED for good, so CONFIRMED proves
 that whatever was read until then was the right bytes.
 """
@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cairn.transfer.contract import Offer
-from cairn.transfer.wire import Claim, ContentClaim, Granted
+from cairn.transfer.wire import Claim, Granted
+from cairn.types import Pages
 
 
 class LeaseState(Enum):
@@ -61,15 +65,6 @@ class LeaseLimits:
     linger: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class EndedLease:
-    """The pages of this lease need not be held any longer."""
-
-    request_id: str
-    nonce: bytes
-    state: LeaseState
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """`held`: the offer and, once claimed, what was granted; dropped at the end, for tokens and pages are many."""
@@ -82,7 +77,7 @@ class Lease:
     state: LeaseState = LeaseState.OFFERED
     claim: bytes | None = None
     generation: int = 0
-    granted: tuple[Claim | ContentClaim, Granted] | None = None
+    granted: tuple[Claim, Granted] | None = None
     ended: float = 0.0
 
     @property
@@ -95,3 +90,36 @@ class Lease:
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.request_id}: {self.state.value} -> {state.value} is not a transition")
         self.state = state
+
+
+class LeasedPages:
+    """Counts by page how many leases name it: a page that several leases share counts once."""
+
+    def __init__(self) -> None:
+        self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._num_pages = 0
+
+    def __len__(self) -> int:
+        """Distinct pages that are leased."""
+        return self._num_pages
+
+    def num_with(self, pages: Pages) -> int:
+        """How many distinct pages would be leased if `pages` (any shape [n], in any order) were leased as well."""
+        distinct = np.unique(pages)
+        known = distinct[distinct < len(self._counts)]
+        return self._num_pages + len(distinct) - int(np.count_nonzero(self._counts[known]))
+
+    def add(self, pages: Pages) -> None:
+        """One more lease names `pages`."""
+        self._num_pages = self.num_with(pages)
+        distinct = np.unique(pages)
+        if len(distinct) and distinct[-1] >= len(self._counts):
+            more = int(distinct[-1]) + 1 - len(self._counts)
+            self._counts = np.concatenate([self._counts, np.zeros(more, np.int32)])
+        self._counts[distinct] += 1
+
+    def remove(self, pages: Pages) -> None:
+        """A lease that named `pages` has ended."""
+        distinct = np.unique(pages)
+        self._counts[distinct] -= 1
+        self._num_pages -= int(np.count_nonzero(self._counts[distinct] == 0))

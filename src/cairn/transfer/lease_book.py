@@ -7,25 +7,23 @@ it ended. Every call looks at the clock first: no answer depends on when somebod
 import hmac
 from collections.abc import Callable
 
-from cairn.transfer.contract import HeldCheckpoint, Offer
+from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer, num_range_pages
 from cairn.transfer.digest import content_digest
-from cairn.transfer.frames import pack_pages
-from cairn.transfer.lease import EndedLease, Lease, LeaseLimits, LeaseState
-from cairn.transfer.leased_pages import LeasedPages
+from cairn.transfer.lease import Lease, LeasedPages, LeaseLimits, LeaseState
+from cairn.transfer.params import remote_request_id
 from cairn.transfer.wire import (
     NONCE_BYTES,
     Alive,
     Claim,
     Confirm,
     Confirmed,
-    ContentClaim,
-    ContentGranted,
     Granted,
     Heartbeat,
-    Reason,
+    RefusalReason,
     Refused,
     Release,
     Released,
+    pack_pages,
     refusal,
 )
 from cairn.types import Clock, Pages
@@ -44,7 +42,7 @@ class LeaseBook:
         self._random = random
         self._held: dict[bytes, Lease] = {}
         self._over: dict[bytes, Lease] = {}
-        self._ended: list[EndedLease] = []
+        self._ended: list[LeaseEnded] = []
         self._generation = 0
         self._pages = LeasedPages()
         self._read_until = clock.now()
@@ -60,6 +58,11 @@ class LeaseBook:
         """Leases that have not ended."""
         self.expire()
         return len(self._held)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no lease is held, and nobody has to be told of one that has ended."""
+        return not (self._held or self._ended)
 
     @property
     def next_end(self) -> float | None:
@@ -87,24 +90,19 @@ class LeaseBook:
         a new one. Ask `has_room` first."""
         return self._hold(offer, nonce).nonce
 
-    def grant(self, claim: ContentClaim, offer: Offer, nonce: bytes | None = None) -> ContentGranted:
-        """Hold these pages for a content claim, whose marks `offer.keys` were checked against. Ask `has_room` first."""
-        position, block = len(offer.keys), self._tokens_per_page
-        lease = self._hold(offer, nonce)
-        pages = offer.pages[claim.start // block : -(-position // block)]
-        checkpoint = _deepest(offer, position) if claim.checkpoint else None
-        granted = self._claimed(lease, claim.claim, position, pages, checkpoint)
-        lease.granted = (claim, granted)
-        return ContentGranted(offer.request_id, lease.nonce, granted)
+    def grant(self, claim: Claim, offer: Offer, nonce: bytes | None = None) -> Granted:
+        """Hold these pages for a claim without a lease, whose marks `offer.keys` were checked against. Ask `has_room`
+        first."""
+        return self._grant(self._hold(offer, nonce), claim, offer, len(offer.keys))
 
-    def granted(self, claim: ContentClaim, nonce: bytes) -> ContentGranted | Refused:
+    def granted(self, claim: Claim, nonce: bytes) -> Granted | Refused:
         """What was granted to this claim, to say it again; refused once the lease has ended."""
         self.expire()
         lease = self._held.get(nonce)
         if lease is None or lease.granted is None:
-            return refusal(claim, Reason.EXPIRED)
+            return refusal(claim, RefusalReason.EXPIRED)
         first, granted = lease.granted
-        return ContentGranted(lease.request_id, nonce, granted) if claim == first else refusal(claim, Reason.USED)
+        return granted if claim == first else refusal(claim, RefusalReason.USED)
 
     def _hold(self, offer: Offer, nonce: bytes | None) -> Lease:
         if not self.has_room(offer.all_pages):
@@ -135,50 +133,50 @@ class LeaseBook:
                 break
             del self._over[oldest.nonce]
 
-    def take_ended(self) -> list[EndedLease]:
+    def take_ended(self) -> list[LeaseEnded]:
         """Leases that have ended since the last call, each once."""
         self.expire()
         ended, self._ended = self._ended, []
         return ended
 
     def claim(self, claim: Claim) -> Granted | Refused:
+        """What was offered under the lease that the claim names."""
         lease = self._find(claim)
         if isinstance(lease, Refused):
             return lease
         if lease.granted is not None:
             # Only the very same claim is a repetition; the digest was right the first time.
-            first, granted = lease.granted
-            return granted if claim == first else refusal(claim, Reason.USED)
+            return self.granted(claim, lease.nonce)
         offer = lease.held
-        if offer is None or not self._covers(offer, claim):
-            return refusal(claim, Reason.OUT_OF_RANGE)
-        checkpoint = _deepest(offer, claim.position) if claim.checkpoint else None
-        if claim.checkpoint and checkpoint is None:
-            return refusal(claim, Reason.OUT_OF_RANGE)
+        if offer is None or not 0 < claim.position <= len(offer.keys) or claim.start > claim.position:
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+        if claim.checkpoint and _deepest(offer, claim.position) is None:
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
         digest = content_digest(self._layout, offer.name, offer.keys[: claim.position])
-        if not hmac.compare_digest(digest, claim.digest):
-            return refusal(claim, Reason.OTHER_CONTENT)
-        pages = offer.pages[claim.first_page : claim.last_page]
-        granted = self._claimed(lease, claim.claim, claim.position, pages, checkpoint)
-        lease.granted = (claim, granted)
-        return granted
+        if claim.end is None or not hmac.compare_digest(digest, claim.end):
+            return refusal(claim, RefusalReason.OTHER_CONTENT)
+        return self._grant(lease, claim, offer, claim.position)
 
-    def _claimed(
-        self, lease: Lease, claim: bytes, position: int, pages: Pages, checkpoint: HeldCheckpoint | None
-    ) -> Granted:
+    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Granted:
         """The lease belongs to this claim from now on."""
         self._generation += 1
         lease.to(LeaseState.CLAIMED)
         self._extend(lease)
-        lease.claim, lease.generation = claim, self._generation
-        return Granted(
-            claim,
+        first = claim.start // self._tokens_per_page
+        count = num_range_pages(claim.start, position, self._tokens_per_page)
+        checkpoint = _deepest(offer, position) if claim.checkpoint else None
+        granted = Granted(
+            claim.claim,
+            lease.request_id,
+            lease.nonce,
             self._generation,
             position,
-            pack_pages(pages),
+            pack_pages(offer.pages[first : first + count]),
             checkpoint.position if checkpoint else None,
             pack_pages(checkpoint.pages) if checkpoint else b"",
         )
+        lease.claim, lease.generation, lease.granted = claim.claim, self._generation, (claim, granted)
+        return granted
 
     def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
         lease = self._find(beat)
@@ -193,7 +191,7 @@ class LeaseBook:
         if isinstance(lease, Refused):
             return lease
         if lease.generation != confirm.generation:
-            return refusal(confirm, Reason.FORGED)
+            return refusal(confirm, RefusalReason.FORGED)
         if lease.state is LeaseState.CLAIMED:
             self._end(lease, LeaseState.CONFIRMED)
         return Confirmed(confirm.claim, confirm.generation)
@@ -211,21 +209,18 @@ class LeaseBook:
     ) -> Lease | Refused:
         """The lease, if the one who asks may use it. `repeatable`: how it may have ended all the same."""
         self.expire()
-        lease = self._held.get(asked.nonce) or self._over.get(asked.nonce)
+        nonce = asked.nonce or b""
+        lease = self._held.get(nonce) or self._over.get(nonce)
         if lease is None:
-            return refusal(asked, Reason.UNKNOWN)
+            return refusal(asked, RefusalReason.UNKNOWN)
         if lease.request_id != asked.request_id:
-            return refusal(asked, Reason.FORGED)
+            return refusal(asked, RefusalReason.FORGED)
         if lease.state is LeaseState.EXPIRED:
-            return refusal(asked, Reason.EXPIRED)
+            return refusal(asked, RefusalReason.EXPIRED)
         owned = lease.claim is None or lease.claim == asked.claim
         if not owned or (not lease.is_held and lease.state is not repeatable):
-            return refusal(asked, Reason.USED)
+            return refusal(asked, RefusalReason.USED)
         return lease
-
-    def _covers(self, offer: Offer, claim: Claim) -> bool:
-        num_pages = -(-claim.position // self._tokens_per_page)
-        return 0 < claim.position <= len(offer.keys) and claim.first_page <= claim.last_page <= num_pages
 
     def _extend(self, lease: Lease) -> None:
         """A claim or a heartbeat: somebody is there."""
@@ -241,7 +236,7 @@ class LeaseBook:
         if lease.claim is not None:
             self._read_until = lease.ended + self._limits.linger
         self._over[lease.nonce] = lease
-        self._ended.append(EndedLease(lease.request_id, lease.nonce, state))
+        self._ended.append(LeaseEnded(remote_request_id(lease.request_id, lease.nonce), state.value))
 
 
 def _deepest(offer: Offer, position: int) -> HeldCheckpoint | None:

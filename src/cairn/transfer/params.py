@@ -69,6 +69,15 @@ def remote_request_id(request_id: str, nonce: bytes) -> str:
     return f"{request_id}{_MARK}{nonce.hex()}"
 
 
+def split_reference(reference: str) -> tuple[str, bytes] | None:
+    """Request id and nonce of what `remote_request_id` has made; None for anything else."""
+    request_id, mark, nonce = reference.rpartition(_MARK)
+    # Compared with its own spelling: fromhex also takes spaces and capitals.
+    if mark and request_id and len(nonce) == 2 * NONCE_BYTES and set(nonce) <= set("0123456789abcdef"):
+        return request_id, bytes.fromhex(nonce)
+    return None
+
+
 def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> RemoteDecode | RemotePrefill | None:
     """Raises InvalidRequest that names the key, for everything that is not exactly what the protocol says."""
     if value is None:
@@ -123,11 +132,10 @@ def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> Remo
 
 
 def _reference(params: Mapping[object, object]) -> tuple[str, bytes]:
-    request_id, mark, nonce = _text(params, "remote_request_id", _MAX_REQUEST_ID).rpartition(_MARK)
-    # Compared with its own spelling: fromhex also takes spaces and capitals.
-    if mark and request_id and len(nonce) == 2 * NONCE_BYTES and set(nonce) <= set("0123456789abcdef"):
-        return request_id, bytes.fromhex(nonce)
-    raise _wrong("remote_request_id", "is not a reference of a cairn server: send it back as it was given")
+    found = split_reference(_text(params, "remote_request_id", _MAX_REQUEST_ID))
+    if found is None:
+        raise _wrong("remote_request_id", "is not a reference of a cairn server: send it back as it was given")
+    return found
 
 
 def _check_block_ids(params: Mapping[object, object]) -> None:

@@ -17,7 +17,7 @@ from cairn.transfer.contract import PeerGeometry, ReadOrder
 from cairn.transfer.geometry import file_reads, page_reads
 from cairn.transfer.geometry_pairing import ModelUnits, Pairing, pair
 from cairn.transfer.links.contract import Descriptors, LinkError
-from cairn.transfer.staging import Staging
+from cairn.transfer.staging import StagingArea
 from cairn.types import Pages
 
 RankReads: TypeAlias = tuple[int, Descriptors]
@@ -84,16 +84,12 @@ def whole_pages(rank: int, page_bytes: int) -> Planner:
     return plan
 
 
-def paired_pages(model: ModelUnits, local: PeerGeometry, rank: int, staging: Staging | None = None) -> "PairedPages":
-    """The planner of rank `rank` of a server of this geometry, for peers of any sizes. Raises ConfigError where the own
-    sizes cannot hold the model."""
-    return PairedPages(model, local, rank, staging)
-
-
 class PairedPages:
-    """A `Planner`. What follows from a peer's geometry is worked out once, for the latest 64 geometries."""
+    """The `Planner` of rank `rank` of a server of geometry `local`, for peers of any sizes. What follows from a peer's
+    geometry is worked out once, for the latest 64 geometries."""
 
-    def __init__(self, model: ModelUnits, local: PeerGeometry, rank: int, staging: Staging | None) -> None:
+    def __init__(self, model: ModelUnits, local: PeerGeometry, rank: int, staging: StagingArea | None = None) -> None:
+        """Raises ConfigError where the own sizes cannot hold the model."""
         self._model = model
         self._local = local
         self._rank = rank

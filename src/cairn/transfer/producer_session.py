@@ -10,10 +10,19 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
 
-from cairn.transfer.consumer_sessions import Identity
-from cairn.transfer.contract import Peer
-from cairn.transfer.frames import replies, requests
-from cairn.transfer.wire import NONCE_BYTES, VERSION, Denied, FromProducer, Hello, Reply, ToProducer, Welcome
+from cairn.transfer.contract import Identity, Peer
+from cairn.transfer.wire import (
+    NONCE_BYTES,
+    VERSION,
+    Denied,
+    FromProducer,
+    Hello,
+    Reply,
+    ToProducer,
+    Welcome,
+    replies,
+    requests,
+)
 from cairn.types import Clock
 
 HANDSHAKE_SECONDS = 5.0

@@ -1,25 +1,32 @@
-"""One transfer, from the consumer's side, as one state machine; `pull_states` draws it.
+"""One transfer, from the consumer's side, as one state machine.
+
+    RESOLVING -> HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE
+                      |             +---- nothing to read ---^
+                      +---- only a release ---------------------------^
+    any of them -> FAILED            nothing can arrive any more
+    READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
+    ABANDONED   -> FAILED            the link says that none will
 
 It waits for nothing: at every turn it looks at clock, connection and link, says again what was not answered, and goes
-on, or gives up and says why.
+on, or gives up and says why. The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a
+deadline, and ABANDONED makes nobody wait. What was read may be used in DONE alone: P has then said that its lease never
+lapsed before the last byte had arrived.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 
+from cairn.transfer.claim_policy import ClaimPolicy
 from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.producer_session import ProducerSession, SessionState
-from cairn.transfer.pull_states import TRANSITIONS, PullLimits, PullState
-from cairn.transfer.terms import terms_of
 from cairn.transfer.wire import (
     Asked,
     Claim,
     Confirm,
     Confirmed,
-    ContentClaim,
-    ContentGranted,
     Granted,
     Heartbeat,
     Refused,
@@ -29,9 +36,57 @@ from cairn.transfer.wire import (
 )
 from cairn.types import Clock
 
+
+class PullState(Enum):
+    """Where a transfer is, and what is true there."""
+
+    RESOLVING = "resolving"
+    """Nothing was sent; the host has not been checked."""
+    HANDSHAKING = "handshaking"
+    """The peer may be spoken to; it has not proved itself."""
+    CLAIMING = "claiming"
+    """The claim is out; the lease may be ours or not."""
+    READING = "reading"
+    """The lease is ours; bytes arrive in the wanted pages."""
+    CONFIRMING = "confirming"
+    """All bytes are there; whether they are the right ones is not known."""
+    DONE = "done"
+    """They are. The pages are their owner's."""
+    FAILED = "failed"
+    """Nothing may be used. The pages are their owner's."""
+    ABANDONED = "abandoned"
+    """Nothing may be used, and bytes may still arrive: the pages are nobody's."""
+
+
+TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
+    {
+        PullState.RESOLVING: frozenset({PullState.HANDSHAKING, PullState.FAILED}),
+        PullState.HANDSHAKING: frozenset({PullState.CLAIMING, PullState.DONE, PullState.FAILED}),
+        PullState.CLAIMING: frozenset({PullState.READING, PullState.CONFIRMING, PullState.FAILED}),
+        PullState.READING: frozenset({PullState.CONFIRMING, PullState.FAILED, PullState.ABANDONED}),
+        PullState.CONFIRMING: frozenset({PullState.DONE, PullState.FAILED}),
+        PullState.ABANDONED: frozenset({PullState.FAILED}),
+        PullState.DONE: frozenset(),
+        PullState.FAILED: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullLimits:
+    """Times in seconds: how long an answer may take, how long a read, how often something is said again, and how long a
+    peer that did not answer is not asked again."""
+
+    answer: float = 5.0
+    read: float = 30.0
+    repeat: float = 0.5
+    heartbeat: float = 5.0
+    retry_silent: float = 10.0
+
+
 _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
     {
-        PullState.CLAIMING: ("claim", "content_claim"),
+        PullState.CLAIMING: ("claim",),
         PullState.READING: ("heartbeat",),
         PullState.CONFIRMING: ("confirm",),
     }
@@ -61,17 +116,27 @@ class Pull:
         self.state = PullState.RESOLVING
         self.failure: str | None = None
         self.is_silent = False
-        self.checkpoint_position: int | None = None
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
-        self._terms = terms_of(want, tools.layout, tools.block_size)
-        self.position = self._terms.position
-        self._lease = self._terms.lease(claim)
-        self._limits = tools.limits
+        self._policy = ClaimPolicy(want, claim, tools.layout, tools.block_size)
         self._until = self._repeat_at = tools.clock.now()
-        self._said: Claim | ContentClaim | Confirm | None = None
-        self._generation = 0
+        self._said: Claim | Confirm | None = None
+        self._grant: Granted | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens that may be used after a success."""
+        return self._policy.position if self._grant is None else self._grant.position
+
+    @property
+    def checkpoint_position(self) -> int | None:
+        """Where the state resumes that was granted, if any was."""
+        return None if self._grant is None else self._grant.checkpoint_position
+
+    @property
+    def _lease(self) -> tuple[str, bytes]:
+        return self._policy.lease if self._grant is None else (self._grant.request_id, self._grant.nonce)
 
     @property
     def is_over(self) -> bool:
@@ -105,9 +170,9 @@ class Pull:
     def receive(self, reply: Reply) -> None:
         """A record of the producer that names this claim. What does not fit the state is late and ignored."""
         match self.state, reply:
-            case PullState.CLAIMING, Granted() | ContentGranted():
+            case PullState.CLAIMING, Granted():
                 self._granted(reply)
-            case PullState.CONFIRMING, Confirmed() if reply.generation == self._generation:
+            case PullState.CONFIRMING, Confirmed() if self._grant and reply.generation == self._grant.generation:
                 self._to(PullState.DONE)
             case state, Refused(asked=asked, reason=reason) if asked in _ASKED.get(state, ()):
                 # Nothing to give back: the lease is not ours, or no longer.
@@ -120,7 +185,7 @@ class Pull:
             return
         self.session = session
         session.open()
-        self._until = self._tools.clock.now() + self._limits.answer
+        self._until = self._tools.clock.now() + self._tools.limits.answer
         self._to(PullState.HANDSHAKING)
         self._handshake()
 
@@ -134,21 +199,19 @@ class Pull:
         elif isinstance(want, Want) and want.release_only:
             self._release()
             self._to(PullState.DONE)
-        elif (record := self._terms.record(self.claim, peer.geometry.block_size)) is None:
+        elif (record := self._policy.record()) is None:
             self._give_up("there is too little to ask for")
         else:
             self._to(PullState.CLAIMING)
             self._ask(record)
 
-    def _granted(self, granted: Granted | ContentGranted) -> None:
+    def _granted(self, granted: Granted) -> None:
         peer = self.session.peer if self.session is not None else None
-        grant = self._terms.grant(self.id, peer, granted) if peer is not None else None
-        if grant is None:
+        order = self._policy.order(self.id, peer, granted) if peer is not None else None
+        if order is None:
             self._give_up("the peer's grant is not what was claimed")
             return
-        order = grant.order
-        self._lease, self._generation = (grant.request_id, grant.nonce), grant.generation
-        self.position, self.checkpoint_position = order.end, grant.checkpoint_position
+        self._grant = granted
         if not len(order.remote_pages) and order.remote_checkpoint is None:
             self._confirm()
             return
@@ -158,7 +221,7 @@ class Pull:
             self._give_up(f"the pages cannot be read: {error}")
             return
         now = self._tools.clock.now()
-        self._until, self._repeat_at = now + self._limits.read, now + self._limits.heartbeat
+        self._until, self._repeat_at = now + self._tools.limits.read, now + self._tools.limits.heartbeat
         self._to(PullState.READING)
         self._read()
 
@@ -172,11 +235,11 @@ class Pull:
             self._release()
             self._fail("the link failed while reading")
         elif now >= self._until:
-            self._give_up(f"the read took longer than {self._limits.read:g} s")
+            self._give_up(f"the read took longer than {self._tools.limits.read:g} s")
         elif self.session is None or self.session.state is not SessionState.OPEN:
             self._check_peer()
         elif now >= self._repeat_at:
-            self._repeat_at = now + self._limits.heartbeat
+            self._repeat_at = now + self._tools.limits.heartbeat
             self._send(Heartbeat(self.claim, *self._lease))
 
     def _drain(self) -> None:
@@ -185,17 +248,18 @@ class Pull:
         if self._tools.worker.poll(self.id) is not ReadState.READING:
             self._to(PullState.FAILED)
         elif now >= self._repeat_at:
-            self._repeat_at = now + self._limits.heartbeat
+            self._repeat_at = now + self._tools.limits.heartbeat
             self._send(Heartbeat(self.claim, *self._lease))
 
     def _confirm(self) -> None:
+        assert self._grant is not None
         self._to(PullState.CONFIRMING)
-        self._ask(Confirm(self.claim, *self._lease, self._generation))
+        self._ask(Confirm(self.claim, *self._lease, self._grant.generation))
 
     def _wait_for_answer(self) -> None:
         now = self._tools.clock.now()
         if self._check_peer() and now >= self._repeat_at and self._said is not None:
-            self._repeat_at = now + self._limits.repeat
+            self._repeat_at = now + self._tools.limits.repeat
             self._send(self._said)
 
     def _check_peer(self) -> bool:
@@ -206,15 +270,15 @@ class Pull:
             )
         elif self._tools.clock.now() >= self._until:
             self.is_silent = True
-            self._give_up(f"no answer within {self._limits.answer:g} s while {self.state.value}")
+            self._give_up(f"no answer within {self._tools.limits.answer:g} s while {self.state.value}")
         else:
             return True
         return False
 
-    def _ask(self, record: Claim | ContentClaim | Confirm) -> None:
+    def _ask(self, record: Claim | Confirm) -> None:
         now = self._tools.clock.now()
         self._said = record
-        self._until, self._repeat_at = now + self._limits.answer, now + self._limits.repeat
+        self._until, self._repeat_at = now + self._tools.limits.answer, now + self._tools.limits.repeat
         self._send(record)
 
     def _send(self, record: Request) -> None:

@@ -4,6 +4,11 @@
         | RankChannel       StartRead, CancelRead -> ReadEnded
     RankServant (rank r)    own Link, own LinkWorker
 
+What they say to each other are msgpack records on a way that loses nothing: StartRead, CancelRead, Serve and Describe
+to a rank, ReadEnded and Described from it. Both ends are processes of one server, started together from the same
+version; nobody else can reach the way between them, so there is no proof and no version. What is no record of the
+schema is still dropped and counted.
+
 A read is done when it is done on every rank. The first rank that fails has it cancelled on the others, and it stays
 READING until none of them can be written to any more: only then does the consumer ask for confirmation, or give pages
 back. A rank that does not answer keeps its read READING for ever. Its pull fails by its own deadline, and its pages
@@ -13,32 +18,87 @@ stay in quarantine: no clock can say that a process which stands still will not 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Annotated, Literal, Protocol, TypeAlias
+
+import msgspec
 
 from cairn.transfer.contract import PullId, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import Link, LinkError, ReadState
-from cairn.transfer.rank_channel import (
-    CancelRead,
-    Describe,
-    Described,
-    Ended,
-    FromRank,
-    RankChannel,
-    ReadEnded,
-    Serve,
-    StartRead,
-    ToRank,
-    from_rank,
-    order_of,
-    start_read,
-    to_rank,
-)
+from cairn.transfer.wire import RecordFrames, decode_array, encode_array
+
+_MAX_DESCRIPTIONS = 1 << 20
+
+Ended: TypeAlias = Literal["done", "failed", "cancelled"]
+"""How a read can end: the values of `ReadState` but "reading"."""
 
 _ENDED: Mapping[ReadState, Ended] = MappingProxyType(
     {ReadState.DONE: "done", ReadState.FAILED: "failed", ReadState.CANCELLED: "cancelled"}
 )
 
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
-_MAX_DESCRIPTIONS = 1 << 20
+
+class RankChannel(Protocol):
+    """One end of the way between rank 0 and one other rank. Frames arrive whole, once and in order, or not at all when
+    the other end is gone."""
+
+    def send(self, frame: bytes) -> None:
+        """Put a frame on its way. Never waits, and never raises for the other end's sake."""
+        ...
+
+    def receive(self) -> Sequence[bytes]:
+        """What has arrived since the last call. Never waits."""
+        ...
+
+
+class StartRead(msgspec.Struct, frozen=True, tag="start", eq=False):
+    """Carry this order out on your rank."""
+
+    order: ReadOrder
+
+
+class CancelRead(msgspec.Struct, frozen=True, tag="cancel"):
+    """The read is not wanted any more; ReadEnded comes when nothing can arrive."""
+
+    pull: _Number
+
+
+class Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """Whether peers may be reading from here."""
+
+    on: bool
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """What does your link say of itself?"""
+
+
+class ReadEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """The answer to StartRead, once: nothing more is written for this pull. `failure`: why it never began."""
+
+    pull: _Number
+    state: Ended
+    failure: str = ""
+    num_bytes: _Number = 0
+    num_descriptors: _Number = 0
+
+
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """Answers Describe."""
+
+    description: bytes
+
+
+ToRank: TypeAlias = StartRead | CancelRead | Serve | Describe
+FromRank: TypeAlias = ReadEnded | Described
+
+
+def to_rank() -> RecordFrames[ToRank]:
+    return RecordFrames(msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array), encode_array)
+
+
+def from_rank() -> RecordFrames[FromRank]:
+    return RecordFrames(msgspec.msgpack.Decoder(FromRank))
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +164,7 @@ class RankedWorker:
             raise LinkError(f"the peer's ranks say more than {_MAX_DESCRIPTIONS} bytes of themselves")
         self._worker.start(order)
         self._reads[order.pull] = _Read([ReadState.READING] * (1 + len(self._channels)))
-        self._tell(start_read(order))
+        self._tell(StartRead(order))
 
     def poll(self, pull: PullId) -> ReadState:
         self._hear()
@@ -218,8 +278,8 @@ class RankServant:
 
     def _take(self, record: ToRank) -> None:
         match record:
-            case StartRead():
-                self._start(record)
+            case StartRead(order=order):
+                self._start(order)
             case CancelRead(pull=pull):
                 if pull in self._open:
                     self.worker.cancel(PullId(pull))
@@ -228,15 +288,14 @@ class RankServant:
             case Describe():
                 self._tell(Described(self.link.describe()))
 
-    def _start(self, record: StartRead) -> None:
-        if record.pull in self._open:
+    def _start(self, order: ReadOrder) -> None:
+        if order.pull in self._open:
             self.dropped += 1
             return
         try:
-            order = order_of(record)
             self.worker.start(order)
         except LinkError as error:
-            self._tell(ReadEnded(record.pull, "failed", str(error)))
+            self._tell(ReadEnded(order.pull, "failed", str(error)))
         else:
             self._open.add(order.pull)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder
+from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder, num_range_pages
 from cairn.transfer.geometry import lay_out, staging_copies, staging_reads
 from cairn.transfer.geometry_pairing import ModelUnits, Pairing
 from cairn.transfer.links.contract import Descriptors, LinkError
@@ -39,7 +39,7 @@ def staging_pages_for(model: ModelUnits, local: PeerGeometry) -> int:
     return block * max(2, min(blocks, _MOST_BLOCKS))
 
 
-class Staging:
+class StagingArea:
     """The bays of one rank. `pool`: uint8 [rows, page_bytes], contiguous, the memory that the rank's link has
     registered; its rows from `num_pages` on are this object's alone. Sizes in tokens: `block_size`, the own one.
 
@@ -108,7 +108,7 @@ class Staging:
 class StagedPiece:
     """A `planner.Piece`: tokens [start, end) by way of a bay."""
 
-    staging: Staging
+    staging: StagingArea
     pairing: Pairing
     pull: PullId
     start: int
@@ -148,6 +148,6 @@ def _block_pages(block_size: int) -> int:
 
 def _check_lists(order: ReadOrder, remote: int, local: int) -> None:
     for name, pages, block in (("remote_pages", order.remote_pages, remote), ("local_pages", order.local_pages, local)):
-        need = -(-order.end // block) - order.start // block if order.start < order.end else 0
+        need = num_range_pages(order.start, order.end, block)
         if len(pages) != need:
             raise ValueError(f"{name} lists {len(pages)} pages, tokens [{order.start}, {order.end}) take {need}")

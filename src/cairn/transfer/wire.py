@@ -1,26 +1,30 @@
 """The side channel: msgpack records between a consumer (D: reads pages) and a producer (P: holds them).
 
-    consumer -> producer   Hello, Claim, ContentClaim, Heartbeat, Confirm, Release
-    producer -> consumer   Welcome, Denied, Granted, ContentGranted, Refused, Alive, Confirmed, Released
+    consumer -> producer   Hello, Claim, Heartbeat, Confirm, Release
+    producer -> consumer   Welcome, Denied, Granted, Refused, Alive, Confirmed, Released
 
 Both have proved to each other that they hold the same secret before the first record (`credentials`).
-A ContentClaim is answered when the producer's cache has been asked, everything else at once.
+A Claim without a lease is answered when the producer's cache has been asked, everything else at once.
 
 Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
 answers a repetition as it answered the first time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from cairn.transfer.contract import PeerGeometry
+from cairn.types import Keys, Pages
 
-VERSION = 3
-"""Both sides must speak the same one. History: 1, the first; 2, content claims are granted; 3, TLS below them."""
+VERSION = 4
+"""Both sides must speak the same one. History: 1, the first; 2, content claims are granted; 3, TLS below them; 4, one
+kind of claim."""
 
 NONCE_BYTES = 16
 """Random bytes that name a handshake, a claim or a lease."""
@@ -29,7 +33,7 @@ MAX_FRAME_BYTES = 4 << 20
 """No frame is larger. Room for the pages of eight million tokens."""
 
 MAX_MARK_BYTES = 32 * (1 << 15)
-"""No content claim has more marks: those of two million tokens."""
+"""No claim has more marks: those of two million tokens."""
 
 _MAX_TOKENS = 1 << 26
 _MAX_PAGE_BYTES = 4 * (1 << 19)
@@ -41,11 +45,18 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 Generation = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
-Asked = Literal["claim", "content_claim", "heartbeat", "confirm", "release"]
+Asked = Literal["claim", "heartbeat", "confirm", "release"]
 Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
+Message = TypeVar("Message")
 
-class Reason(Enum):
+_DTYPES: Mapping[object, np.dtype[Any]] = MappingProxyType(
+    {Keys: np.dtype("<i8"), Pages: np.dtype("<i4"), NDArray[np.bool_]: np.dtype(np.bool_)}
+)
+"""What each kind of array in a record is on the wire."""
+
+
+class RefusalReason(Enum):
     """Why a producer refuses."""
 
     UNKNOWN = "unknown"
@@ -60,7 +71,7 @@ class Reason(Enum):
     OUT_OF_RANGE = "out_of_range"
     """Tokens, pages or a checkpoint are wanted that were not offered."""
     NOT_HELD = "not_held"
-    """A content claim names nothing that is still held."""
+    """A claim without a lease names nothing that is still held."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -91,30 +102,23 @@ class Denied(msgspec.Struct, frozen=True, tag="denied"):
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
-    """I want what the lease `nonce` holds: pages [first_page, last_page) of the producer's block size, of the first
-    `position` tokens, whose digest this is; and the deepest checkpoint among them. `claim`: the transfer's own name,
-    equal in all its repetitions."""
+    """I want what you hold of this content: its pages from token `start` on, and the deepest checkpoint where one is
+    wanted. `claim`: the transfer's own name, equal in all its repetitions.
 
-    claim: Nonce
-    request_id: Name
-    nonce: Nonce
-    digest: Hash
-    position: Number
-    first_page: Number
-    last_page: Number
-    checkpoint: bool
-
-
-class ContentClaim(msgspec.Struct, frozen=True, tag="content_claim"):
-    """I want what you hold of this content, for which no lease was given: `marks` are the digests of the first 64,
-    128, ... tokens, 32 bytes each, `end` is that of one more prefix; pages from token `start` on are wanted."""
+    With `nonce` I want what was offered under this lease: `end` is the digest of the first `position` tokens, all that
+    I want, and there are no `marks`. Without one I want what you still have: `marks` are the digests of the first 64,
+    128, ... tokens, 32 bytes each, and `end` is that of one more prefix, or None.
+    """
 
     claim: Nonce
     adapter: Text
-    marks: Annotated[bytes, msgspec.Meta(min_length=32, max_length=MAX_MARK_BYTES)]
+    marks: Annotated[bytes, msgspec.Meta(min_length=32, max_length=MAX_MARK_BYTES)] | None
     start: Number
     checkpoint: bool
     end: Hash | None = None
+    position: Number = 0
+    request_id: Name | None = None
+    nonce: Nonce | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -135,27 +139,31 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """I want nothing of the lease, or nothing more. As long as a content claim is not granted, and its lease has no
-    nonce yet, `nonce` is the claim itself."""
+    """I want nothing of the lease, or nothing more. As long as a claim without a lease is not granted, `nonce` is
+    the claim itself."""
 
     claim: Nonce
     request_id: Name
     nonce: Nonce
 
 
-Request: TypeAlias = Claim | ContentClaim | Heartbeat | Confirm | Release
+Request: TypeAlias = Claim | Heartbeat | Confirm | Release
 """What is said of a lease; each names its claim."""
 
 ToProducer: TypeAlias = Hello | Request
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """The pages that were claimed, pinned until the lease ends, as int32 numbers, little endian.
+    """The pages that were claimed, pinned until the lease ends, as int32 numbers, little endian. Heartbeat, Confirm and
+    Release name the lease by `request_id` and `nonce`.
 
-    `position`: tokens that may be used. `checkpoint_position` and `checkpoint` (page numbers) where one was wanted.
+    `position`: tokens that may be used: what the lease was claimed for, or one of the claim's marks, or its end.
+    `checkpoint_position` and `checkpoint` (page numbers) where one was wanted.
     """
 
     claim: Nonce
+    request_id: Name
+    nonce: Nonce
     generation: Generation
     position: Number
     pages: PageBytes
@@ -163,25 +171,12 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     checkpoint: PageBytes
 
 
-class ContentGranted(msgspec.Struct, frozen=True, tag="content_granted"):
-    """Answers ContentClaim: `granted.position` is at one of its marks or its end, the pages are those from its `start`
-    on. Heartbeat, Confirm and Release name the lease by `request_id` and `nonce`."""
-
-    request_id: Name
-    nonce: Nonce
-    granted: Granted
-
-    @property
-    def claim(self) -> bytes:
-        return self.granted.claim
-
-
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Answers any request; `asked` is its tag. A Confirm that is refused means that the lease has lapsed."""
 
     claim: Nonce
     asked: Asked
-    reason: Reason
+    reason: RefusalReason
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -203,7 +198,7 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     claim: Nonce
 
 
-Reply: TypeAlias = Granted | ContentGranted | Refused | Alive | Confirmed | Released
+Reply: TypeAlias = Granted | Refused | Alive | Confirmed | Released
 """What is answered to a `Request`; each names the claim."""
 
 FromProducer: TypeAlias = Welcome | Denied | Reply
@@ -211,7 +206,6 @@ FromProducer: TypeAlias = Welcome | Denied | Reply
 _TAGS: Mapping[type, Asked] = MappingProxyType(
     {
         Claim: "claim",
-        ContentClaim: "content_claim",
         Heartbeat: "heartbeat",
         Confirm: "confirm",
         Release: "release",
@@ -219,5 +213,73 @@ _TAGS: Mapping[type, Asked] = MappingProxyType(
 )
 
 
-def refusal(request: Request, reason: Reason) -> Refused:
+def refusal(request: Request, reason: RefusalReason) -> Refused:
     return Refused(request.claim, _TAGS[type(request)], reason)
+
+
+class RecordFrames(Generic[Message]):
+    """Messages of one kind as msgpack bytes. `dropped` counts what could not be read."""
+
+    def __init__(
+        self, decoder: "msgspec.msgpack.Decoder[Message]", enc_hook: Callable[[object], bytes] | None = None
+    ) -> None:
+        """`enc_hook`: bytes of what msgspec does not know."""
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+        self.dropped = 0
+
+    def encode(self, message: Message) -> bytes:
+        """Our own records always fit: what goes into them is bounded where it comes from."""
+        frame = self._encoder.encode(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise AssertionError(f"a record of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+        return frame
+
+    def decode(self, frame: bytes) -> Message | None:
+        """None for everything that is not exactly one record of the schema."""
+        try:
+            if len(frame) <= MAX_FRAME_BYTES:
+                return self._decoder.decode(frame)
+        # A frame nested a thousand levels deep ends in RecursionError; text that is no UTF-8 in UnicodeDecodeError.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass
+        self.dropped += 1
+        return None
+
+
+def requests() -> RecordFrames[ToProducer]:
+    return RecordFrames(msgspec.msgpack.Decoder(ToProducer))
+
+
+def replies() -> RecordFrames[FromProducer]:
+    return RecordFrames(msgspec.msgpack.Decoder(FromProducer))
+
+
+def encode_array(value: object) -> bytes:
+    """An array as raw little-endian bytes, where records carry arrays."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a record has a {type(value).__name__}")
+    return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def decode_array(kind: object, data: object) -> NDArray[Any]:
+    """The array of type `kind` in `data`, read-only. Raises ValueError where bytes are no such numbers."""
+    dtype = _DTYPES[kind]
+    if not isinstance(data, bytes):
+        raise ValueError(f"{type(data).__name__} where bytes of {dtype} belong")
+    numbers = np.frombuffer(data, dtype=dtype)
+    if dtype == np.int32 and len(numbers) and numbers.min() < 0:
+        raise ValueError(f"{numbers.min()} among slots, pages or positions")
+    return numbers
+
+
+def pack_pages(pages: Pages) -> bytes:
+    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+
+
+def unpack_pages(packed: bytes) -> Pages | None:
+    """Page numbers, or None when they are no int32 numbers >= 0."""
+    if len(packed) % 4:
+        return None
+    pages = np.frombuffer(packed, dtype="<i4").astype(np.int32)
+    return pages if not len(pages) or pages.min() >= 0 else None

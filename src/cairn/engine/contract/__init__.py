@@ -1,17 +1,24 @@
-"""What the HTTP room knows of the engine: plain records, and three small protocols.
+"""What the HTTP room knows of the engine: plain records, and small protocols.
 
-    server --GenerateRequest--> EngineClient --wire--> EngineCore (scheduler + runner)
+    server --GenerateRequest--> EngineClient --wire--> Core (scheduler + runner)
            <--GenerateOutput--              <--wire--
 
-`EngineCore` is synchronous and lives wherever it is put (a thread, a process of its own); `EngineClient` is its
+`core.Core` is synchronous and lives wherever it is put (a thread, a process of its own); `EngineClient` is its
 asynchronous face. All records are msgspec structs, so the process wire is their msgpack form and nothing else.
 """
 
 from cairn.cache.view import MAX_SHOWN, CacheView
 from cairn.engine.contract.config import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig
-from cairn.engine.contract.faces import EngineClient, EngineCore
+from cairn.engine.contract.faces import EngineClient
 from cairn.engine.contract.info import STEP_SIZES, EngineInfo, EngineStats
-from cairn.engine.contract.output import CacheReport, FinishReason, GenerateOutput, Timings, TransferReport
+from cairn.engine.contract.output import (
+    CacheReport,
+    FinishReason,
+    GenerateOutput,
+    Timings,
+    TokenLogprobs,
+    TransferReport,
+)
 from cairn.engine.contract.request import (
     MAX_ALLOWED_TOKENS,
     MAX_ANSWERS,
@@ -27,7 +34,6 @@ from cairn.engine.contract.request import (
     Structure,
 )
 from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
-from cairn.engine.logprobs import TokenLogprobs
 
 __all__ = [
     "MAX_ALLOWED_TOKENS",
@@ -45,7 +51,6 @@ __all__ = [
     "CacheView",
     "EngineClient",
     "EngineConfig",
-    "EngineCore",
     "EngineInfo",
     "EngineStats",
     "FinishReason",

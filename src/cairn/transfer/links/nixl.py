@@ -7,7 +7,7 @@ What one has to know of it, and what is done about it here:
 - Releasing a handle whose READ is under way does not stop late writes. A handle is released only when it has ended,
   so a cancelled one stays READING until NIXL says DONE or raises.
 - Without the right to trace the peer (another user or pid namespace) UCX falls back to TCP, 5 to 20 times slower, and
-  then needs `progress` on the other side. Both work; `transports` says what UCX was asked to use.
+  then needs `progress` on the other side. Both work.
 - Deregistering does not fence a reader, and an unmapped source kills its connection. The region outlives the link, and
   an error of a peer's read is the end of that peer: nothing more is read from it under this name.
 """
@@ -21,12 +21,113 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from cairn.errors import ConfigError
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
-from cairn.transfer.links.nixl_agent import start_agent
-from cairn.transfer.links.nixl_memory import Description, is_whole, kind, page_table, range_table, read_description
 
 _LOCAL = "NIXL_INIT_AGENT"
+
+_COPIES = "UCX_CMA_TX_QUOTA"
+
+_MAX_METADATA = 1 << 20
+
+
+def start_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
+    """The agent, and what NIXL raises. Raises ConfigError when NIXL is not installed or has no UCX here."""
+    agent_class, config_class, errors = _load()
+    try:
+        with _many_copies_a_turn():
+            return agent_class(name, config_class(enable_prog_thread=False, backends=["UCX"])), errors
+    except errors as error:
+        raise ConfigError(f"NIXL cannot start its UCX backend: {error}") from error
+
+
+@contextmanager
+def _many_copies_a_turn() -> Iterator[None]:
+    """For an agent in the making. With its default of 1 UCX looks for news on TCP after every descriptor that it copies
+    from process to process. Of a variable that it does not need it warns, so only where all transports may be used, and
+    not for child processes."""
+    if _COPIES in os.environ or "UCX_TLS" in os.environ:
+        yield
+        return
+    os.environ[_COPIES] = "64"
+    try:
+        yield
+    finally:
+        del os.environ[_COPIES]
+
+
+def _load() -> tuple[Any, Any, Any]:
+    """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
+        from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigError(f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]' ({error})") from error
+    errors = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
+    return nixl_agent, nixl_agent_config, (*errors, RuntimeError)
+
+
+class Description(msgspec.Struct, frozen=True, tag="nixl1"):
+    """What a peer must know: plain numbers, and NIXL's own metadata, which it checks itself."""
+
+    name: str
+    metadata: bytes
+    address: int
+    num_pages: int
+    page_bytes: int
+    device: int | None
+
+
+def read_description(description: bytes) -> Description:
+    """Raises LinkError for what no NIXL link of this version says of itself."""
+    try:
+        about = msgspec.msgpack.decode(description, type=Description)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise LinkError("the peer's description is none of a NIXL link of this version") from error
+    size = about.num_pages * about.page_bytes
+    if not (
+        about.num_pages in range(1, 1 << 24)
+        and about.page_bytes in range(1, 1 << 40)
+        and 0 < about.address < 1 << 64
+        and about.address + size < 1 << 64
+        and about.device in (None, *range(1024))
+        and 0 < len(about.metadata) <= _MAX_METADATA
+        and 0 < len(about.name) <= 256
+    ):
+        raise LinkError("the peer's description has a number out of range")
+    return about
+
+
+def kind(device: int | None) -> str:
+    """NIXL's word for host memory, and for that of an accelerator."""
+    return "DRAM" if device is None else "VRAM"
+
+
+def page_table(region: Region) -> NDArray[np.uint64]:
+    """All pages as one strided row (address, length, device, stride, count), shape [1, 5]."""
+    row = (region.address, region.page_bytes, region.device or 0, region.page_bytes, region.num_pages)
+    return np.array([row], np.uint64)
+
+
+def range_table(address: NDArray[np.int64], num_bytes: NDArray[np.int64], device: int | None) -> NDArray[np.uint64]:
+    """Rows (address, length, device), the form that NIXL takes without a Python loop."""
+    rows = np.empty((len(address), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = address, num_bytes, device or 0
+    return rows
+
+
+def is_whole(descriptors: Descriptors, remote_page_bytes: int, local_page_bytes: int) -> bool:
+    """Whether pages are read whole, so that lists of pages serve."""
+    return bool(
+        remote_page_bytes == local_page_bytes
+        and (descriptors.num_bytes == local_page_bytes).all()
+        and not descriptors.remote_offset.any()
+        and not descriptors.local_offset.any()
+    )
 
 
 @dataclass(slots=True)
@@ -72,11 +173,6 @@ class NixlLink:
     def num_open(self) -> int:
         """Reads that may still write, the cancelled ones included."""
         return len(self._reads)
-
-    @property
-    def transports(self) -> str:
-        """What UCX was told to use: for the log."""
-        return f"UCX_TLS={os.environ.get('UCX_TLS', 'all')} UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES', 'all')}"
 
     def register(self, region: Region) -> None:
         if self._region is not None:

@@ -1,0 +1,1 @@
+"""Answers that are held to a form. The door: `compiler.PendingGrammars`."""

@@ -1,0 +1,247 @@
+"""Rank 0 of a model that is cut among processes: it starts the others, and has each plan carried out by all.
+
+    rank 0 (the engine's process)          rank 1, 2, ... (`worker`)
+    |-- RankConfig ----------------------->|  read, torch imported
+    |<------------------------ RankStarted-|
+    |========= the ranks find each other, and each loads its share =====|
+    |<-------------------------- RankReady-|  or BuildRefused
+    |-- plan ----------------------------->|
+    |========= the step: partial sums are put together ================|
+    |<--------------------------- StepDone-|  all that the plan writes is written, on every rank
+
+Between steps the others block on their sockets. A rank that ends, or keeps rank 0 waiting too long, ends the engine.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cairn.engine.ranks.wire import RankConfig
+from cairn.engine.ranks.worker import build_rank
+from cairn.errors import EngineDead
+from cairn.step import StepPlan, StepResult, TokenMasks
+from cairn.types import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from cairn.runner.runner import Observe, Runner
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import zmq
+
+from cairn.engine.child_process import LAST_WORDS_SECONDS, ChildProcess
+from cairn.engine.ranks.wire import (
+    RankReady,
+    RankStarted,
+    StepDone,
+    ToRankZero,
+    follower_plan,
+    frames_of_config,
+    frames_of_plans,
+    frames_to_rank_zero,
+)
+from cairn.engine.wire import BuildRefused, Fatal
+from cairn.errors import CairnError
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeadlines:
+    """How long rank 0 waits for another rank, in seconds. `hello`: until its process runs and has imported torch;
+    `ready`: until it has its weights; `stop`: until it has ended by itself. What a step may take is in the RankConfig.
+    """
+
+    hello: float = 120.0
+    ready: float = 1800.0
+    stop: float = 5.0
+
+
+class Follower:
+    """Another rank as rank 0 sees it: a child process in the private folder."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", config: RankConfig, deadlines: RankDeadlines, clock: Clock
+    ) -> None:
+        self._deadlines = deadlines
+        self._step_seconds = config.step_seconds
+        self._incoming = frames_to_rank_zero()
+        self._config = frames_of_config().encode(config)
+        self.child = ChildProcess(
+            f"rank {config.rank}",
+            "cairn.engine.ranks.worker",
+            f"ipc://{Path(config.rendezvous).parent}/rank-{config.rank}",
+            context=context,
+            send_seconds=config.step_seconds,
+            # One plan at a time is on its way; more than a few can only mean that nobody reads them.
+            queued_frames=4,
+            clock=clock,
+        )
+
+    def configure(self) -> None:
+        """Gives the rank its configuration as soon as its process is there to take it."""
+        self.child.wait_for(zmq.POLLOUT, self._deadlines.hello, "started")
+        self.child.send(self._config, "configuration")
+
+    def expect_started(self) -> None:
+        self._expect(RankStarted(), self._deadlines.hello, "started")
+
+    def expect_ready(self) -> None:
+        """Raises ConfigError or ModelError where the rank refuses its configuration."""
+        self._expect(RankReady(), self._deadlines.ready, "built")
+
+    def expect_done(self, step: int) -> None:
+        self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
+
+    def last_words(self) -> str | None:
+        """Why the rank has given up, if it says so soon."""
+        frame = self.child.last_words(LAST_WORDS_SECONDS)
+        message = None if frame is None else self._incoming.decode(frame)
+        return f"{self.child.name} has failed: {message.text}" if isinstance(message, Fatal) else None
+
+    def _expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
+        message = self._incoming.decode(self.child.receive(seconds, what))
+        if isinstance(message, BuildRefused):
+            raise message.error()
+        if isinstance(message, Fatal):
+            raise EngineDead(f"{self.child.name} has failed: {message.text}")
+        if message != wanted:
+            raise EngineDead(f"{self.child.name} has sent {message} instead of {wanted}")
+
+
+class Followers:
+    """All ranks but 0, started together in one folder and ended together."""
+
+    def __init__(self, config: RankConfig, deadlines: RankDeadlines, clock: Clock) -> None:
+        self.folder = Path(config.rendezvous).parent
+        self._deadlines = deadlines
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._plans = frames_of_plans()
+        self._all: list[Follower] = []
+        try:
+            for rank in range(1, config.tp_size):
+                own = msgspec.structs.replace(config, rank=rank)
+                self._all.append(Follower(self._context, own, deadlines, clock))
+            for follower in self._all:
+                follower.configure()
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._all)
+
+    def post(self, plan: StepPlan) -> None:
+        frame = self._plans.encode(follower_plan(plan))
+        for follower in self._all:
+            if (end := follower.child.end()) is not None:
+                raise EngineDead(end)
+            follower.child.send(frame, "plan")
+
+    def cause(self, error: Exception) -> str:
+        """Rank 0 mostly learns of a loss by a broken line; what has happened is known elsewhere."""
+        said = [words for each in self._all if (words := each.last_words()) is not None]
+        ends = [end for each in self._all if (end := each.child.end()) is not None]
+        killed = [end for end in ends if "killed" in end]
+        text = str(error) if isinstance(error, CairnError) else f"{type(error).__name__}: {error}"
+        return (killed or said or ends or [text])[0]
+
+    def close(self, kill: bool) -> None:
+        for follower in self._all:
+            follower.child.let_go(kill)
+        for follower in self._all:
+            follower.child.close(self._deadlines.stop)
+        self._context.term()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RankedRunner:
+    """Implements `StepRunner` for all ranks together. One thread only.
+
+    `folder`: where the ranks' sockets are, a directory that only this user can enter; whoever adds services to ranks
+    may put theirs there. `own`: rank 0's runner, for its pages; to run plans on it alone would be a mistake.
+    """
+
+    def __init__(self, own: "Runner", followers: Followers) -> None:
+        self.forward_passes = 0
+        self.steps = 0
+        self.folder = followers.folder
+        self.own = own
+        self._followers = followers
+        self._dead: str | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of rank 1, 2, ..., for whoever wants to look at them."""
+        return tuple(follower.child.process.pid for follower in self._followers)
+
+    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
+        """A step from its launch to its end."""
+        self.launch(plan)
+        self.draw(plan.step, masks or {})
+        return self.collect(plan.step)
+
+    def launch(self, plan: StepPlan) -> None:
+        """All ranks begin the plan. Raises EngineDead when a rank is lost, and then whatever is called after it."""
+        with self._losses():
+            self._followers.post(plan)
+            self.own.launch(plan)
+
+    def draw(self, step: int, masks: TokenMasks) -> None:
+        """Rank 0 draws, and tells the others. Raises as `launch` does."""
+        with self._losses():
+            self.own.draw(step, masks)
+
+    def collect(self, step: int) -> StepResult:
+        """Returns when every rank has carried the plan out. Raises as `launch` does."""
+        with self._losses():
+            result = self.own.collect(step)
+            for follower in self._followers:
+                follower.expect_done(step)
+        self.forward_passes, self.steps = self.own.forward_passes, self.own.steps
+        return result
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        try:
+            yield
+        except Exception as error:
+            self._dead = self._followers.cause(error)
+            self._followers.close(kill=True)
+            raise EngineDead(self._dead) from error
+
+    def close(self) -> None:
+        """Ends the other ranks; nothing can be run any more. Without it they end when this process does."""
+        if self._dead is None:
+            self._dead = "the ranks have been stopped"
+            self._followers.close(kill=False)
+
+
+def build_ranked(
+    config: RankConfig,
+    observe: "Observe | None" = None,
+    deadlines: RankDeadlines | None = None,
+    clock: Clock | None = None,
+) -> RankedRunner:
+    """Starts the ranks 1 .. tp_size - 1 as processes and builds rank 0 here.
+
+    Raises ConfigError or ModelError naming the flag or the file, whichever rank finds it, and EngineDead when a rank
+    ends or is late; then no process is left behind.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="cairn-ranks-"))
+    config = msgspec.structs.replace(config, rank=0, rendezvous=str(folder / "rendezvous"))
+    followers = Followers(config, deadlines or RankDeadlines(), clock or SystemClock())
+    try:
+        for follower in followers:
+            follower.expect_started()
+        own = build_rank(config, observe)
+        for follower in followers:
+            follower.expect_ready()
+    except BaseException:
+        followers.close(kill=True)
+        raise
+    return RankedRunner(own, followers)

@@ -1,0 +1,121 @@
+"""Transfers where the model is cut among processes: every rank reads its own share by its own link.
+
+rank 0   transfer thread: RankedWorker --PAIR socket--> rank r   thread: RankServant -> link -> the rank's pool
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from cairn.engine.ranks.wire import RankService
+from cairn.engine.ranks.worker import RankPlace
+from cairn.engine.transfers.build import MakeLink, RankMemory, nixl_link, rank_worker
+from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.ranks import RankServant
+from cairn.transfer.wire import MAX_FRAME_BYTES
+
+_QUEUED_FRAMES = 4096
+_FRAMES_PER_TURN = 256
+_READING_MILLISECONDS = 1
+_LOOK_MILLISECONDS = 20
+_STOP_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """What another rank must know: the side channel's host, the pages that are the scheduler's, the model's units."""
+
+    host: str
+    num_pages: int
+    units: ModelUnits
+
+
+class _SocketChannel:
+    """A `RankChannel` over a PAIR socket within one host. One thread only."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
+
+    def send(self, frame: bytes) -> None:
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # The rank is gone, or stands still: reads by it stay open, and their pulls end by their own deadlines.
+            logger.warning("a rank takes no orders: %s", error)
+
+    def receive(self) -> Sequence[bytes]:
+        frames: list[bytes] = []
+        while len(frames) < _FRAMES_PER_TURN:
+            try:
+                frames.append(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return frames
+
+
+class RankSockets:
+    """Rank 0's ends of the ways to the other ranks."""
+
+    def __init__(self, folder: Path, tp_size: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.channels = [_SocketChannel(self._context) for _ in range(1, tp_size)]
+        for rank, channel in enumerate(self.channels, 1):
+            channel.socket.connect(_address(folder, rank))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
+    """For `RankConfig.services`: the other ranks' part in transfers."""
+    settings = msgspec.msgpack.encode(_Settings(host, num_pages, units))
+    return RankService("cairn.engine.ranks.transfer:serve_rank", settings)
+
+
+@contextmanager
+def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_link) -> Iterator[None]:
+    """Carries out reads of this rank's share from a thread of its own, as long as the context is open."""
+    own = msgspec.msgpack.decode(settings, type=_Settings)
+    pool = place.runner.pool.numpy()
+    memory = RankMemory(pool, own.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
+    link = make_link(own.host)
+    worker = rank_worker(link, memory)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = _SocketChannel(context)
+    channel.socket.bind(_address(place.folder, place.rank))
+    servant = RankServant(link, worker, channel)
+    stopping = threading.Event()
+
+    def serve() -> None:
+        try:
+            while not stopping.is_set():
+                channel.socket.poll(_READING_MILLISECONDS if servant.is_reading else _LOOK_MILLISECONDS)
+                servant.turn()
+        except Exception:
+            # Without it nobody can read this rank's pages: the engine has to end, and does when a rank has.
+            logger.exception("the rank's transfer thread has ended")
+            os._exit(1)
+
+    thread = threading.Thread(target=serve, name="cairn-rank-transfer", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join(_STOP_SECONDS)
+        link.close()
+        context.destroy(linger=0)
+
+
+def _address(folder: Path, rank: int) -> str:
+    return f"ipc://{folder}/transfer-{rank}"

@@ -1,0 +1,1 @@
+"""Text to tokens and back, chats to prompts. The door: `tokenizer.ModelTokenizer`. No torch."""

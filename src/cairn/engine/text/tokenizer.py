@@ -1,0 +1,223 @@
+"""Text to token ids and back: tokenizer.json through `tokenizers`, chat templates through `transformers`. No torch."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
+from cairn.engine.text.chat import Chat, first_turn, pictures, plain
+from cairn.engine.text.chat_template import ChatTemplate, list_boundaries, place_boundaries
+from cairn.engine.text.images import ImagePrompts
+from cairn.errors import InvalidRequest, ModelError
+
+__all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]
+
+Messages = Sequence[dict[str, Any]]
+
+MARKS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+"""Part of an answer's text, also where a checkpoint calls them special: what they enclose is told by them."""
+
+_REPLACEMENT = "\ufffd"
+_OPEN_TOKENS = 4
+"""A character has at most 4 bytes, so it stays open over at most 4 tokens."""
+_WINDOW, _CONTEXT = 32, 16
+"""How many tokens `IncrementalText` decodes at most, and how many it keeps when it cuts."""
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+
+
+class ModelTokenizer:
+    """The tokenizer of one checkpoint folder; implements `TextTokenizer`. Safe to use from several threads.
+
+    Only files of the folder are read, no code of it is run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError when tokenizer.json is missing or damaged."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path}: missing; slow tokenizers are not supported, save the fast form")
+        # Its advice (another tokenizer class, a long text) is for people who train.
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        try:
+            self._chat = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # tokenizers raises bare Exception for a damaged tokenizer.json
+            raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        self._template = ChatTemplate(self._chat.apply_chat_template if self._chat.chat_template else None)
+        self._text: Tokenizer = self._chat.backend_tokenizer
+        self._text.no_truncation()
+        self._text.no_padding()
+        self._special = frozenset(
+            token_id
+            for token_id, token in self._text.get_added_tokens_decoder().items()
+            if token.special and token.content not in MARKS
+        )
+        self._spelling = TokenSpelling(self._text)
+        self._images = ImagePrompts.read(folder, self._text.id_to_token)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added tokens included."""
+        return self._text.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def image_markers(self) -> tuple[str, ...]:
+        """See `TextTokenizer`."""
+        return () if self._images is None else self._images.markers
+
+    @property
+    def image_token(self) -> int | None:
+        """The id that stands for images; None where the model reads text alone."""
+        return None if self._images is None else self._images.token
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._chat.eos_token_id
+        return token_id
+
+    @property
+    def chat_template(self) -> str:
+        """See `TextTokenizer`."""
+        template = self._chat.chat_template
+        return template if isinstance(template, str) else ""
+
+    def to_json(self) -> str:
+        """What tokenizer.json holds, with the tokens that other files of the folder have added."""
+        written: str = self._text.to_str()
+        return written
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises InvalidRequest for text that has no UTF-8 form (a lone surrogate)."""
+        return self._encode(text, add_special_tokens, "prompt")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The whole text, special tokens included; ids beyond the vocabulary give nothing."""
+        return self._text.decode(list(token_ids), skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `TextTokenizer`; an id beyond the vocabulary gives nothing."""
+        return self._spelling.token_bytes(token_id)
+
+    def stream(self, skip_special_tokens: bool = True) -> "IncrementalText":
+        """The text of an answer; special tokens are left out unless they are asked for."""
+        return IncrementalText(self._text, self._special if skip_special_tokens else frozenset())
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        breakpoints: Sequence[Breakpoint] = (),
+        continue_final_message: bool = False,
+    ) -> RenderedPrompt:
+        """The chat template applied; `boundaries` are the ends of the leading system segment (tools included), of each
+        message and of each image, and `breakpoints`, as far as they can be found and what comes before them has the
+        same tokens without what comes behind.
+
+        Raises InvalidRequest when the template refuses the messages, a content part is neither text nor an image that
+        the model reads, or something other than an image takes an image's place.
+        """
+        images = pictures(messages)
+        if images and self._images is None:
+            raise InvalidRequest("this model reads text alone, no images", "messages")
+        chat = Chat(plain(messages), tuple(tools or ()), add_generation_prompt, template_kwargs, continue_final_message)
+        text = self._template.render(chat)
+        token_ids = self._encode(text, False, "messages")
+        ends = self._template.ends(chat, text, messages, breakpoints)
+        boundaries = list_boundaries(ends, first_turn(chat.messages), breakpoints)
+        placed = place_boundaries(boundaries, text, token_ids, lambda part: self._encode(part, False, "messages"))
+        rendered = RenderedPrompt(token_ids=token_ids, boundaries=placed)
+        return rendered if self._images is None else self._images.expand(rendered, images)
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            token_ids: list[int] = self._text.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest("the text has a lone surrogate, so it is no Unicode text", param) from error
+        return token_ids
+
+
+class IncrementalText:
+    """Decodes one answer token by token; what it has given out never changes. Implements `TextStream`.
+
+    An unfinished character decodes to U+FFFD at the end of the text, so such an end is held back until it changes, or
+    until it is older than any character can be. Only the last few tokens are decoded again at each step.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+        """`skip`: ids that give no text."""
+        self._tokenizer = tokenizer
+        self._skip = skip
+        self._window: list[int] = []
+        self._seen = 0  # characters of the window's text that have been given out
+        self._held = 0  # tokens since anything was
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is still open."""
+        if token_id in self._skip:
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        settled = len(text.rstrip(_REPLACEMENT))
+        self._held += 1
+        if settled <= self._seen and self._held > _OPEN_TOKENS:
+            settled = len(text) - 1
+        new = text[self._seen : settled]
+        if new:
+            self._seen, self._held = settled, 0
+        if len(self._window) > _WINDOW:
+            self._cut(pending=len(text) - self._seen)
+        return new
+
+    def finish(self) -> str:
+        """What is left when the answer ends, a cut character as U+FFFD."""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        rest = text[self._seen :]
+        self._seen = len(text)
+        return rest
+
+    def _cut(self, pending: int) -> None:
+        # The start of the shorter window may decode differently, so the place is counted from the end.
+        del self._window[:-_CONTEXT]
+        self._seen = len(self._tokenizer.decode(self._window, skip_special_tokens=False)) - pending
+
+
+class TokenSpelling:
+    """Reads the vocabulary's own spelling: GPT-2's letters for bytes, or SentencePiece's sign for a space and names for
+    single bytes (Radford et al. 2019; Kudo and Richardson 2018)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = json.loads(tokenizer.to_str()).get("decoder")
+        self._letters = _byte_of_letter() if "ByteLevel" in json.dumps(decoder) else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Empty for an id that stands for nothing."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        spelled: str | None = self._tokenizer.id_to_token(token_id)
+        if spelled is None:
+            return b""
+        if self._letters is not None:
+            return b"".join(self._letters.get(letter) or letter.encode() for letter in spelled)
+        byte = _BYTE.fullmatch(spelled)
+        return bytes.fromhex(byte[1]) if byte else spelled.replace(_SPACE, " ").encode()
+
+
+def _byte_of_letter() -> dict[str, bytes]:
+    """GPT-2's letters: printable Latin-1 stands for itself, all other bytes for the letters from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): bytes([byte]) for byte in plain}
+    return letters | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}

@@ -1,0 +1,1 @@
+"""Pages from and to other servers. The door: `build.build_transfer`."""
