@@ -8,6 +8,7 @@ import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
 from doubles.memory_link import MemoryFabric
+from tiers import first
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 200).tolist()
 PREFILL = {"exact": False, "dtype": "bfloat16", "quantization": "int8"}
@@ -18,7 +19,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("other", "paired"), OTHERS, ids=["both", "prefill alone", "another dtype"])
+@pytest.mark.parametrize(("other", "paired"), first(2, OTHERS))
 def test_only_servers_with_the_same_quantization_exchange_pages(made_model, caplog, other, paired):
     folder, fabric, length = made_model("qwen3_5"), MemoryFabric(), 128
     p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0}, **PREFILL)
