@@ -22,6 +22,7 @@ from cairn.kernels.cpu import compile_cache, compiled, threads
 from cairn.kernels.cpu.compiled import BF16, F32, I64, INT, Kernel, Variant, kernel
 from cairn.kernels.cpu.scalars import exp, load, narrow, store, widen
 from cairn.kernels.cpu.warm_up import MODULES, warm_up
+from cairn.machine import Machine
 from kernels.comparison import FEW, same_bits
 from kernels.kernel_calls import OPERATIONS, calls
 
@@ -314,22 +315,30 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[threads.StepWork]:
     torch.set_num_threads(1)
 
 
+def cores(number: int) -> Machine:
+    return Machine(Path("/nowhere"), lambda: range(number))
+
+
 def test_a_small_step_has_one_thread_and_a_large_one_all(work: threads.StepWork) -> None:
     work.begin_step(10)
     assert torch.get_num_threads() == 3, "nothing is served yet"
-    work.begin_serving()
+    work.begin_serving(cores(3))
     seen = []
     for rows in (1, 16, 200, 1):
         work.begin_step(rows)
         seen.append(torch.get_num_threads())
     assert seen == [1, 1, 3, 1]
+    torch.set_num_threads(3)
+    work.begin_serving(cores(4))
+    work.begin_step(1)
+    assert torch.get_num_threads() == 3, "a core is left for others"
     work.packed_bytes = 600_000_000
     work.begin_step(1)
     assert torch.get_num_threads() == 3
 
 
 def test_a_large_loop_of_a_small_step_has_all_threads(work: threads.StepWork) -> None:
-    work.begin_serving()
+    work.begin_serving(cores(3))
     work.begin_step(1)
     assert work.threads_for(threads.LARGE_LOOP - 1) == 1 and work.threads_for(threads.LARGE_LOOP) == 3
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from cairn.machine import Machine
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +36,10 @@ def team() -> int:
 
 
 SMALL_STEP = 4_000_000
-"""Nanoseconds of a step on one thread below which it stays there."""
+"""Nanoseconds of a step on one thread below which it stays there, where its threads are to have all cores."""
+
+SMALL_STEP_BESIDE_SPARE_CORES = 1_000_000
+"""The same where a core is left for others: what is lost then is the hand-overs of a step's operations."""
 
 LARGE_LOOP = 2_000_000
 """Nanoseconds of a single loop that goes to the team all the same."""
@@ -43,7 +48,7 @@ LARGE_LOOP = 2_000_000
 @dataclass(slots=True)
 class StepWork:
     """How many threads a step is worth. `packed_bytes`: of all weights, each read once a step. `num_threads`: torch's
-    when serving began, 0 before.
+    when serving began, 0 before. `small_step`: nanoseconds on one thread below which a step stays there.
 
     Each operation ends where its slowest thread ends, and a thread whose core was taken, by the HTTP process or by
     another server, comes milliseconds late. A small model has a hundred operations a step, of which none is worth that.
@@ -51,9 +56,12 @@ class StepWork:
 
     packed_bytes: int = 0
     num_threads: int = 0
+    small_step: int = SMALL_STEP
 
-    def begin_serving(self) -> None:
+    def begin_serving(self, machine: Machine | None = None) -> None:
         self.num_threads = torch.get_num_threads()
+        spare = (machine or Machine()).num_cores() > self.num_threads
+        self.small_step = SMALL_STEP_BESIDE_SPARE_CORES if spare else SMALL_STEP
 
     def threads_for(self, cost: float) -> int:
         """Of a loop of so many nanoseconds in the step at hand."""
@@ -64,7 +72,7 @@ class StepWork:
         """Of so many rows: a weight of two bytes comes at 13 GB/s, and then 250 operations a nanosecond are done."""
         if self.num_threads > 1:
             nanoseconds = self.packed_bytes / 13 + num_rows * self.packed_bytes / 250
-            torch.set_num_threads(1 if nanoseconds < SMALL_STEP else self.num_threads)
+            torch.set_num_threads(1 if nanoseconds < self.small_step else self.num_threads)
 
 
 @cache
