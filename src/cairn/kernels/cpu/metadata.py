@@ -49,33 +49,41 @@ class Metadata:
 def prepare(host: HostBatch, staging: Staging) -> Metadata:
     """See `Kernels.prepare`."""
     step_work().begin_step(host.num_rows)
-    tiles: list[tuple[int, ...]] = []
-    merges: list[tuple[int, int, int]] = []
-    num_partials = 0
-    rows, slots = host.cu_seqlens.tolist(), host.slots.tolist()
-    starts, ends = host.seq_starts.tolist(), host.seq_lens.tolist()
-    for index, slot in enumerate(slots):
-        first, count, start = rows[index], rows[index + 1] - rows[index], starts[index]
-        if count == 1 and ends[index] > SPLIT_TOKENS:
-            parts = range(0, ends[index], SPLIT_TOKENS)
-            merges.append((first, num_partials, len(parts)))
-            for key in parts:
-                tiles.append((first, 1, slot, start, key, min(key + SPLIT_TOKENS, ends[index]), num_partials))
-                num_partials += 1
-            continue
-        # The last ones first: they see most keys, and who begins late with a long one ends last.
-        for begin in reversed(range(0, count, TILE_ROWS)):
-            some = min(TILE_ROWS, count - begin)
-            tiles.append((first + begin, some, slot, start + begin, 0, start + begin + some, -1))
-    most_rows = max((tile[1] for tile in tiles), default=0)
+    tiles, merges = _tiles(host)
+    rows, partials = tiles[:, 1], tiles[:, 6]
     return Metadata(
         Table(_writes(host)),
-        Table(np.array(tiles, dtype=np.int32)),
-        Table(np.array(merges, dtype=np.int32)),
-        num_partials,
-        most_rows,
-        sum(tile[1] * (tile[5] - tile[4]) for tile in tiles),
+        Table(tiles),
+        Table(merges),
+        int(partials.max(initial=-1)) + 1,
+        int(rows.max(initial=0)),
+        int(rows @ (tiles[:, 5] - tiles[:, 4]).astype(np.int64)),
     )
+
+
+def _tiles(host: HostBatch) -> tuple[Ints, Ints]:
+    """See `Metadata`, sequence after sequence."""
+    firsts, starts, ends = host.cu_seqlens[:-1], host.seq_starts, host.seq_lens
+    counts = ends - starts
+    is_split = (counts == 1) & (ends > SPLIT_TOKENS)
+    if host.num_rows == host.num_seqs and not is_split.any():
+        none = np.zeros_like(firsts)
+        columns = (firsts, counts, host.slots, starts, none, ends, none - 1)
+        return np.stack(columns, axis=1), np.zeros((0, 3), np.int32)
+    num_tiles = np.where(is_split, -(-ends // SPLIT_TOKENS), -(-counts // TILE_ROWS))
+    owner = np.repeat(np.arange(host.num_seqs), num_tiles)
+    before = np.cumsum(num_tiles) - num_tiles
+    number, split = np.arange(len(owner)) - before[owner], is_split[owner]
+    # The last rows first: they see most keys, and who begins late with a long one ends last.
+    begins = np.where(split, 0, (num_tiles[owner] - 1 - number) * TILE_ROWS)
+    rows, keys = np.minimum(counts[owner] - begins, TILE_ROWS), np.where(split, number * SPLIT_TOKENS, 0)
+    positions = starts[owner] + begins
+    until = np.where(split, np.minimum(keys + SPLIT_TOKENS, ends[owner]), positions + rows)
+    partials = np.where(split, np.cumsum(split) - 1, -1)
+    columns = (firsts[owner] + begins, rows, host.slots[owner], positions, keys, until, partials)
+    merged = np.flatnonzero(is_split)
+    merges = (firsts[merged], partials[before[merged]], num_tiles[merged])
+    return np.stack(columns, axis=1).astype(np.int32), np.stack(merges, axis=1).astype(np.int32)
 
 
 def _writes(host: HostBatch) -> Ints:
