@@ -9,14 +9,17 @@ What is copied beside that, by name:
     ranks          that are processes put their sums together by way of the host (gloo)
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from cairn.engine.step_pipeline import StepPipeline
+from cairn.layers.backend import kernels_of
+from cairn.layers.communicator import ALONE
+from cairn.runner.content import row_content
 from cairn.runner.runner import Runner
+from cairn.scheduler.request import Spec
+from cairn.step import Image
 from cairn.types import RequestId, SamplingParams
 from doubles.counted_device import HostRead, counted_device, counted_kernels
 from engine.test_exactness import OTHER, TEXT, Engine, Loaded, OnDevice
@@ -39,12 +42,8 @@ class Mixed(Engine):
         self.copies: list[tuple[int, int]] = []
 
     def add(self, name: str, prompt, sampling: SamplingParams, **fields) -> None:
-        self.submit(prompt, 8)  # a spec to begin with
-        number = next(iter(self.requests.values())).spec
-        self.scheduler.abort(number.request_id)
-        self.requests.clear()
-        spec = replace(number, request_id=RequestId(name), sampling=sampling, **fields)
-        self.scheduler.submit(spec)
+        keys = np.array(prompt, np.int64)
+        self.scheduler.submit(Spec(request_id=RequestId(name), prompt=keys, sampling=sampling, max_tokens=8, **fields))
 
     def run_all(self) -> None:
         while self.scheduler.has_work:
@@ -145,17 +144,28 @@ def test_the_device_refuses_what_would_wait_for_it():
         assert numbers.cpu().tolist() == [0, 1, 2, 7, 7, 7] and copies.take() == (0, 1)
 
 
-def test_a_kernel_gets_the_numbers(made_model):
+def test_a_kernel_gets_the_numbers():
     device, _ = counted_device()
     name = counted_kernels("cpu")
-    assert name == "counted_cpu"
-    from cairn.layers.backend import kernels_of
-
-    kernels = kernels_of(name)
     weight = torch.randn(5, 8)
-    found = kernels.embed(torch.tensor([3, 1]).to(device), weight.to(device))
-    assert found.device == numbers_device(device) and torch.equal(found.cpu(), weight[[3, 1]])
+    found = kernels_of(name).embed(torch.tensor([3, 1]).to(device), weight.to(device))
+    assert found.device.type == device.type and torch.equal(found.cpu(), weight[[3, 1]])
 
 
-def numbers_device(device: torch.device) -> torch.device:
-    return torch.zeros(0, device=device).device
+class Encoder:
+    """Vectors of an image, on the host."""
+
+    merge, counters = 2, None
+
+    def features(self, image: Image) -> torch.Tensor:
+        return torch.arange(image.length * 8.0).view(image.length, 8)
+
+
+def test_an_images_vectors_are_brought_over():
+    device, copies = counted_device()
+    like, image = torch.zeros(1, 8, dtype=torch.bfloat16, device=device), Image(3, 4, (1, 4, 4), b"", 56, 56, b"")
+    copies.take()
+    with torch.inference_mode():
+        content = row_content(0, 6, [image], Encoder(), ALONE, like)
+        assert copies.take() == (1, 0) and content.vectors.device.type == device.type
+        assert content.vectors.cpu().tolist() == torch.arange(24.0).view(3, 8).tolist()

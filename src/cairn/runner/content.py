@@ -57,7 +57,7 @@ def row_content(
 
 def _vectors(image: Image, vision: Vision, communicator: Communicator, like: Tensor) -> Tensor:
     if communicator.rank == 0:
-        own = vision.features(image).to(like.dtype)
+        own = vision.features(image).to(like)
     else:
         own = like.new_zeros(image.length, like.shape[-1])
     # zeros added: exact
