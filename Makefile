@@ -12,13 +12,13 @@
 # TORCH_INSTALL_ARGS   what pip gets besides torch's version, e.g. an index with CPU builds: see README.md
 # SERVE_ARGS           more flags for `make serve`
 # TEST_ARGS            more arguments for pytest
-# TEST_WORKERS         processes that run tests at a time, 2 unless given; 0 runs all in one
+# TEST_WORKERS         processes that run tests at a time, 3 unless given: on two cores some wait for sockets; 0 runs all in one
 # GPU_PYTHON           what runs `make test-gpu`, python3 unless given: with torch for CUDA, pytest, hypothesis, numba
 # GPU_SECONDS          after how many it begins no further test, 420 unless given
 
 PYTHON ?= python3
 PORT ?= 8000
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 TORCH_INSTALL_ARGS ?= -c constraints.txt
 GPU_PYTHON ?= python3
 GPU_SECONDS ?= 420

@@ -207,6 +207,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
     assert f"cairn: {tmp_path}: no checkpoint's folder" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_int8_and_exact_exclude_each_other(tiny_model, capsys):
     given = ["serve", str(tiny_model), "--port", "0", "--exact", "--quantization", "int8"]
     assert main(given) == 2

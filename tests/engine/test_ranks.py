@@ -315,6 +315,7 @@ def test_ranks_are_told_what_the_engine_was_told(tiny_model, monkeypatch):
     assert [(each.tp_size, each.dtype, each.quantization) for each in told] == [(2, "bfloat16", "int8")]
 
 
+@pytest.mark.more
 def test_processes_quantize_as_threads_do(tiny_model, started):
     """Every rank is told."""
     seen: dict[str, list[torch.Tensor]] = {"processes": [], "threads": []}

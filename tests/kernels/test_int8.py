@@ -189,6 +189,7 @@ def test_sums_that_saturate_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         int8._check_machine.__wrapped__()
 
 
+@pytest.mark.more
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of these processors")
 def test_a_processor_without_vnni_is_refused() -> None:
     """oneDNN takes another path there, which adds pairs of products up in 16 bits."""

@@ -36,6 +36,7 @@ def test_only_servers_with_the_same_quantization_exchange_pages(made_model, capl
         server.close()
 
 
+@pytest.mark.more
 def test_a_server_says_what_its_weights_are_in(made_model):
     server = RealServer(made_model("lfm2"), None, "alone", **PREFILL)
     info = server.core.info

@@ -105,7 +105,7 @@ def as_trace(told):
     return Trace("served", UNIT, tuple(requests))
 
 
-@pytest.mark.parametrize("seeds", [range(1, 3), more(range(3, 9))], ids=str)
+@pytest.mark.parametrize("seeds", [range(1, 2), more(range(2, 9))], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("num_pages", "exact"), [(4000, False), (150, False), (150, True)])
 def test_the_scheduler_hits_the_same(mode, num_pages, exact, seeds):
