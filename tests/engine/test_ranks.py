@@ -386,7 +386,7 @@ def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model):
             pid, folder = rank_zero.stdout.readline().split()
             other = psutil.Process(int(pid))
             before = other.cpu_times()
-            assert "rank_worker" in " ".join(other.cmdline())
+            assert "ranks.worker" in " ".join(other.cmdline())
         finally:
             rank_zero.kill()
         other.wait(20)
