@@ -111,6 +111,7 @@ EXPORTED = {
     "cairn.scheduler.books": "Books Counters SchedulerConfig",
     "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request Source Spec TRANSITIONS Times Trunk",
     "cairn.scheduler.scheduler": "Progress Scheduler",
+    "cairn.runner.contract": "StepRunner",
     "cairn.runner.runner": "Observe Runner",
     "cairn.runner.simulated": "SimulatedRunner",
     "cairn.models.contract": "Family TensorLoader",
@@ -134,7 +135,7 @@ EXPORTED = {
     "Pixels RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
     "Timings TokenLogprobs TransferReport",
     "cairn.engine.core": "Core",
-    "cairn.engine.step_pipeline": "StepPipeline StepRunner",
+    "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
     "cairn.cli": "engine_config image_options main",
     "cairn.engine.client": "CoreClient EngineDeadlines OutputQueue Transport",

@@ -2,44 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 from cairn.errors import EngineDead
+from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan, StepResult, TokenMasks
 
-__all__ = ["RankThreads", "Runs"]
+__all__ = ["RankThreads"]
 
 
-class Runs(Protocol):
-    """What is needed of a rank's runner."""
-
-    forward_passes: int
-    steps: int
-
-    def launch(self, plan: StepPlan) -> None: ...
-
-    def draw(self, step: int, masks: TokenMasks) -> None: ...
-
-    def collect(self, step: int) -> StepResult: ...
-
-
-class RankThreads:
+class RankThreads(StepRunner):
     """Gives every plan to all ranks at once; their communicators are those of one `thread_ranks`.
 
     `runners`: in rank order. Whatever a rank raises comes out of the call, rank 0's first. After an error that one rank
     alone had, the others give up when their communicator's time is over.
     """
 
-    def __init__(self, runners: Sequence[Runs]) -> None:
+    def __init__(self, runners: Sequence[StepRunner]) -> None:
         self.runners = tuple(runners)
         self.forward_passes = self.steps = 0
         self._threads = ThreadPoolExecutor(len(self.runners), thread_name_prefix="cairn-rank")
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """A step from its launch to its end."""
-        self.launch(plan)
-        self.draw(plan.step, {})
-        return self.collect(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
         self._on_all(lambda runner: runner.launch(plan))
@@ -55,7 +37,7 @@ class RankThreads:
         self.forward_passes, self.steps = self.runners[0].forward_passes, self.runners[0].steps
         return results[0]
 
-    def _on_all(self, call: Callable[[Runs], Any]) -> list[Any]:
+    def _on_all(self, call: Callable[[StepRunner], Any]) -> list[Any]:
         futures = [self._threads.submit(call, runner) for runner in self.runners]
         wait(futures)
         return [future.result() for future in futures]

@@ -32,6 +32,7 @@ from cairn.engine.ranks.wire import (
 from cairn.engine.ranks.worker import follow
 from cairn.errors import ConfigError, EngineDead, ModelError
 from cairn.models.registry import open_model
+from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.runner.slots import Sample
@@ -184,7 +185,7 @@ def test_sizes_out_of_range_are_refused():
 def test_a_rank_says_that_a_step_is_done_when_it_is():
     plans, log = [StepPlan(1), StepPlan(2)], []
 
-    class Recorder:
+    class Recorder(StepRunner):
         forward_passes = steps = 0
 
         def launch(self, plan):

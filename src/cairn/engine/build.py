@@ -23,7 +23,6 @@ from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankService
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
-from cairn.engine.step_pipeline import StepRunner
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.build import MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.engine.transfers.kv_transfer import KvTransfer
@@ -33,6 +32,7 @@ from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.qwen3_5_vision import tensors as vision_tensors
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.tensor_headers import read_headers
+from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import open_vision, tower_identity

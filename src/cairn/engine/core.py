@@ -23,9 +23,10 @@ from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.open_answers import OpenAnswers
 from cairn.engine.request_log.log import RequestLog
 from cairn.engine.specs import SpecMaker, check_request, transfer_params
-from cairn.engine.step_pipeline import StepPipeline, StepRunner
+from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, terms_of
 from cairn.errors import AuditError, InvalidRequest, RequestError
+from cairn.runner.contract import StepRunner
 from cairn.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -4,12 +4,13 @@ For tests, and for servers that are started with it (`--check-plans`): it follow
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
+from cairn.runner.contract import StepRunner
 from cairn.step import GRID, SAMPLED, Admit, Image, PrefillRow, StepPlan, StepResult, TableUpdate, TokenMasks
 from cairn.types import Pages
 
@@ -183,37 +184,16 @@ def _row_name(slot: int, start: int, end: int) -> str:
     return f"row of slot {slot}, tokens {start}..{end}"
 
 
-class _Runs(Protocol):
-    """A runner, in as far as plans are checked before they reach it."""
-
-    forward_passes: int
-    steps: int
-
-    def launch(self, plan: StepPlan) -> None: ...
-
-    def draw(self, step: int, masks: TokenMasks) -> None: ...
-
-    def collect(self, step: int) -> StepResult: ...
-
-    def close(self) -> None: ...
-
-
-class CheckedRunner:
+class CheckedRunner(StepRunner):
     """Another runner, whose plans are checked before it is given them."""
 
-    def __init__(self, runner: _Runs, limits: PlanLimits) -> None:
+    def __init__(self, runner: StepRunner, limits: PlanLimits) -> None:
         self.forward_passes = self.steps = 0
         self._runner = runner
         self._check = PlanCheck(limits)
 
-    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        """Raises ValueError for a plan that cannot be carried out, and then nothing has been done."""
-        self.launch(plan)
-        self.draw(plan.step, masks or {})
-        return self.collect(plan.step)
-
     def launch(self, plan: StepPlan) -> None:
-        """Raises as `run` does."""
+        """Raises ValueError for a plan that cannot be carried out, and then nothing has been done."""
         self._check.check(plan)
         self._runner.launch(plan)
 

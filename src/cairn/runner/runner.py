@@ -18,6 +18,7 @@ from cairn.layers.model import Model
 from cairn.runner.batch_builder import RowContent
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.content import ImageCounts, Vision, row_content
+from cairn.runner.contract import StepRunner
 from cairn.runner.launched_step import LaunchedStep
 from cairn.runner.memory import LiveStates, new_pool, paged_layers, set_aside
 from cairn.runner.penalties import TokenCounts
@@ -55,7 +56,7 @@ class _StepMemory:
         self._files.write_layer(self._snapshot_files, layer, conv, state)
 
 
-class Runner:
+class Runner(StepRunner):
     """Holds the pages and the running states of one model and runs plans on them. One thread only.
 
     Plans are taken as they come: `cairn.runner.plan_check` looks at them where that is asked for.
@@ -118,12 +119,6 @@ class Runner:
         self._model.kernels.warm_up(self._model.spec.dtype)
         if self._exact:
             check_row_independence(self._model.linears)
-
-    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        """A step from its launch to its end."""
-        self.launch(plan)
-        self.draw(plan.step, masks or {})
-        return self.collect(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
         """Carry a plan out, in the order that `cairn.step` gives, up to the logits. All steps before it have to be

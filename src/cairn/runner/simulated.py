@@ -15,6 +15,7 @@ import numpy as np
 from cairn.cache.layout import CacheLayout
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.block_tables import BlockTables
+from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import PlanCheck, PlanLimits
 from cairn.runner.slots import Sample, Slots
 from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
@@ -56,7 +57,7 @@ class _Out:
     sampled: tuple[SampledToken, ...] | None = None
 
 
-class SimulatedRunner:
+class SimulatedRunner(StepRunner):
     """Same face as `cairn.runner.runner.Runner`; tokens are drawn from 0 .. `vocab_size` - 1.
 
     `tables`: what it knows of the pages of its slots. Raises LookupError when a plan reads a page, file or slot that
@@ -79,12 +80,6 @@ class SimulatedRunner:
         self._drawn: dict[int, int] = {}  # by slot, the token drawn last
         self._ended: set[int] = set()  # slots that have gone on with a stop token: they stay as they were
         self._out: deque[_Out] = deque()
-
-    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        """Carry out one plan."""
-        self.launch(plan)
-        self.draw(plan.step, masks or {})
-        return self.collect(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
         """Its records in the order that `cairn.step` lays down, but for the draws."""

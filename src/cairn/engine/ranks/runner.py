@@ -21,6 +21,7 @@ import msgspec
 from cairn.engine.ranks.wire import RankConfig
 from cairn.engine.ranks.worker import build_rank
 from cairn.errors import EngineDead
+from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan, StepResult, TokenMasks
 from cairn.types import Clock, SystemClock
 
@@ -157,7 +158,7 @@ class Followers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class RankedRunner:
+class RankedRunner(StepRunner):
     """Implements `StepRunner` for all ranks together. One thread only.
 
     `folder`: where the ranks' sockets are, a directory that only this user can enter; whoever adds services to ranks
@@ -176,12 +177,6 @@ class RankedRunner:
     def pids(self) -> tuple[int, ...]:
         """The process ids of rank 1, 2, ..., for whoever wants to look at them."""
         return tuple(follower.child.process.pid for follower in self._followers)
-
-    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        """A step from its launch to its end."""
-        self.launch(plan)
-        self.draw(plan.step, masks or {})
-        return self.collect(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
         """All ranks begin the plan. Raises EngineDead when a rank is lost, and then whatever is called after it."""

@@ -25,9 +25,9 @@ from cairn.engine.ranks.wire import (
     frames_of_plans,
     frames_to_rank_zero,
 )
-from cairn.engine.step_pipeline import StepRunner
 from cairn.engine.wire import BuildRefused, Fatal
 from cairn.errors import ConfigError, EngineDead
+from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def follow(runner: StepRunner, receive: Callable[[], StepPlan], send: Callable[[
     """Carries out plan after plan. Returns never; whatever the runner or the line raises comes out of here."""
     while True:
         plan = receive()
-        runner.launch(plan)
-        runner.draw(plan.step, {})
-        runner.collect(plan.step)
+        runner.run(plan)
         send(StepDone(plan.step))
 
 
