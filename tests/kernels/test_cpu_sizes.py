@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cairn.kernels import cpu
-from cairn.kernels.cpu import products
+from cairn.kernels.cpu import onednn, panels, products
 from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, prepare
 from cairn.kernels.staging import Staging
 from kernels.comparison import check_against_reference
@@ -82,11 +82,13 @@ def test_rows_that_are_read_only_are_not_written() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("reordered", [True, False])
-def test_products_in_both_layouts(dtype: torch.dtype, reordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reordered and not products.can_reorder(dtype):
+@pytest.mark.parametrize("layout", ["panels", "onednn", "plain"])
+def test_products_in_all_layouts(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout == "panels" and not (dtype == torch.bfloat16 and panels.has_instructions(dtype)):
         pytest.skip("not on this CPU")
-    monkeypatch.setattr(products, "can_reorder", lambda _: reordered)
+    if layout == "onednn" and not onednn.can_reorder(dtype):
+        pytest.skip("not on this CPU")
+    monkeypatch.setattr(products, "_layout_for", lambda _: layout)
     for rows in (1, 5, 17, 64, 130):
         batch = RandomBatch((), (SequenceRows(0, 0, rows),))
         x = batch.numbers(rows, 96).to(dtype)
@@ -95,14 +97,14 @@ def test_products_in_both_layouts(dtype: torch.dtype, reordered: bool, monkeypat
         for given in (bias, None):
             call = Call("linear", batch, {"x": x, "weight": weight, "bias": given})
             check_against_reference(cpu, call, dtype)
-        assert cpu.pack(weight).reordered is reordered
+        assert cpu.pack(weight).layout == layout
 
 
 def test_products_have_few_heights() -> None:
-    heights = {rows: products.height_of(rows) for rows in range(1, 16_385)}
+    heights = {rows: onednn.height_of(rows) for rows in range(1, 16_385)}
     assert len(set(heights.values())) <= 160
     assert all(height >= rows for rows, height in heights.items())
-    assert all(height == products.height_of(height) for height in heights.values())
+    assert all(height == onednn.height_of(height) for height in heights.values())
     assert all(height - rows < 8 for rows, height in heights.items() if rows <= 64)
     assert all(height <= rows * 17 / 16 for rows, height in heights.items() if rows > 64)
 
@@ -113,14 +115,15 @@ def test_weights_stay_as_they_are_where_onednn_fails(
     def fails(matrix: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr(products, "_reorder", fails)
-    assert products.can_reorder.__wrapped__(torch.bfloat16) is False
+    monkeypatch.setattr(onednn, "reorder", fails)
+    assert onednn.can_reorder.__wrapped__(torch.bfloat16) is False
     assert "no such operation" in caplog.text
 
 
 def test_weights_stay_as_they_are_where_onednn_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_reordered_product", lambda x, matrix, bias: torch.zeros(3, 48, dtype=x.dtype))
-    assert products.can_reorder.__wrapped__(torch.float32) is False
+    monkeypatch.setattr(onednn, "reordered_product", lambda x, matrix, bias: torch.zeros(3, 48, dtype=x.dtype))
+    assert onednn.can_reorder.__wrapped__(torch.bfloat16) is False
+    assert onednn.can_reorder.__wrapped__(torch.float32) is False
 
 
 # -- routers ---------------------------------------------------------------------------------------------------------

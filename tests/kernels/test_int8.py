@@ -13,8 +13,7 @@ from torch import Tensor
 from cairn.errors import ConfigError
 from cairn.kernels import cpu, exact, reference
 from cairn.kernels.contract import Kernels
-from cairn.kernels.cpu import int8
-from cairn.kernels.cpu.heights import height_of
+from cairn.kernels.cpu import int8, onednn, panels
 from cairn.kernels.cpu.products import product
 from kernels.backends import BF16, F32
 from kernels.comparison import close, same_bits
@@ -22,6 +21,15 @@ from kernels.random_batches import RandomBatch, SequenceRows
 
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 OUT, IN = 160, 96
+
+
+@pytest.fixture(params=["panels", "onednn"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How weights lie that are packed in a test: as on this processor, or on others."""
+    if request.param == "panels" and not panels.has_instructions(torch.int8):
+        pytest.skip("not on this CPU")
+    monkeypatch.setattr(int8, "has_instructions", lambda _: request.param == "panels")
+    return str(request.param)
 
 
 def drawn(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
@@ -42,6 +50,7 @@ def most_error(x: Tensor, weight: Tensor) -> Tensor:
     return of_weights + of_rows + x.shape[1] * step * channel_step / 4
 
 
+@pytest.mark.usefixtures("layout")
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 5, 17, 64, 130])
 @pytest.mark.parametrize("biased", [False, True])
@@ -90,6 +99,7 @@ def test_experts_are_the_references(dtype: torch.dtype, gated: bool) -> None:
     close(run(cpu, x), wanted, tolerance=0.02 if dtype == BF16 else 2e-3)
 
 
+@pytest.mark.usefixtures("layout")
 @DTYPES
 def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
     weight = cpu.pack_int8(drawn(OUT, IN, dtype=dtype, seed=1))
@@ -103,12 +113,14 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> No
     assert same_bits(product(x[100:164].flip(0), weight), alone[100:164].flip(0))
 
 
+@pytest.mark.usefixtures("layout")
 @DTYPES
 def test_rows_that_are_not_contiguous_among_themselves(dtype: torch.dtype) -> None:
     weight, wide = cpu.pack_int8(drawn(OUT, IN, dtype=dtype, seed=1)), drawn(9, 2 * IN, dtype=dtype)
     assert same_bits(product(wide[:, IN:], weight), product(wide[:, IN:].contiguous(), weight))
 
 
+@pytest.mark.usefixtures("layout")
 @DTYPES
 def test_the_rows_at_the_ends_of_the_numbers(dtype: torch.dtype) -> None:
     weight = drawn(OUT, IN, dtype=dtype, seed=1)
@@ -136,17 +148,18 @@ def test_no_rows_are_no_rows() -> None:
 
 def test_products_have_few_heights(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps code for every height that it meets."""
-    heights, original = [], int8._scaled_sums
+    heights, original = [], onednn.scaled_int8_sums
 
     def counted(numbers: Tensor, *rest: Tensor) -> Tensor:
         heights.append(numbers.shape[0])
         return original(numbers, *rest)
 
-    monkeypatch.setattr(int8, "_scaled_sums", counted)
+    monkeypatch.setattr(int8, "has_instructions", lambda _: False)
+    monkeypatch.setattr(int8, "scaled_int8_sums", counted)
     weight, x = cpu.pack_int8(drawn(16, 32)), drawn(700, 32)
     for rows in range(1, 701):
         assert product(x[:rows], weight).shape == (rows, 16)
-    assert set(heights) == {height_of(rows) for rows in range(1, 701)}
+    assert set(heights) == {onednn.height_of(rows) for rows in range(1, 701)}
     assert len(set(heights)) <= 80
 
 
@@ -154,10 +167,11 @@ def bytes_of(*tensors: Tensor) -> int:
     return sum(torch.ops.mkldnn._nbytes(each) if each.is_mkldnn else each.nbytes for each in tensors)
 
 
+@pytest.mark.usefixtures("layout")
 def test_weights_take_little_more_than_half() -> None:
     weight = drawn(512, 1024, dtype=BF16)
     packed, quantized = cpu.pack(weight), cpu.pack_int8(weight)
-    found = bytes_of(*quantized.matrices, *quantized.scales, quantized.zero_points)
+    found = bytes_of(*quantized.matrices, *quantized.scales, *quantized.zeros)
     assert found <= 0.52 * bytes_of(*packed.matrices)
     experts = cpu.pack_int8(drawn(3, 64, 32))
     assert experts.shape == (3, 64, 32) and len(experts.matrices) == len(experts.scales) == 3
@@ -177,23 +191,26 @@ def test_a_torch_without_the_operations_is_refused(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> Tensor:
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr(int8, "_in_onednns_layout", fails)
+    monkeypatch.setattr(onednn, "reorder_int8", fails)
     with pytest.raises(ConfigError, match=r"--quantization int8: .*no such operation.*leave it out"):
-        int8._check_machine.__wrapped__()
+        onednn.check_int8.__wrapped__()
 
 
 def test_sums_that_saturate_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = int8._scaled_sums
-    monkeypatch.setattr(int8, "_scaled_sums", lambda *given: original(*given).clamp(-(2**15), 2**15 - 1))
+    original = onednn.scaled_int8_sums
+    monkeypatch.setattr(onednn, "scaled_int8_sums", lambda *given: original(*given).clamp(-(2**15), 2**15 - 1))
     with pytest.raises(ConfigError, match=r"--quantization int8: .*wrong sums.*leave it out"):
-        int8._check_machine.__wrapped__()
+        onednn.check_int8.__wrapped__()
 
 
 @pytest.mark.more
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of these processors")
 def test_a_processor_without_vnni_is_refused() -> None:
     """oneDNN takes another path there, which adds pairs of products up in 16 bits."""
-    asked = "from cairn.kernels import cpu; import torch; cpu.pack_int8(torch.zeros(4, 4))"
+    asked = (
+        "from cairn.kernels.cpu import int8; import torch; int8.has_instructions = lambda _: False; "
+        "int8.pack_int8(torch.zeros(4, 4))"
+    )
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "ConfigError: --quantization int8" in done.stderr.splitlines()[-1]
@@ -204,7 +221,7 @@ def test_a_processor_without_the_instructions_is_logged(
     found: dict[str, bool], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    int8._check_machine.__wrapped__()
+    onednn.check_int8.__wrapped__()
     assert ("VNNI" in caplog.text) is warned
 
 

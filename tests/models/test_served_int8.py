@@ -111,7 +111,7 @@ def test_matrices_take_little_more_than_half(family: str, int8: Served, made_mod
         part for part in parts_of(Served(made_model(family), "bfloat16").models[False]) if type(part) is PackedWeight
     ]
     plain = sum(bytes_of(*part.matrices) for part in packed if part.dtype == torch.bfloat16 and part.shape[-2] > 1)
-    assert 0 < sum(bytes_of(*part.matrices, *part.scales, part.zero_points) for part in quantized) <= 0.6 * plain
+    assert 0 < sum(bytes_of(*part.matrices, *part.scales, *part.zeros) for part in quantized) <= 0.6 * plain
     assert len(quantized) == sum(part.dtype == torch.bfloat16 and part.shape[-2] > 1 for part in packed)
 
 

@@ -69,16 +69,21 @@ def _interleave(builder: Any, low: Any, high: Any, step: int) -> tuple[Any, Any]
     return _shuffle(builder, low, high, first), _shuffle(builder, low, high, second)
 
 
+def prefetch_line(builder: Any, address: Any, cache: int = 1) -> None:
+    """LLVM code: the line at an address will be read soon, into the first or the second cache."""
+    byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # For reading, how near, and data, not code.
+    builder.call(function, [builder.bitcast(address, byte), *(ir.Constant(i32, n) for n in (0, 4 - cache, 1))])
+
+
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """What lies at a pointer will be read soon."""
+    """What lies at a pointer will be read soon: into the second cache, the first is full of what is being worked on."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # For reading, into the second cache: the first is full of what is being worked on. Data, not code.
-        builder.call(function, [builder.bitcast(args[0], byte), *(ir.Constant(i32, n) for n in (0, 2, 1))])
+        prefetch_line(builder, args[0], cache=2)
         return context.get_dummy_value()
 
     return types.void(address), code
@@ -86,16 +91,17 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def aligned(typingctx: Any, array: Any) -> Any:
-    """Pointer to the first number of a float32 buffer that a cache line begins with: where vectors cross lines, two
-    are fetched for one. 15 numbers of the buffer may be left over in front. The buffer has to be mentioned behind the
-    last use of the pointer, or it is gone before."""
+    """Pointer to the first number of a float32 or int32 buffer that a cache line begins with: where vectors cross
+    lines, two are fetched for one. 15 numbers of the buffer may be left over in front. The buffer has to be mentioned
+    behind the last use of the pointer, or it is gone before."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         view = context.make_array(signature.args[0])(context, builder, args[0])
         address = builder.add(builder.ptrtoint(view.data, _I64), ir.Constant(_I64, LINE - 1))
-        return builder.inttoptr(builder.and_(address, ir.Constant(_I64, -LINE)), _FLOAT.as_pointer())
+        return builder.inttoptr(builder.and_(address, ir.Constant(_I64, -LINE)), context.get_value_type(pointer))
 
-    return F32(types.Array(types.float32, 1, "C")), code
+    pointer = types.CPointer(array.dtype)
+    return (pointer(array), code) if array.dtype in (types.float32, types.int32) else None
 
 
 @intrinsic

@@ -1,0 +1,112 @@
+"""Products by dot instructions: every size of group, panel and chunk, and rows that do not see each other."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.kernels.cpu import panels
+from cairn.kernels.cpu.panels import GROUP, GROUPS_OF_ITEM, PANEL, product_of_panels, rows_of_group, to_panels
+from kernels.comparison import same_bits
+
+pytestmark = pytest.mark.skipif(not panels.has_instructions(torch.bfloat16), reason="not on this CPU")
+
+CHUNK = 2 * panels._CHUNK
+"""Inputs that a panel is read of at once."""
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.full((x.shape[0] + 1, weight.shape[0]), torch.nan, dtype=dtype)
+    product_of_panels(x, to_panels(weight), bias, out[:-1])
+    assert out[-1].isnan().all()
+    return out[:-1]
+
+
+def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Within what sums in float32 may be off, and the last rounding to bfloat16, if that is what was asked for."""
+    wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    sizes = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
+    last = torch.finfo(found.dtype).eps / 2 * wanted.abs()
+    assert ((found.double() - wanted).abs() <= 1e-5 * sizes + 1.02 * last).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "rows", [*range(1, GROUP + 2), 2 * GROUP, 2 * GROUP + 1, GROUP * GROUPS_OF_ITEM, GROUP * GROUPS_OF_ITEM + 1, 400]
+)
+def test_any_number_of_rows(rows: int, biased: bool, dtype: torch.dtype) -> None:
+    x, weight = drawn(rows, 70), drawn(2 * PANEL + 5, 70, seed=1)
+    bias = drawn(2 * PANEL + 5, seed=2) if biased else None
+    check(product(x, weight, bias, dtype), x, weight, bias)
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3, CHUNK - 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 2])
+@pytest.mark.parametrize("outputs", [1, PANEL - 1, PANEL, PANEL + 1])
+@pytest.mark.parametrize("rows", [1, 7, 30])
+def test_any_number_of_inputs_and_outputs(rows: int, outputs: int, inputs: int) -> None:
+    x, weight = drawn(rows, inputs), drawn(outputs, inputs, seed=1)
+    check(product(x, weight), x, weight)
+
+
+def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
+    weight = drawn(100, CHUNK + 36, seed=1)
+    x = drawn(300, CHUNK + 36)
+    alone = torch.cat([product(row[None], weight) for row in x])
+    for rows in (*range(2, 30), 191, 192, 193, 300):
+        assert same_bits(product(x[:rows], weight), alone[:rows])
+    beside = x.clone()
+    beside[::2] = torch.tensor([3e38, torch.inf, torch.nan]).repeat(50)[:, None].bfloat16()
+    assert same_bits(product(beside, weight)[1::2], alone[1::2])
+
+
+def test_rows_that_are_parts_of_longer_ones() -> None:
+    wide, weight = drawn(9, 151), drawn(40, 50, seed=1)
+    for first in (0, 1, 100):
+        part = wide[:, first : first + 50]
+        assert same_bits(product(part, weight), product(part.contiguous(), weight))
+
+
+def test_not_a_number_stays_one() -> None:
+    x, weight = drawn(5, 64), drawn(70, 64, seed=1)
+    x[1, 3], x[2, 7], weight[33, 5] = torch.nan, torch.inf, torch.nan
+    for dtype in (torch.float32, torch.bfloat16):
+        found = product(x, weight, dtype=dtype)
+        assert found[1].isnan().all() and found[:, 33].isnan().all() and not found[2].isfinite().any()
+        assert found[[0, 3, 4]][:, :33].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_panel_has_its_outputs_side_by_side(dtype: torch.dtype) -> None:
+    weight = torch.arange(40 * 10).remainder(119).view(40, 10).to(dtype)
+    found, per_word = to_panels(weight), 4 // dtype.itemsize
+    assert found.shape == (2, -(-10 // per_word), PANEL, per_word) and found.is_contiguous()
+    for output in range(2 * PANEL):
+        row = found[output // PANEL, :, output % PANEL].flatten()
+        assert torch.equal(row[:10], weight[output] if output < 40 else torch.zeros(10, dtype=dtype))
+        assert not row[10:].any()
+
+
+def test_groups_are_few_and_none_is_empty() -> None:
+    for rows in range(1, 5_000):
+        group = rows_of_group(rows)
+        groups = -(-rows // GROUP)
+        assert group <= GROUP and -(-rows // group) == groups and (groups - 1) * group < rows
+
+
+@pytest.mark.parametrize(
+    ("found", "has"),
+    [
+        ({"avx512bf16": True}, True),
+        ({}, False),
+        ({"avx512vnni": True}, False),
+        ({"avx512bf16": True, "amx-bf16": True}, False),
+    ],
+)
+def test_the_processors_that_have_them(found: dict[str, bool], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels.llvmlite.binding, "get_host_cpu_features", lambda: found)
+    assert panels.has_instructions.__wrapped__(torch.bfloat16) is has
+    assert panels.has_instructions.__wrapped__(torch.float32) is False
