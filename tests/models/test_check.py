@@ -81,6 +81,16 @@ def test_published_shapes(tmp_path: Path) -> None:
     assert report.num_pages == (64 << 30) // 98304
 
 
+def test_weights_in_int8(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, NANO, published_headers(), num_shards=2)
+    plain, report = check(tmp_path), check(tmp_path, CheckSettings(quantization="int8"))
+    embedding = 131_072 * 2688
+    # a byte for each number of a matrix and eight for each output, of which there are fewer than one in a thousand
+    assert 0.5 < (report.weight_bytes - 2 * embedding) / (plain.weight_bytes - 2 * embedding) < 0.503
+    text = rendered(tmp_path, CheckSettings(quantization="int8"))
+    assert "GiB in int8, embedding and norms in bfloat16" in text
+
+
 def test_what_is_printed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, NANO, published_headers(), num_shards=2)
     text = rendered(tmp_path)

@@ -14,6 +14,7 @@ from cairn.errors import ConfigError
 from cairn.kernels.cpu.int8 import Int8Weight
 from cairn.kernels.cpu.products import PackedWeight
 from cairn.layers.communicator import ALONE, Communicator
+from cairn.models.check import CheckSettings, check
 from cairn.models.make_model import MADE_FAMILIES
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.served_dtype import ServedQuantization
@@ -182,3 +183,33 @@ def test_exact_is_refused_before_a_tensor_is_read(tiny_model: Path) -> None:
 
 def test_every_family_is_here() -> None:
     assert {*DENSE, *MIXED} == {*ORDER} == {*MADE_FAMILIES} - {"qwen3_5_vl"}
+
+
+def loaded_bytes(model: object) -> int:
+    """Of all tensors that a model's dataclasses have, each once."""
+    found: dict[int, int] = {}
+
+    def look(part: object) -> None:
+        if isinstance(part, torch.Tensor):
+            found[id(part)] = bytes_of(part)
+        elif isinstance(part, tuple):
+            for each in part:
+                look(each)
+        elif is_dataclass(part):
+            for each in fields(part):
+                look(getattr(part, each.name))
+
+    look(model)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "granitemoehybrid"])
+def test_counted_weights_are_those_that_are_loaded(
+    name: str, quantization: ServedQuantization | None, made_model: Callable[[str], Path]
+) -> None:
+    """Within what panels and rounding of a tiny model's small tensors add; a tied embedding is there twice."""
+    folder = made_model(name)
+    counted = check(folder, CheckSettings(dtype="bfloat16", quantization=quantization)).weight_bytes
+    loaded = loaded_bytes(open_model(folder, "bfloat16", quantization).build(exact=False))
+    assert counted == pytest.approx(loaded, rel=0.05)

@@ -106,6 +106,9 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     )
     check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
     check.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s")
+    check.add_argument(
+        "-q", "--quantization", choices=("int8",), help="of the weights of matrix products; default: none"
+    )
     check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
     check.add_argument(
         "--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool to count with; default: %(default)s"

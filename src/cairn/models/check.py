@@ -13,6 +13,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.models.loader import Accounting, DType, account
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
 from cairn.models.registry import open_model
+from cairn.models.served_dtype import ServedQuantization
 from cairn.models.tensor_headers import read_headers
 
 MAX_PROBLEMS_SHOWN = 20
@@ -24,6 +25,7 @@ class CheckSettings:
     the shortest prompt, and the shortest beginning shared by two prompts, that can be hit."""
 
     dtype: DType = "auto"
+    quantization: ServedQuantization | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
@@ -79,7 +81,7 @@ def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    model = open_model(folder, settings.dtype)
+    model = open_model(folder, settings.dtype, settings.quantization)
     headers = read_headers(folder)
     vision = _vision_tensors(folder)
     expected = {**model.tensors(headers), **vision}
@@ -122,6 +124,11 @@ def render(report: CheckReport) -> RenderableType:
     return Group(table, *lines)
 
 
+def _served_in(report: CheckReport) -> str:
+    quantization = report.settings.quantization
+    return report.dtype if quantization is None else f"{quantization}, embedding and norms in {report.dtype}"
+
+
 def _rows(report: CheckReport) -> list[tuple[str, str]]:
     layout, settings = report.layout, report.settings
     layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
@@ -136,7 +143,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("model", f"{report.model_type}, {sum(report.layers.values())} layers: {layers}"),
         ("tensors", _tensor_row(report)),
         ("parameters", f"{report.parameters:,} ({report.parameters / 1e9:.2f} B)"),
-        ("weights", f"{_size(report.weight_bytes)} in {report.dtype}"),
+        ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
         ("keys and values", f"{layout.bytes_per_token:,.0f} bytes per token"),
         ("page", f"{layout.block_size} tokens, {layout.page_bytes:,} bytes"),
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{worth}"),

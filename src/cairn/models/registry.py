@@ -17,6 +17,7 @@ from cairn.models.families import family_of
 from cairn.models.identity import weights_identity
 from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.quantization import Quantization, read_quantization
+from cairn.models.qwen3_5_vision import PREFIX
 from cairn.models.served_dtype import ServedQuantization
 from cairn.models.tensor_headers import read_headers
 
@@ -49,8 +50,18 @@ class OpenModel:
         return self.family.tensors(self.config, stored)
 
     def served_bytes(self, tensors: Mapping[str, tuple[int, ...]]) -> int:
-        """Bytes that tensors of these names and shapes take in the dtypes that they are served in; quantized, fewer."""
-        return sum(math.prod(shape) * self._served_dtype(name).itemsize for name, shape in tensors.items())
+        """Bytes that tensors of these names and shapes take as they are served: the embedding of a tied output lies
+        there twice, as rows and as a packed weight, and a quantized matrix has a byte a number and eight an output.
+        Routers, which are not quantized, are counted as if they were."""
+        vocabulary = (self.config.vocab_size, self.config.hidden_size)
+        total = 0
+        for name, shape in tensors.items():
+            is_embedding = shape == vocabulary and not name.startswith("lm_head")
+            if is_embedding:
+                total += self._served_bytes(name, shape)
+            if not is_embedding or self.config.tie_word_embeddings:
+                total += self._packed_bytes(name, shape)
+        return total
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
@@ -92,6 +103,15 @@ class OpenModel:
                 self.served_quantization,
             )
             return self.family.build(self.config, reader.load, execution)
+
+    def _packed_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        is_matrix = len(shape) in (2, 3) and shape[-2] > 1 and not name.startswith(PREFIX)
+        if self.served_quantization is None or not is_matrix or self._served_dtype(name) == torch.float32:
+            return self._served_bytes(name, shape)
+        return math.prod(shape) + 8 * math.prod(shape[:-1])
+
+    def _served_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * self._served_dtype(name).itemsize
 
     def _served_dtype(self, name: str) -> torch.dtype:
         return torch.float32 if name.rpartition(".")[2] in self.family.float32_tensors else self.dtype
