@@ -27,10 +27,11 @@ from cairn.kernels.cpu.panels import (
     place_of_item,
     rows_of_group,
     to_panels,
+    words_at,
 )
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, store
 from cairn.kernels.cpu.threads import step_work
-from cairn.kernels.cpu.vectors import LANES, aligned
+from cairn.kernels.cpu.vectors import LANES, aligned, pointer_to
 
 LARGEST = 127
 """Of the whole numbers; -128 is left out, so that both signs reach equally far."""
@@ -140,11 +141,13 @@ def _quantize_rows(
     """In groups, as `panels` has them, four numbers of a row to a word and `width` of them with those that are filled
     up; groups of one are plain rows. A row's scale is NaN where one of its numbers is, and so is all that comes of the
     row."""
+    buffer = np.zeros(width, np.uint8)
     for item in range(begin, end):
         first = item * group
         count = min(group, rows - first)
+        target = words_at(advance(out, first * width))
         for i in range(count):
-            source, target = advance(x, (first + i) * row), advance(out, first * width)
+            source = advance(x, (first + i) * row)
             most = np.uint32(0)
             for j in range(inputs):
                 # Without its sign, the larger number has the larger bits, and NaN the largest.
@@ -154,20 +157,20 @@ def _quantize_rows(
             scale = _TINY if scale < _TINY else scale
             scales[first + i] = scale
             factor = np.float32(1) / scale
-            if count == 1:
+            if group == 1:
+                plain = advance(out, first * width)
                 for j in range(inputs):
-                    target[j] = _whole_number(load(source, j) * factor)
+                    plain[j] = _whole_number(load(source, j) * factor)
                 for j in range(inputs, width):
-                    target[j] = np.uint8(0)
+                    plain[j] = np.uint8(0)
             else:
-                for j in range(0, inputs, 4):
-                    word = advance(target, j * count + 4 * i)
-                    if j + 4 <= inputs:
-                        for k in range(4):
-                            word[k] = _whole_number(load(source, j + k) * factor)
-                    else:
-                        for k in range(4):
-                            word[k] = _whole_number(load(source, j + k) * factor) if j + k < inputs else np.uint8(0)
+                numbers = pointer_to(buffer)
+                for j in range(inputs):
+                    numbers[j] = _whole_number(load(source, j) * factor)
+                words = words_at(numbers)
+                for word in range(width // 4):
+                    target[word * count + i] = words[word]
+    buffer[0] = 0
 
 
 @jit

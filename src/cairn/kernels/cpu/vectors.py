@@ -90,6 +90,16 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
+def pointer_to(typingctx: Any, array: Any) -> Any:
+    """Pointer to the first number of a buffer, which has to be mentioned behind its last use, as for `aligned`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), code
+
+
+@intrinsic
 def aligned(typingctx: Any, array: Any) -> Any:
     """Pointer to the first number of a float32 or int32 buffer that a cache line begins with: where vectors cross
     lines, two are fetched for one. 15 numbers of the buffer may be left over in front. The buffer has to be mentioned
