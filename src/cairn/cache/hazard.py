@@ -4,6 +4,8 @@ A *class* is a short tuple, from the general to the particular; it is a row of t
 beginnings. A row knows hits and time at risk by age. What a row has not seen enough of it takes from the row above it.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +28,32 @@ _PRIOR = 0.1 / np.maximum(1.0, _EDGES[1:])
 Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class LearnedParts:
+    """Which parts of the learned eviction policy are on. All are, but in benchmarks that measure what each is worth.
+
+    `ages`: a chance by class and age, not by class alone; `neighbours`: ages near another count for it; `gittins`: the
+    best rate over all ages to come, not the present one; `ghosts`: what was dropped is learned from; `heirs`: a dropped
+    checkpoint's chance falls to the one above it; `admission`: what is worth too little is not taken; `doubt`: new
+    checkpoints count three times their value in that; `young`: each is ranked anew at age 8; `lineage`: classes by how
+    long a conversation is and how much of a prompt was new; `offsets`: places by distances from prompts' ends.
+    """
+
+    ages: bool = True
+    neighbours: bool = True
+    gittins: bool = True
+    ghosts: bool = True
+    heirs: bool = True
+    admission: bool = True
+    doubt: bool = True
+    young: bool = True
+    lineage: bool = True
+    offsets: bool = True
+
+
+ALL_PARTS = LearnedParts()
+
+
 def _bin(age: float) -> int:
     position = int(age * age).bit_length()
     return position if position < BINS else BINS - 1
@@ -39,7 +67,8 @@ def _bins(ages: Floats) -> NDArray[np.intp]:
 class HazardTable:
     """Hits and time at risk by class and age. Ages and times in requests; `refresh` makes what was noted count."""
 
-    def __init__(self, max_classes: int = 4096) -> None:
+    def __init__(self, max_classes: int = 4096, parts: LearnedParts = ALL_PARTS) -> None:
+        self._parts = parts
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
@@ -117,7 +146,8 @@ class HazardTable:
         if hits[0].sum() > MAX_HITS:
             self._hits /= 2
             self._risk /= 2
-        self._index = _gittins(self._hazards(hits, risk)).tolist()
+        hazards = self._hazards(hits, risk)
+        self._index = (_gittins(hazards) if self._parts.gittins else hazards).tolist()
 
     def _summed(self, number: int) -> tuple[Floats, Floats]:
         """Each row with all rows below it."""
@@ -135,9 +165,15 @@ class HazardTable:
         too (a kernel estimate, as in Ramlau-Hansen, "Smoothing counting process intensities by means of kernel
         functions", Ann. Stat. 11, 1983).
         """
-        near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
+        if not self._parts.ages:
+            hits = np.repeat(hits.sum(axis=1, keepdims=True), BINS, axis=1)
+            risk = np.repeat(risk.sum(axis=1, keepdims=True), BINS, axis=1)
+        near_hits, near_risk = hits, risk
+        if self._parts.neighbours and self._parts.ages:
+            near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
         hazards = np.empty_like(hits)
-        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / _PRIOR)
+        prior = _PRIOR if self._parts.ages else np.full(BINS, 1e-3)
+        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / prior)
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2

@@ -25,6 +25,7 @@ from cairn.cache.commit import TreeWriter
 from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import Eviction
 from cairn.cache.growth import Growth
+from cairn.cache.hazard import ALL_PARTS, LearnedParts
 from cairn.cache.holders import Holders
 from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
@@ -48,11 +49,13 @@ GHOST_FACTOR = 4
 
 @dataclass(frozen=True, slots=True)
 class CachePolicy:
-    """How the cache behaves. `placement` None switches it off: every prompt is computed, nothing is kept."""
+    """How the cache behaves. `placement` None switches it off: every prompt is computed, nothing is kept. `parts`: of
+    what eviction learns, for benchmarks."""
 
     placement: Placement | None
     eviction: Eviction
     exact: bool = False
+    parts: LearnedParts = ALL_PARTS
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class PrefixCache:
         self.pool = PagePool(num_pages)
         tokens_per_page = max((group.tokens_per_page for group in layout.groups), default=layout.block_size)
         ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
-        self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer, clock)
+        self.residents = Residents(layout, self.pool, policy.eviction, ghost_tokens, observer, clock, policy.parts)
         self.holders = Holders(self.pool)
         self.leases, self.holds, self.held = self.holders.leases, self.holders.holds, self.holders.steps
         self._finder = Finder(layout, policy.exact)
@@ -198,7 +201,7 @@ class PrefixCache:
             boundaries=boundaries,
             exact=self.policy.exact,
             idle_files=idle_files,
-            foretold=tuple(self.branches.positions(num_tokens, lease.hit, most)),
+            foretold=tuple(self.branches.positions(num_tokens, lease.hit, most)) if self.policy.parts.offsets else (),
         )
 
     def _learn(self, lease: Lease) -> None:

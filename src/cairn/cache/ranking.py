@@ -4,6 +4,7 @@ from collections import deque
 
 from cairn.cache.checkpoint import Checkpoint, Kind, Origin
 from cairn.cache.eviction import CheckpointFacts, Eviction, EvictionQueue
+from cairn.cache.hazard import ALL_PARTS, LearnedParts
 from cairn.cache.held import HeldCheckpoints
 from cairn.cache.layout import CacheLayout
 from cairn.cache.reuse import Lineage, Reuse, ReuseBook
@@ -30,9 +31,12 @@ class Ranking:
     `num_pages`: those of the whole pool. `clock` says when what a client holds is let go.
     """
 
-    def __init__(self, layout: CacheLayout, num_pages: int, eviction: Eviction, clock: Clock) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_pages: int, eviction: Eviction, clock: Clock, parts: LearnedParts = ALL_PARTS
+    ) -> None:
         self.queue = EvictionQueue(eviction)
-        self.reuse = ReuseBook(GHOST_FACTOR * (num_pages // layout.pages_per_checkpoint) + MIN_GHOSTS)
+        self.reuse = ReuseBook(GHOST_FACTOR * (num_pages // layout.pages_per_checkpoint) + MIN_GHOSTS, parts)
+        self.parts = parts
         self.held = HeldCheckpoints(layout, num_pages, clock)
         self._layout = layout
         self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
@@ -48,7 +52,7 @@ class Ranking:
             self.queue.remove(old)
             self.held.replace(old, checkpoint)
         self.use(checkpoint, hit=False)
-        if not kind.on_probation:
+        if not kind.on_probation and self.parts.young:
             self._young.append((self.reuse.now, checkpoint))
         self._rank(_next_above(node))
 
@@ -154,7 +158,10 @@ class Ranking:
 
     def worth(self, facts: CheckpointFacts) -> bool:
         """Whether a checkpoint that is to be made would not be worth far less than what goes next."""
-        doubted = facts if facts.kind is Kind.OFFSET else facts._replace(chance=DOUBT * facts.chance)
+        if not self.parts.admission:
+            return True
+        doubt = DOUBT if self.parts.doubt and facts.kind is not Kind.OFFSET else 1
+        doubted = facts._replace(chance=doubt * facts.chance)
         return not len(self.queue) or not self.queue.goes_before_all(doubted)
 
     def rank_aged(self) -> None:

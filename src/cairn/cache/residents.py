@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cairn.cache.checkpoint import Checkpoint, Kind, Origin
 from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import Eviction
+from cairn.cache.hazard import ALL_PARTS, LearnedParts
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.ranking import Ranking
@@ -34,9 +35,10 @@ class Residents:
         ghost_tokens: int,
         observer: TreeObserver | None = None,
         clock: Clock | None = None,
+        parts: LearnedParts = ALL_PARTS,
     ) -> None:
         self.pool = pool
-        self.ranking = Ranking(layout, pool.num_pages, eviction, clock or SystemClock())
+        self.ranking = Ranking(layout, pool.num_pages, eviction, clock or SystemClock(), parts)
         self.queue, self.reuse, self.held = self.ranking.queue, self.ranking.reuse, self.ranking.held
         self.runs = Runs(layout, pool, self.reuse, ghost_tokens, observer)
         self.roots = self.runs.roots

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cairn.cache.checkpoint import Kind, Origin
-from cairn.cache.hazard import Class, HazardTable
+from cairn.cache.hazard import ALL_PARTS, Class, HazardTable, LearnedParts
 
 if TYPE_CHECKING:
     from cairn.cache.tree import Node
@@ -76,10 +76,11 @@ class ReuseBook:
     """All records, the ghosts among them bounded, and what they teach. Time is counted in requests (`now`);
     `version` is another one when any node's record is."""
 
-    def __init__(self, max_ghosts: int) -> None:
+    def __init__(self, max_ghosts: int, parts: LearnedParts = ALL_PARTS) -> None:
         self.now = self.version = 0
-        self.table = HazardTable()
-        self._max_ghosts = max_ghosts
+        self.parts = parts
+        self.table = HazardTable(parts=parts)
+        self._max_ghosts = max_ghosts if parts.ghosts else 0
         self._ghosts: OrderedDict[Reuse, None] = OrderedDict()
         self._due = self._rank_due = 0
         # of record i: its row, the request it counts its age from, and up to which its time at risk has been noted
@@ -103,7 +104,7 @@ class ReuseBook:
 
     def made(self, node: "Node", kind: Kind, origin: Origin, lineage: Lineage) -> Reuse:
         """A checkpoint is made at the end of `node`; what its ghost knew is kept."""
-        reuse, before = Reuse(node, kind, origin, lineage), node.reuse
+        reuse, before = Reuse(node, kind, origin, lineage if self.parts.lineage else NO_LINEAGE), node.reuse
         if before is not None:
             reuse.hits, reuse.branches, reuse.heir = before.hits, before.branches, before.heir
             self.forget(before)
@@ -132,7 +133,7 @@ class ReuseBook:
         self._ghosts[reuse] = None
         heir = self._heir(reuse)
         reuse.heir = None
-        if above is not None:
+        if above is not None and self.parts.heirs:
             best = max((one for one in (reuse, heir, self._heir(above)) if one is not None), key=self._own_chance)
             above.heir = best
         while len(self._ghosts) > self._max_ghosts:
@@ -154,6 +155,7 @@ class ReuseBook:
     def first_chance(self, kind: Kind, ways: tuple[int, ...], lineage: Lineage, before: Reuse | None) -> float:
         """`chance` of a checkpoint before it is made, at best. `ways`: how many ways on there may be from it; `before`:
         the record of one that was there, from which there is one more now."""
+        lineage = lineage if self.parts.lineage else NO_LINEAGE
         fresh = bisect_right(_FRESH, lineage.fresh_tokens)
         rows = [self.table.row((kind.number, min(2, number), lineage.turn, fresh)) for number in ways]
         if before is not None and before.hits:
