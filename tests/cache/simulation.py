@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint import Checkpoint, Kind
+from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import Eviction
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import Placement, PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.cache.tree import Checkpoint
 from cairn.step import PageCopy
 from cairn.types import Boundary, ManualClock
 

@@ -7,12 +7,12 @@ import pytest
 from simulation import Simulation
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto
 from cairn.cache.reuse import NO_LINEAGE, Reuse
-from cairn.cache.tree import Node
+from cairn.cache.tree import Checkpoint, Node
 from cairn.errors import AuditError
 from cairn.types import Boundary
 

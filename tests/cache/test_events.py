@@ -12,9 +12,18 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from simulation import PLAIN, Simulation
 from test_state_machine import COMMON, PICK, SEGMENTS, CacheMachine
 
-from cairn.cache.events import KeyName, block_hash, next_digest, root_digest
 from cairn.cache.checkpoint import Kind, Origin
-from cairn.cache.events import AllBlocksCleared, BlockEvents, BlockRemoved, BlockStored, Event
+from cairn.cache.events import (
+    AllBlocksCleared,
+    BlockEvents,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KeyName,
+    block_hash,
+    next_digest,
+    root_digest,
+)
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import Wanted, placement_for

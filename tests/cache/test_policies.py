@@ -2,10 +2,10 @@
 
 import pytest
 
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.eviction import CheckpointFacts, EvictionQueue, LeastRecentlyUsed, ValuePerByte, eviction_for
 from cairn.cache.placement import PromptFacts, Wanted, placement_for
-from cairn.cache.tree import Node
+from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Boundary
 
 MODES = ["align", "all", "junction", "auto"]

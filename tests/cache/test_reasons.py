@@ -5,11 +5,10 @@ import pytest
 from simulation import PLAIN, Simulation
 
 from cairn.cache import lookup
-from cairn.cache.cures import Situation, cure
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, Junction
-from cairn.cache.reasons import Reason, first_reason
+from cairn.cache.reasons import HintFacts, Reason, first_reason, hint
 
 A, B = tuple(range(1000, 1200)), tuple(range(2000, 2200))
 
@@ -177,15 +176,15 @@ def test_a_lookup_compares_a_bounded_number_of_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_every_reason_has_a_cure(reason):
+def test_every_reason_has_a_hint(reason):
     for auto in (True, False):
-        text = cure(reason, 1000, Situation(all_bytes=3 << 30, auto=auto, exact=False, min_shared=64))
+        text = hint(reason, 1000, HintFacts(all_bytes=3 << 30, auto=auto, exact=False, min_shared=64))
         assert text and "\n" not in text
     assert ("3.0 GiB" in text) == (reason is Reason.EVICTED)
 
 
 def test_a_breakpoint_is_advised_where_exact_mode_can_hold_one():
-    advice = [cure(Reason.NO_CHECKPOINT, 1000, Situation(0, True, exact, 64)) for exact in (False, True)]
+    advice = [hint(Reason.NO_CHECKPOINT, 1000, HintFacts(0, True, exact, 64)) for exact in (False, True)]
     assert advice == [f"a breakpoint (cache_control) at token {at}" for at in ("1,000", "960")]
 
 

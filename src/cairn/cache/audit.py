@@ -3,9 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.key_run import NARROW, WIDE
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.tree import Node
+from cairn.cache.tree import NARROW, WIDE, Node
 from cairn.errors import AuditError
 
 __all__ = ["audit"]

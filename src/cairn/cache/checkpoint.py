@@ -1,14 +1,8 @@
-"""A checkpoint: a file of pages that resumes a token path at one position, and where it came from."""
+"""What a checkpoint was kept for, and how its state was computed."""
 
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
 
-from cairn.types import Pages
-
-if TYPE_CHECKING:
-    from cairn.cache.tree import Node
-
-__all__ = ["Checkpoint", "Kind", "Origin"]
+__all__ = ["Kind", "Origin"]
 
 
 class Kind(StrEnum):
@@ -55,41 +49,3 @@ class Origin(Enum):
     """By prefill, at another position: equal to that of a prompt ending there, but not to continue from."""
     DECODE = "decode"
     """With the help of decode steps, which round differently."""
-
-
-class Checkpoint:
-    """Hangs at the end of `node`; `pages` is its file. `maker` is the request that computed it.
-
-    `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
-    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
-    from then on.
-    """
-
-    __slots__ = (
-        "held_until",
-        "hits",
-        "hold_seconds",
-        "kind",
-        "last_used",
-        "maker",
-        "node",
-        "origin",
-        "pages",
-        "version",
-    )
-
-    def __init__(self, node: "Node", pages: Pages, kind: Kind, origin: Origin, maker: str) -> None:
-        self.node = node
-        self.pages = pages
-        self.kind = kind
-        self.origin = origin
-        self.maker = maker
-        self.hits = 0
-        self.last_used = 0
-        self.version = 0
-        self.held_until: float | None = None
-        self.hold_seconds = 0
-
-    @property
-    def position(self) -> int:
-        return self.node.end

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cairn.cache.checkpoint import Origin
-from cairn.cache.key_run import Sought, common_prefix
 from cairn.cache.lease import Lease
 from cairn.cache.residents import Residents
-from cairn.cache.tree import Node
+from cairn.cache.tree import Node, TokenKey, common_prefix
 from cairn.step import GRID
 
 
@@ -52,14 +51,14 @@ class TreeWriter:
         else:
             node = runs.root(lease.namespace)
         position = base = node.end
-        new = Sought(lease.keys[base:upto])
+        new = TokenKey(lease.keys[base:upto])
         while position < upto:
             decoded = position >= lease.decode_from
             stop = upto if decoded else min(upto, lease.decode_from)
             maker = lease.request_id if decoded else None
             child = node.child(int(new.tokens[position - base]))
             if child is None:
-                run = new.run(position - base, stop - base)
+                run = new.slice_raw(position - base, stop - base)
                 node = runs.add(node, run, stop, lease.span(position, stop), maker, lease.num_prompt_tokens)
                 position = stop
                 continue

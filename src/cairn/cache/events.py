@@ -22,9 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from cairn.cache.checkpoint import Origin
-from cairn.cache.key_run import WIDE
 from cairn.cache.lease import Namespace
-from cairn.cache.tree import Node, last_keys
+from cairn.cache.tree import WIDE, Node, last_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from cairn.cache.checkpoint import Checkpoint, Kind
+from cairn.cache.checkpoint import Kind
+from cairn.cache.tree import Checkpoint
 
 __all__ = ["CheckpointFacts", "Eviction", "EvictionQueue", "LeastRecentlyUsed", "ValuePerByte", "eviction_for"]
 

@@ -4,9 +4,8 @@ a stated share of the pool."""
 from collections.abc import Iterator
 from math import inf
 
-from cairn.cache.checkpoint import Checkpoint
 from cairn.cache.layout import CacheLayout
-from cairn.cache.tree import Node
+from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Clock
 
 HELD_SHARE = 0.25

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cairn.cache.checkpoint import Checkpoint, Kind
+from cairn.cache.checkpoint import Kind
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason, first_reason
 from cairn.cache.reuse import NO_LINEAGE, Lineage, Reuse
-from cairn.cache.tree import Node, Walk
+from cairn.cache.tree import Checkpoint, Node, Walk
 from cairn.types import Keys, Pages
 
 __all__ = ["Hold", "Lease", "Namespace", "PageTable", "PendingFile", "Stretch"]

@@ -11,14 +11,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cairn.cache.checkpoint import Checkpoint
-from cairn.cache.cures import Situation, cure
 from cairn.cache.journal import INTERVAL_SECONDS, NAMED_TOKENS
 from cairn.cache.layout import CacheLayout
+from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.ranking import pages_freed
-from cairn.cache.reasons import Reason
-from cairn.cache.tree import Node, last_keys
+from cairn.cache.reasons import HintFacts, Reason, hint
+from cairn.cache.tree import Checkpoint, Node, last_keys
 from cairn.cache.view import (
     CacheView,
     CheckpointView,
@@ -30,6 +29,7 @@ from cairn.cache.view import (
     TreeView,
     VisitView,
 )
+from cairn.step import GRID
 
 Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
@@ -309,7 +309,7 @@ def _tree(cache: PrefixCache, survey: Survey, columns: Columns, below: Numbers) 
 
 def _whole(cache: PrefixCache, tree: TreeView, paths: list[PathView]) -> CacheView:
     journal, now = cache.journal, cache.journal.clock.now()
-    situation = Situation.of(cache, tree.dropped_tokens, tree.dropped_checkpoints)
+    facts = _hint_facts(cache, tree.dropped_tokens, tree.dropped_checkpoints)
     return CacheView(
         enabled=cache.enabled,
         pool=_pool(cache),
@@ -336,7 +336,7 @@ def _whole(cache: PrefixCache, tree: TreeView, paths: list[PathView]) -> CacheVi
                 requests=prefix.requests,
                 age=round(now - prefix.at, 3),
                 reason=prefix.reason.value,
-                cure=cure(prefix.reason, prefix.depth, situation),
+                cure=hint(prefix.reason, prefix.depth, facts),
             )
             for prefix in journal.heaviest(_MAX_LOST)
         ],
@@ -355,6 +355,17 @@ def _whole(cache: PrefixCache, tree: TreeView, paths: list[PathView]) -> CacheVi
             )
             for visit in reversed(journal.visits)
         ],
+    )
+
+
+def _hint_facts(cache: PrefixCache, dropped_tokens: int, dropped_checkpoints: int) -> HintFacts:
+    layout, placement = cache.layout, cache.policy.placement
+    dropped = layout.pages_for(dropped_tokens) + dropped_checkpoints * layout.pages_per_checkpoint
+    return HintFacts(
+        all_bytes=(cache.pool.num_pages + dropped) * layout.page_bytes,
+        auto=isinstance(placement, Auto),
+        exact=cache.policy.exact,
+        min_shared=placement.min_shared if placement is not None else GRID,
     )
 
 

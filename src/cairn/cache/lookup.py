@@ -6,14 +6,13 @@ from itertools import chain
 
 import numpy as np
 
-from cairn.cache.checkpoint import Checkpoint, Origin
-from cairn.cache.key_run import Sought
+from cairn.cache.checkpoint import Origin
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lease import Lease, Namespace, PageTable, Stretch
 from cairn.cache.placement import Placement
 from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
-from cairn.cache.tree import Node, Walk, path_pages, walk
+from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, walk
 from cairn.keys import common_tokens
 from cairn.types import Keys
 
@@ -112,7 +111,7 @@ class Finder:
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = Acceptance(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
-        found = walk(root, Sought(keys), may.run_end()) if root is not None else Walk()
+        found = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self._layout.state_bytes == 0 and hit < min(found.matched, length - 1):
@@ -175,7 +174,7 @@ def missed(
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
     plain = Namespace(lease.namespace.adapter)
     root = roots.get(plain) if lease.namespace != plain and position < length else None
-    if root is not None and (elsewhere := walk(root, Sought(lease.keys[:length])).seen) > position:
+    if root is not None and (elsewhere := walk(root, TokenKey(lease.keys[:length])).seen) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
     if position < length:

@@ -2,13 +2,13 @@
 
 from collections import deque
 
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.eviction import CheckpointFacts, Eviction, EvictionQueue
 from cairn.cache.hazard import ALL_PARTS, LearnedParts
 from cairn.cache.held import HeldCheckpoints
 from cairn.cache.layout import CacheLayout
 from cairn.cache.reuse import Lineage, Reuse, ReuseBook
-from cairn.cache.tree import Node
+from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Clock
 
 DOUBT = 3

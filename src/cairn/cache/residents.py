@@ -7,7 +7,7 @@ then the checkpoint that the eviction policy names, which may make a run barren.
 from collections import Counter
 from collections.abc import Iterator
 
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.events import TreeObserver
 from cairn.cache.eviction import Eviction
 from cairn.cache.hazard import ALL_PARTS, LearnedParts
@@ -17,7 +17,7 @@ from cairn.cache.ranking import Ranking
 from cairn.cache.reasons import Reason
 from cairn.cache.reuse import NO_LINEAGE, Lineage
 from cairn.cache.runs import Runs
-from cairn.cache.tree import Node
+from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Clock, Pages, SystemClock
 
 

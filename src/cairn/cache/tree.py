@@ -7,7 +7,11 @@ A node covers tokens [start, end) of every path through it and lists, per attent
 A node that starts inside a page lists that page, too: its own copy, which holds the last tokens of its parent as
 well, or the parent's page itself where the same request wrote on. Along a path the page of the deepest node wins.
 
-A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children.
+A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children. A checkpoint
+hangs at a node's end.
+
+Key tokens take four bytes each where that is enough (vocabulary ids and the numbers of images), else eight. A node has
+one width for all its tokens, so that comparing it with a prompt of the same width is one memcmp.
 """
 
 import sys
@@ -15,17 +19,67 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cairn.cache.checkpoint import Checkpoint
-from cairn.cache.key_run import Sought, common_prefix, widen
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.cache.reuse import Reuse
+from cairn.keys import common_tokens
 from cairn.types import Keys, Pages
+
+NARROW, WIDE = 4, 8
+_NARROW_TOKENS = np.iinfo(np.int32)
+
+
+def _fit_narrow(keys: Keys) -> bool:
+    if not len(keys):
+        return True
+    # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
+    bits = int(np.bitwise_or.reduce(keys))
+    if bits >= 0:
+        return bits <= _NARROW_TOKENS.max
+    return int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
+
+
+def to_int64(raw: bytes, num_tokens: int, first: int = 0, end: int | None = None) -> Keys:
+    """Tokens [first, end) of the `num_tokens` tokens in `raw`, shape [n]."""
+    return _tokens(raw, num_tokens)[first:end].astype(np.int64)
+
+
+class TokenKey:
+    """Key tokens that are looked up or added. `raw`: their bytes, `width` (4 or 8) a token. `tokens`: the same as an
+    array, shape [n]. Made in O(n)."""
+
+    __slots__ = ("raw", "tokens", "width")
+
+    def __init__(self, keys: Keys) -> None:
+        narrow = _fit_narrow(keys)
+        self.width = NARROW if narrow else WIDE
+        self.raw = bytearray(self.width * len(keys))
+        self.tokens = np.frombuffer(self.raw, np.int32) if narrow else np.frombuffer(self.raw, np.int64)
+        # into the place where they are needed, for a prompt has up to a million bytes
+        np.copyto(self.tokens, keys, casting="unsafe")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def slice_raw(self, start: int, end: int) -> bytes:
+        """The bytes of tokens [start, end), as a node keeps them."""
+        return bytes(memoryview(self.raw)[start * self.width : end * self.width])
+
+
+def common_prefix(raw: bytes, num_tokens: int, key: TokenKey, position: int) -> int:
+    """How many of the `num_tokens` tokens in `raw` equal those of `key` from `position` on."""
+    return common_tokens(_tokens(raw, num_tokens), key.tokens[position:])
+
+
+def _tokens(raw: bytes, num_tokens: int) -> NDArray[np.int32] | NDArray[np.int64]:
+    return np.frombuffer(raw, np.int32) if len(raw) == num_tokens * NARROW else np.frombuffer(raw, np.int64)
 
 
 class Node:
-    """One run of key tokens. `raw` is their bytes, as `cairn.cache.key_run` has them.
+    """One run of key tokens. `raw` is their bytes, four or eight a token.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
     `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone. `reuse` is
@@ -78,7 +132,7 @@ class Node:
 
     def keys(self, first: int = 0, end: int | None = None) -> Keys:
         """Its key tokens [first, end), counted from its own start; as slices have it."""
-        return widen(self.raw, self.end - self.start, first, end)
+        return to_int64(self.raw, self.end - self.start, first, end)
 
     @property
     def children(self) -> "Collection[Node]":
@@ -117,6 +171,45 @@ class Node:
             (self._below,) = below.values()
 
 
+class Checkpoint:
+    """A file of pages with the state at the end of `node`, from which prompts resume. `maker`: the request that
+    computed it.
+
+    `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
+    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
+    from then on.
+    """
+
+    __slots__ = (
+        "held_until",
+        "hits",
+        "hold_seconds",
+        "kind",
+        "last_used",
+        "maker",
+        "node",
+        "origin",
+        "pages",
+        "version",
+    )
+
+    def __init__(self, node: "Node", pages: Pages, kind: Kind, origin: Origin, maker: str) -> None:
+        self.node = node
+        self.pages = pages
+        self.kind = kind
+        self.origin = origin
+        self.maker = maker
+        self.hits = 0
+        self.last_used = 0
+        self.version = 0
+        self.held_until: float | None = None
+        self.hold_seconds = 0
+
+    @property
+    def position(self) -> int:
+        return self.node.end
+
+
 @dataclass(slots=True)
 class Walk:
     """How far a prompt is known. `path`: resident nodes in order, the last one perhaps matched in part.
@@ -146,27 +239,27 @@ class Walk:
         return max(0, last.prompt_end - self.seen)
 
 
-def walk(root: Node, sought: Sought, usable: Callable[[Node], int] | None = None) -> Walk:
-    """Follow `sought` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
+def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None) -> Walk:
+    """Follow `key` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
     all of them."""
-    octets, width, length = sought.octets, sought.width, len(sought)
+    raw_key, width, length = key.raw, key.width, len(key)
     path: list[Node] = []
     beyond: list[Node] = []
     node, position, matched = root, 0, 0
     while position < length:
         below = node._below
-        child = below.get(int(sought.tokens[position])) if isinstance(below, dict) else below
+        child = below.get(int(key.tokens[position])) if isinstance(below, dict) else below
         if child is None:
             break
         end, raw = child.end, child.raw
         # nearly every node is matched whole, and these lines are most of what a lookup costs
-        whole = octets.startswith(raw, position * width) and len(raw) == (end - position) * width
+        whole = raw_key.startswith(raw, position * width) and len(raw) == (end - position) * width
         if whole and usable is None and matched == position and child.pages is not None:
             path.append(child)
             node, position, matched = child, end, end
             continue
         if not whole:
-            end = position + common_prefix(raw, end - position, sought, position)
+            end = position + common_prefix(raw, end - position, key, position)
             whole = end == child.end
             if end == position:
                 break
