@@ -21,8 +21,7 @@ from benchmarks.offline_line import OFFLINE, offline_hits
 from rich.console import Console
 from rich.table import Table
 
-from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
-from cairn.cache.hazard import LearnedParts
+from cairn.cache.eviction import LeastRecentlyUsed, PolicyParts, ValuePerByte
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.bounds import footprint_bytes
@@ -32,7 +31,10 @@ from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, read_trace
 
 ALL = "all"
-PARTS = tuple(field.name for field in fields(LearnedParts))
+OFFSETS = "offsets"
+"""The part of the placement policy that learns: positions where prompts are predicted to diverge."""
+
+PARTS = (*(field.name for field in fields(PolicyParts)), OFFSETS)
 POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "lru")
 SHARES = (0.05, 0.10)
 MAX_NUM_BATCHED_TOKENS = 8192
@@ -55,7 +57,8 @@ def cache_policy(name: str) -> CachePolicy:
     off = [] if name == ALL else name.removeprefix("-").split("-")
     if unknown := [part for part in off if part not in PARTS]:
         raise SystemExit(f"--policies: {name!r} names {unknown[0]!r}, not one of {', '.join(PARTS)}")
-    return CachePolicy(Auto(), ValuePerByte(), parts=LearnedParts(**dict.fromkeys(off, False)))
+    parts = PolicyParts(**{part: False for part in off if part != OFFSETS})
+    return CachePolicy(Auto(offsets=OFFSETS not in off), ValuePerByte(parts))
 
 
 def replayed(trace: Trace, share: float, layout_name: str, name: str) -> Row:

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, PromptFacts
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import GenerateRequest
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -61,7 +61,11 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     cache.admitted(lease)
     facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.idle_files())
     assert cache.extend(lease, len(keys)) is not None
-    kept = [w.position for w in placement.in_prefill(facts, lease.hit, len(keys)) if cache.want(lease, w) is not None]
+    kept = [
+        w.position
+        for w in placement.in_prefill(facts, lease.hit, len(keys))
+        if cache.reserve_checkpoint(lease, w) is not None
+    ]
     cache.hold_until(1, lease)
     cache.commit(lease, len(keys), kept)
     cache.step_applied(1)

@@ -24,7 +24,7 @@ FLOOR_0 = (
 CACHE_DOOR = (
     "cairn.cache.prefix_cache",
     "cairn.cache.layout",
-    "cairn.cache.lease",
+    "cairn.cache.sequence_blocks",
     "cairn.cache.placement",
     "cairn.cache.checkpoint",
     "cairn.cache.reasons",

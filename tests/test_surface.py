@@ -100,12 +100,13 @@ EXPORTED = {
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",
-    "cairn.cache.checkpoint": "Kind Origin",
-    "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
+    "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
+    "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed PolicyParts ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile Stretch",
-    "cairn.cache.placement": "Align All Auto Granular Junction Placement PromptFacts Wanted hold_positions "
-    "placement_for",
+    "cairn.cache.sequence_blocks": "BlockTables Hold KeyBuffer MissReport MissSpan Namespace PageTable PendingFile "
+    "PinnedPages PrefixMatch SequenceBlocks",
+    "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
+    "hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.books": "Books Counters SchedulerConfig",

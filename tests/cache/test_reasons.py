@@ -6,9 +6,9 @@ from simulation import PLAIN, Simulation
 
 from cairn.cache import lookup
 from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, Junction
 from cairn.cache.reasons import HintFacts, Reason, first_reason, hint
+from cairn.cache.sequence_blocks import Namespace
 
 A, B = tuple(range(1000, 1200)), tuple(range(2000, 2200))
 
@@ -59,8 +59,8 @@ def test_a_checkpoint_that_was_dropped_is_charged_up_to_where_it_stood():
     run(sim, A[:128])
     run(sim, A[:128] + B)
     node = sim.cache.lookup(PLAIN, np.array(A[:128], np.int64), "x").checkpoint
-    sim.cache.residents.queue.remove(node)
-    sim.cache.residents._drop(node)
+    sim.cache.checkpoints.queue.remove(node)
+    sim.cache.checkpoints._drop(node)
     lease = sim.cache.lookup(PLAIN, np.array(A[:128] + B[:60] + (1, 2), np.int64), "y")
     assert (lease.hit, lease.matched) == (0, 188)
     assert lease.missed == ((128, Reason.EVICTED), (188, Reason.NO_CHECKPOINT), (190, Reason.NEVER_SEEN))
@@ -198,7 +198,7 @@ def test_what_has_come_back_is_not_called_dropped():
 
     sim = simulation(exact=True)
     run(sim, A[:150])
-    residents = sim.cache.residents
+    residents = sim.cache.checkpoints
     (tail,) = [checkpoint for checkpoint in residents.queue if checkpoint.position == 150]
     residents.queue.remove(tail)
     residents._drop(tail)

@@ -206,7 +206,7 @@ def test_a_leaked_lease_is_found_when_idle():
     engine = core()
     run(engine, request())
     cache = engine._scheduler.books.cache
-    cache.lookup(next(iter(cache.residents.roots)), np.arange(100), "leak")
+    cache.lookup(next(iter(cache.tree.roots)), np.arange(100), "leak")
     with pytest.raises(AuditError, match="1 leases"):
         engine.idle()
 

@@ -75,7 +75,7 @@ def named(driver):
 
 def only_this_pull_is_left(driver):
     books = driver.scheduler.books
-    return not books.requests and not driver.cache.leases and len(driver.cache.holds) == 1
+    return not books.requests and not driver.cache.sequences and len(driver.cache.holds) == 1
 
 
 @pytest.mark.parametrize(("known", "first"), [(0, 0), (100, 96), (128, 128)])
@@ -271,10 +271,10 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
     # 13 pages and a file of 3: the pages alone would have room
     assert 13 <= 60 - driver.cache.num_held_pages() < 16
     name = driver.submit(TEXT[:200], source=PROMISED)
-    before = dict(driver.cache.residents.evicted)
+    before = dict(driver.cache.checkpoints.evicted)
     driver.scheduler.poll()
     assert driver.requests[name].phase is Phase.WAITING and not side.wants
-    assert dict(driver.cache.residents.evicted) == before
+    assert dict(driver.cache.checkpoints.evicted) == before
 
 
 def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_comes_before_it():

@@ -1,8 +1,9 @@
-"""What a checkpoint was kept for, and how its state was computed."""
+"""What a checkpoint was kept for, how its state was computed, and by what kind of request."""
 
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-__all__ = ["Kind", "Origin"]
+__all__ = ["NO_LINEAGE", "Kind", "Lineage", "Origin"]
 
 
 class Kind(StrEnum):
@@ -28,15 +29,12 @@ class Kind(StrEnum):
 
     on_probation: bool
     """Made from plentifully free pages or not at all, and the first to go until it is hit."""
-    is_bet: bool
-    """Asked for by nobody: not kept if it is worth far less than what would have to go for it."""
     number: int
     """Its place among the kinds."""
 
     def __init__(self, value: str) -> None:
         # looked at some fifty times a request, so they are worked out once
         self.on_probation = value in ("grid", "inner_end")
-        self.is_bet = not self.on_probation and value not in ("block", "breakpoint", "preemption")
         self.number = len(type(self).__members__)
 
 
@@ -49,3 +47,15 @@ class Origin(Enum):
     """By prefill, at another position: equal to that of a prompt ending there, but not to continue from."""
     DECODE = "decode"
     """With the help of decode steps, which round differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What is known of the request that makes a checkpoint. `turn`: how many requests in a row went on from where the
+    one before had ended, up to 2. `new_tokens`: tokens of its prompt that were never seen before."""
+
+    turn: int = 0
+    new_tokens: int = 0
+
+
+NO_LINEAGE = Lineage()

@@ -22,8 +22,9 @@ from typing import Protocol
 import numpy as np
 
 from cairn.cache.checkpoint import Origin
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import WIDE, Node, last_keys
+from cairn.cache.tree_store import TreeObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,6 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class TreeObserver(Protocol):
-    """Told of what happens in the tree, right after it has."""
-
-    def root_added(self, root: Node, namespace: Namespace) -> None: ...
-
-    def root_forgotten(self, root: Node) -> None: ...
-
-    def node_changed(self, node: Node) -> None:
-        """The node has got or lost its pages or its checkpoint."""
-        ...
-
-    def node_cut(self, upper: Node, lower: Node) -> None:
-        """`upper` is new and took over the first tokens of `lower`."""
-        ...
 
 
 # -- what blocks are called --------------------------------------------------------------------------------------------
@@ -186,7 +171,7 @@ class _Live:
     anchored: bool = False
 
 
-class BlockEvents:
+class BlockEvents(TreeObserver):
     """Observes a tree and publishes events, O(blocks changed) each time. Single-threaded, as the tree is.
 
     `exact`: what decode steps have built serves nobody but its maker, so it is not announced. `resumes_anywhere`: the
@@ -235,7 +220,7 @@ class BlockEvents:
         else:
             self._lose(node)
 
-    def node_cut(self, upper: Node, lower: Node) -> None:
+    def node_split(self, upper: Node, lower: Node) -> None:
         live = self._live.get(lower)
         if live is not None:
             at = self._blocks_in(upper) * DIGEST_BYTES

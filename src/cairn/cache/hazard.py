@@ -4,8 +4,6 @@ A *class* is a short tuple, from the general to the particular; it is a row of t
 beginnings. A row knows hits and time at risk by age. What a row has not seen enough of it takes from the row above it.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,32 +26,6 @@ _PRIOR = 0.1 / np.maximum(1.0, _EDGES[1:])
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedParts:
-    """Which parts of the learned eviction policy are on. All are, but in benchmarks that measure what each is worth.
-
-    `ages`: a chance by class and age, not by class alone; `neighbours`: ages near another count for it; `gittins`: the
-    best rate over all ages to come, not the present one; `ghosts`: what was dropped is learned from; `heirs`: a dropped
-    checkpoint's chance falls to the one above it; `admission`: what is worth too little is not taken; `doubt`: new
-    checkpoints count three times their value in that; `young`: each is ranked anew at age 8; `lineage`: classes by how
-    long a conversation is and how much of a prompt was new; `offsets`: places by distances from prompts' ends.
-    """
-
-    ages: bool = True
-    neighbours: bool = True
-    gittins: bool = True
-    ghosts: bool = True
-    heirs: bool = True
-    admission: bool = True
-    doubt: bool = True
-    young: bool = True
-    lineage: bool = True
-    offsets: bool = True
-
-
-ALL_PARTS = LearnedParts()
-
-
 def _bin(age: float) -> int:
     position = int(age * age).bit_length()
     return position if position < BINS else BINS - 1
@@ -67,8 +39,12 @@ def _bins(ages: Floats) -> NDArray[np.intp]:
 class HazardTable:
     """Hits and time at risk by class and age. Ages and times in requests; `refresh` makes what was noted count."""
 
-    def __init__(self, max_classes: int = 4096, parts: LearnedParts = ALL_PARTS) -> None:
-        self._parts = parts
+    def __init__(
+        self, max_classes: int = 4096, *, ages: bool = True, neighbours: bool = True, gittins: bool = True
+    ) -> None:
+        """At most `max_classes` rows. The switches are on but in benchmarks: `ages`: rates by age, not one for all
+        ages; `neighbours`: what was seen at ages nearby counts as well; `gittins`: the index, not the present rate."""
+        self._ages, self._neighbours, self._gittins = ages, neighbours, gittins
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
@@ -147,7 +123,7 @@ class HazardTable:
             self._hits /= 2
             self._risk /= 2
         hazards = self._hazards(hits, risk)
-        self._index = (_gittins(hazards) if self._parts.gittins else hazards).tolist()
+        self._index = (_gittins(hazards) if self._gittins and self._ages else hazards).tolist()
 
     def _summed(self, number: int) -> tuple[Floats, Floats]:
         """Each row with all rows below it."""
@@ -165,14 +141,14 @@ class HazardTable:
         too (a kernel estimate, as in Ramlau-Hansen, "Smoothing counting process intensities by means of kernel
         functions", Ann. Stat. 11, 1983).
         """
-        if not self._parts.ages:
+        if not self._ages:
             hits = np.repeat(hits.sum(axis=1, keepdims=True), BINS, axis=1)
             risk = np.repeat(risk.sum(axis=1, keepdims=True), BINS, axis=1)
         near_hits, near_risk = hits, risk
-        if self._parts.neighbours and self._parts.ages:
+        if self._neighbours and self._ages:
             near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
         hazards = np.empty_like(hits)
-        prior = _PRIOR if self._parts.ages else np.full(BINS, 1e-3)
+        prior = _PRIOR if self._ages else np.full(BINS, 1e-3)
         hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / prior)
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):

@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.journal import INTERVAL_SECONDS, NAMED_TOKENS
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import HintFacts, Reason, hint
 from cairn.cache.tree import Checkpoint, Node, last_keys
 from cairn.cache.view import (
@@ -93,10 +93,10 @@ class Survey:
     def walk(self, cache: PrefixCache) -> Iterator[None]:
         """Fill the rows. The tree may change between two items: where it has, a row shows what was there before, what
         is there after, or some of each, and its neighbours still join."""
-        self.namespaces = len(cache.residents.roots)
+        self.namespaces = len(cache.tree.roots)
         # (node, the row of its parent or -1, whether it goes on with that, checkpoint above, parent's end, namespace)
         stack: list[tuple[Node, int, bool, int, int, int]] = []
-        for namespace, root in cache.residents.roots.items():
+        for namespace, root in cache.tree.roots.items():
             number = cache.journal.number(namespace)
             stack.extend((child, -1, False, 0, 0, number) for child in root.children)
         is_open: list[int] = []
@@ -261,8 +261,7 @@ def _best(checkpoints: list[CheckpointRow]) -> tuple[list[CheckpointRow], list[C
 
 def _checkpoint(cache: PrefixCache, row: CheckpointRow, tick: int) -> CheckpointView:
     checkpoint, freed = row.checkpoint, row.freed * cache.layout.page_bytes
-    reuse = checkpoint.node.reuse
-    chance = cache.residents.reuse.chance(reuse) if reuse is not None else 0.0
+    chance = cache.policy.eviction.chance(checkpoint.node)
     return CheckpointView(
         position=row.position,
         kind=checkpoint.kind.value,
@@ -370,12 +369,12 @@ def _hint_facts(cache: PrefixCache, dropped_tokens: int, dropped_checkpoints: in
 
 
 def _pool(cache: PrefixCache) -> PoolView:
-    holders, pool = cache.holders, cache.pool
-    lists = holders.of_requests()
-    by_requests = holders.num_distinct(lists)
-    lists += holders.of_others()
-    with_transfers = holders.num_distinct(lists)
-    held = holders.num_distinct(lists + holders.of_steps())
+    pinned, pool = cache.pinned, cache.pool
+    lists = pinned.by_requests()
+    by_requests = pinned.num_distinct(lists)
+    lists += pinned.by_transfers()
+    with_transfers = pinned.num_distinct(lists)
+    held = pinned.num_distinct(lists + pinned.by_steps())
     return PoolView(
         pages=pool.num_pages,
         page_bytes=cache.layout.page_bytes,
@@ -384,6 +383,6 @@ def _pool(cache: PrefixCache) -> PoolView:
         held_by_requests=by_requests,
         held_by_transfers=with_transfers - by_requests,
         held_by_steps=held - with_transfers,
-        open_leases=len(cache.leases),
+        open_leases=len(cache.sequences),
         open_holds=sum(not hold.for_requests for hold in cache.holds.values()),
     )

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
-from cairn.cache.reuse import Reuse
 from cairn.keys import common_tokens
 from cairn.types import Keys, Pages
 
@@ -82,8 +81,8 @@ class Node:
     """One run of key tokens. `raw` is their bytes, four or eight a token.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
-    `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone. `reuse` is
-    the record of the checkpoint that is or was there. `prompt_end`: where the prompt ended that this run came with.
+    `locks` counts the sequences whose path goes through here. `loss` is why the checkpoint at `end` is gone.
+    `prompt_end`: where the prompt ended that this run came with.
     """
 
     __slots__ = (
@@ -98,7 +97,6 @@ class Node:
         "prompt_end",
         "raw",
         "resident_children",
-        "reuse",
         "start",
     )
 
@@ -115,7 +113,6 @@ class Node:
         self.decode_by: str | None = None
         self.locks = 0
         self.loss: Reason | None = None
-        self.reuse: Reuse | None = None
         self.prompt_end = 0
 
     @property
@@ -223,16 +220,9 @@ class Walk:
     matched: int = 0
     seen: int = 0
 
-    def ways_on(self) -> int:
-        """How many ways on are known from where the prompt leaves what was seen."""
-        last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
-        if last is None:
-            return 0
-        return 1 if self.seen < last.end else len(last.children)
-
-    def left_before_end(self) -> int:
-        """How far before its end the prompt that was here first was left inside a run, where nobody left it before; 0
-        if it was not."""
+    def divergence(self) -> int:
+        """Tokens between the end of the prompt that was here first and the point inside a node where this one diverges
+        from it, as nobody did before; 0 if it does not."""
         last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
         if last is None or self.seen >= last.end:
             return 0
@@ -329,3 +319,11 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
     node.raw, node.start, node.parent = node.raw[cut:], at, upper
     upper.adopt(node)
     return upper, shared
+
+
+def next_above(node: Node) -> Checkpoint | None:
+    """The next shallower checkpoint on the path to `node`."""
+    above = node.parent
+    while above is not None and above.checkpoint is None:
+        above = above.parent
+    return above.checkpoint if above is not None else None

@@ -190,8 +190,8 @@ class Core:
         books = self._scheduler.books
         cache, transfers = books.cache, books.transfers
         audit(cache)
-        if not books.requests and (cache.leases or cache.held):
-            raise AuditError(f"{len(cache.leases)} leases are open with no request running")
+        if not books.requests and (cache.sequences or cache.held):
+            raise AuditError(f"{len(cache.sequences)} leases are open with no request running")
         outside = len(transfers.offers) + len(transfers.quarantine)
         if not books.requests and len(cache.holds) != outside:
             raise AuditError(f"{len(cache.holds)} holds with {outside} transfers open and no request running")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cairn.cache.lease import Hold
+from cairn.cache.sequence_blocks import Hold
 from cairn.scheduler.request import Request, Source
 from cairn.step import PageCopy
 from cairn.transfer.contract import ContentName, NamedImage, PullId, SchedulerSide

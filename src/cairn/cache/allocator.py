@@ -1,0 +1,205 @@
+"""What running sequences take from pool and tree, and what they give back: pages for tokens to come, files for
+checkpoints, and what was computed as nodes and checkpoints of the tree."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint_store import CheckpointStore
+from cairn.cache.layout import CacheLayout
+from cairn.cache.pages import PagePool
+from cairn.cache.placement import Wanted
+from cairn.cache.sequence_blocks import PageTable, PendingFile, SequenceBlocks
+from cairn.cache.tree import Node, TokenKey, common_prefix
+from cairn.step import GRID, PageCopy
+from cairn.types import Pages
+
+MAX_PREDICTED = 4
+"""Positions of a prompt that statistics alone have named, while memory is idle or holds what is on probation; else
+one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAllocator:
+    """Gives sequences pages and files of the pool, at the expense of what is only cached. `enabled` False: the cache is
+    off, and only what another server is going to read gets a file."""
+
+    layout: CacheLayout
+    pool: PagePool
+    checkpoints: CheckpointStore
+    enabled: bool
+
+    def allocate(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
+        """Hold pages for the first `num_tokens` tokens. Returns the page copies that have to be made first, or None
+        when there is no room; then nothing has changed but that cached pages may have gone."""
+        need, shared = sequence.blocks.missing_pages(num_tokens), self._to_copy(sequence, num_tokens)
+        if need == 0 and sequence.blocks.copied:
+            return []
+        if not self.checkpoints.make_room(need + len(shared)):
+            return None
+        copies = [self._copy_on_write(sequence, table, index) for table, index in shared]
+        sequence.blocks.copied = sequence.blocks.copied or num_tokens > sequence.matched
+        for group, table in zip(self.layout.groups, sequence.tables, strict=True):
+            missing = group.pages_for(num_tokens) - table.length
+            if missing > 0:
+                table.append(self.pool.allocate(missing))
+        return copies
+
+    def missing_pages(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+        """How many pages `allocate` would take."""
+        return sequence.blocks.missing_pages(num_tokens) + len(self._to_copy(sequence, num_tokens))
+
+    def _to_copy(self, sequence: SequenceBlocks, num_tokens: int) -> list[tuple[PageTable, int]]:
+        """The tables whose page that holds token `matched` has to be copied before so many tokens are written."""
+        if sequence.blocks.copied or num_tokens <= sequence.matched:
+            return []
+        return [
+            (table, sequence.matched // group.tokens_per_page)
+            for group, table in zip(self.layout.groups, sequence.tables, strict=True)
+            if sequence.matched % group.tokens_per_page
+        ]
+
+    def _copy_on_write(self, sequence: SequenceBlocks, table: PageTable, index: int) -> PageCopy:
+        # page `index` holds tokens of the tree up to `matched`; its other tokens may be somebody's already
+        assert index == table.length - 1
+        source = table.pages[index : index + 1].copy()
+        target = self.pool.allocate(1)
+        if table.num_shared == table.length:
+            self.pool.acquire(source)
+        table.replace_last(int(target[0]))
+        sequence.transient.append(source)
+        return PageCopy(int(source[0]), int(target[0]))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
+        """A file for the checkpoint of `sequence` at `wanted.position`; None if there is no room for it, or it has one.
+
+        Those on probation take free pages only, and only while a quarter of the pool is free.
+        """
+        if wanted.position in sequence.files:
+            pending = sequence.files[wanted.position]
+            pending.hold_seconds = max(pending.hold_seconds, wanted.hold_seconds)
+            return None
+        if not self.enabled:
+            return None
+        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.hold_seconds:
+            return None
+        size = self.layout.pages_per_checkpoint
+        if wanted.kind.on_probation:
+            if 4 * self.pool.num_free < self.pool.num_pages or self.pool.num_free < size:
+                return None
+        elif not self.checkpoints.make_room(size):
+            return None
+        pages = self.pool.allocate(size)
+        sequence.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
+        return pages
+
+    def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
+        """A file for the state at `position`, whatever the policy says. None if there is no room."""
+        if position in sequence.files:
+            return sequence.files[position].pages
+        size = self.layout.pages_per_checkpoint
+        if not self.checkpoints.make_room(size):
+            return None
+        pages = self.pool.allocate(size)
+        sequence.files[position] = PendingFile(pages, Kind.PROMPT_END, forced=True)
+        return pages
+
+    def transfer_checkpoint(self, sequence: SequenceBlocks, position: int) -> None:
+        """The state at `position` is filled and somebody else holds its file. With the cache off nothing will take it
+        from the sequence, so it lets go of it."""
+        if not self.enabled and position in sequence.files:
+            self.pool.release(sequence.files.pop(position).pages)
+
+    def num_idle_files(self) -> int:
+        """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
+        return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
+
+    def max_predicted(self, num_idle_files: int) -> int:
+        """How many positions of a prompt may be kept because prompts like it were left there."""
+        unproven = num_idle_files + self.checkpoints.queue.num_on_probation
+        return MAX_PREDICTED if unproven >= 2 * MAX_PREDICTED else 1
+
+
+@dataclass(frozen=True, slots=True)
+class TreeWriter:
+    """Writes to the trees. `exact`: what prefill has built takes the place of what decode steps have."""
+
+    checkpoints: CheckpointStore
+    exact: bool
+
+    def commit(self, sequence: SequenceBlocks, num_tokens: int, kept: Iterable[int]) -> None:
+        """The first `num_tokens` tokens of `sequence` and its filled files at positions `kept` are there for
+        everybody."""
+        tree = self.checkpoints.tree
+        if num_tokens > sequence.committed:
+            node = self._insert(sequence, num_tokens)
+            old, before, sequence.node, sequence.committed = sequence.node, sequence.committed, node, num_tokens
+            if old is not None and old.end == before:
+                tree.lock(node, below=old)
+            else:
+                tree.lock(node)
+                if old is not None:
+                    tree.unlock(old)
+        at, positions = sequence.node, sorted(kept, reverse=True)
+        for position in positions:
+            at = self._node_at(sequence, position, at)
+            self._attach(sequence, position, at)
+        if positions and sequence.match.known is not None:
+            self.checkpoints.eviction.add_above(sequence.match.known)
+
+    def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
+        tree = self.checkpoints.tree
+        if sequence.node is not None and sequence.node.end == sequence.committed:
+            node = sequence.node
+        else:
+            node = tree.root(sequence.namespace)
+        position = base = node.end
+        new = TokenKey(sequence.keys[base:upto])
+        while position < upto:
+            decoded = position >= sequence.decode_from
+            stop = upto if decoded else min(upto, sequence.decode_from)
+            maker = sequence.request_id if decoded else None
+            child = node.child(int(new.tokens[position - base]))
+            if child is None:
+                run = new.slice_raw(position - base, stop - base)
+                node = tree.add(
+                    node, run, stop, sequence.blocks.span(position, stop), maker, sequence.num_prompt_tokens
+                )
+                position = stop
+                continue
+            end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))
+            if end < child.end:
+                child = tree.split(child, end)
+            # while somebody has locked a run, its pages are what that sequence reads
+            better = self.exact and child.decode_by is not None and not decoded and not child.locks
+            if child.pages is None or better:
+                tree.fill(child, sequence.blocks.span(position, end), maker)
+            node, position = child, end
+        return node
+
+    def _node_at(self, sequence: SequenceBlocks, position: int, node: Node | None) -> Node:
+        """The node of the committed path that ends at `position`, cut if need be; it is `node` or above it."""
+        while node is not None and node.start >= position:
+            node = node.parent
+        assert node is not None and node.start < position <= node.end, f"{position} is not on the committed path"
+        return self.checkpoints.tree.split(node, position) if position < node.end else node
+
+    def _attach(self, sequence: SequenceBlocks, position: int, node: Node) -> None:
+        """Hang the file wanted for `position` at the end of `node`."""
+        file = sequence.files.pop(position)
+        origin = _origin(sequence, position)
+        if not self.checkpoints.attach(
+            node, file.pages, file.kind, origin, sequence.request_id, sequence.match.lineage
+        ):
+            self.checkpoints.pool.release(file.pages)
+        assert node.checkpoint is not None
+        if file.hold_seconds and self.checkpoints.hold(node.checkpoint, file.hold_seconds):
+            sequence.held.add(position)
+
+
+def _origin(sequence: SequenceBlocks, position: int) -> Origin:
+    if position > sequence.decode_from:
+        return Origin.DECODE
+    return Origin.TAIL if position % GRID else Origin.GRID
