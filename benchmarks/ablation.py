@@ -3,11 +3,11 @@
     python -m benchmarks.ablation FOLDER [--traces NAMES] [--shares SHARES] [--policies NAMES] [--layout NAME]
                                   [--json FILE] [--plot FILE]
 
-Every trace in FOLDER (`*.jsonl`, `*.jsonl.gz`; of either form that `cairn replay` reads) goes through the shipped cache
-at each share of its footprint: with the whole policy (`all`), with parts of it off (`-ages`, `-young-heirs`), and with
-other eviction policies in its place (`lru`). `offline` is the schedule that knows the future, over whose hit rate the
-others' are told. Replays are deterministic, so rows that are in the JSON file already are not computed again: a long
-ablation can be run trace by trace.
+Every trace in FOLDER (`*.jsonl`, `*.jsonl.gz`; of either form that `cairn replay` reads) goes through the shipped
+cache at each share of its footprint: with the whole policy (`all`), with parts of it off (`-ages`, `-young-lineage`),
+and with other eviction policies in its place (`lru`; `gdsf`, or `gdsf:256` with another half-life in requests).
+`offline` is the schedule that knows the future, over whose hit rate the others' are told. Replays are deterministic,
+so rows that are in the JSON file already are not computed again: a long ablation can be run trace by trace.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gdsf import HALF_LIFE, DecayedFrequency
 from benchmarks.offline_line import OFFLINE, offline_hits
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +36,7 @@ OFFSETS = "offsets"
 """The part of the placement policy that learns: positions where prompts are predicted to diverge."""
 
 PARTS = (*(field.name for field in fields(PolicyParts)), OFFSETS)
-POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "lru")
+POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "gdsf", "lru")
 SHARES = (0.05, 0.10)
 MAX_NUM_BATCHED_TOKENS = 8192
 
@@ -54,6 +55,8 @@ def cache_policy(name: str) -> CachePolicy:
     """The policy that `name` means. Raises SystemExit for an unknown one."""
     if name == "lru":
         return CachePolicy(Auto(), LeastRecentlyUsed())
+    if name.partition(":")[0] == "gdsf":
+        return CachePolicy(Auto(), DecayedFrequency(float(name.partition(":")[2] or HALF_LIFE)))
     off = [] if name == ALL else name.removeprefix("-").split("-")
     if unknown := [part for part in off if part not in PARTS]:
         raise SystemExit(f"--policies: {name!r} names {unknown[0]!r}, not one of {', '.join(PARTS)}")
@@ -147,7 +150,10 @@ def main() -> None:
     parser.add_argument("--traces", type=words, help="their file names without .jsonl; all of the folder unless given")
     parser.add_argument("--shares", type=lambda text: tuple(map(float, words(text))), default=SHARES)
     parser.add_argument(
-        "--policies", type=words, default=POLICIES, help="as --policies=-ages,-young-heirs,lru; default: each by itself"
+        "--policies",
+        type=words,
+        default=POLICIES,
+        help="as --policies=-ages,-young-lineage,lru; default: each by itself",
     )
     parser.add_argument("--layout", default="nemotron-3-nano")
     parser.add_argument("--json", type=Path, help="keep the rows here, those that are there already included")

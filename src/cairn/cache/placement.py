@@ -45,7 +45,7 @@ WINDOW = 512
 """Branches that are remembered."""
 
 LEAST, LEAST_IDLE = 8, 2
-"""Before so many nothing is foretold; and before so many where memory is idle, so that a wrong guess costs nothing."""
+"""Before so many nothing is predicted; and before so many where memory is idle, so that a wrong guess costs nothing."""
 
 MAX_GROUPS = 48
 """Distances that come up seldom are put into so many groups."""
