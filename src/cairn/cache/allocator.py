@@ -32,14 +32,16 @@ class BlockAllocator:
     def allocate(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
         """Hold pages for the first `num_tokens` tokens. Returns the page copies that have to be made first, or None
         when there is no room; then nothing has changed but that cached pages may have gone."""
-        need, shared = sequence.blocks.missing_pages(num_tokens), self._to_copy(sequence, num_tokens)
-        if need == 0 and sequence.blocks.copied:
+        blocks = sequence.blocks
+        need = blocks.missing_pages(num_tokens)
+        if need == 0 and blocks.copied:
             return []
+        shared = self._to_copy(sequence, num_tokens)
         if not self.checkpoints.make_room(need + len(shared)):
             return None
         copies = [self._copy_on_write(sequence, table, index) for table, index in shared]
-        sequence.blocks.copied = sequence.blocks.copied or num_tokens > sequence.matched
-        for group, table in zip(self.layout.groups, sequence.tables, strict=True):
+        blocks.copied = blocks.copied or num_tokens > sequence.matched
+        for group, table in zip(self.layout.groups, blocks.tables, strict=True):
             missing = group.pages_for(num_tokens) - table.length
             if missing > 0:
                 table.append(self.pool.allocate(missing))

@@ -10,7 +10,7 @@ the first write.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -149,7 +149,9 @@ class BlockTables:
         """How many pages `num_tokens` tokens need beyond those held."""
         num_pages = 0
         for group, table in zip(self.groups, self.tables, strict=True):
-            num_pages += max(0, group.pages_for(num_tokens) - table.length)
+            missing = group.pages_for(num_tokens) - table.length
+            if missing > 0:
+                num_pages += missing
         return num_pages
 
 
@@ -344,16 +346,30 @@ class SequenceBlocks:
 
     def copy(self) -> "SequenceBlocks":
         """The same again, of a sequence that has only been found."""
-        tables = tuple(PageTable(table.pages, table.length) for table in self.tables)
-        return replace(
-            self,
-            match=replace(self.match),
-            misses=replace(self.misses),
-            blocks=BlockTables(self.blocks.groups, tables),
-            tokens=KeyBuffer(self.keys),
-            files={},
-            transient=[],
-            held=set(),
+        # field by field, which takes a sixth of the time that dataclasses.replace does
+        match, misses = self.match, self.misses
+        return SequenceBlocks(
+            self.purpose,
+            self.request_id,
+            self.namespace,
+            self.num_prompt_tokens,
+            PrefixMatch(
+                match.hit,
+                match.matched,
+                match.seen,
+                match.checkpoint,
+                match.restore,
+                match.received,
+                match.known,
+                match.divergence,
+                match.lineage,
+            ),
+            MissReport(misses.reason, misses.spans, misses.walk),
+            BlockTables(self.blocks.groups, tuple(PageTable(table.pages, table.length) for table in self.tables)),
+            KeyBuffer(self.keys),
+            self.node,
+            self.decode_from,
+            self.committed,
         )
 
     def branch(self, state: Pages, request_id: str) -> "SequenceBlocks":
