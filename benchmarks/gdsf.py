@@ -8,8 +8,8 @@ from cairn.cache.tree import Checkpoint, Node
 
 __all__ = ["DecayedFrequency"]
 
-HALF_LIFE = 1024.0
-"""Requests after which a use counts half."""
+HALF_LIFE = 64.0
+"""Requests after which a use counts half: of 32 to 4,096 the one that does best on five of the traces."""
 
 
 class DecayedFrequency(EvictionPolicy):

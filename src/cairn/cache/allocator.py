@@ -15,14 +15,14 @@ from cairn.step import GRID, PageCopy
 from cairn.types import Pages
 
 MAX_PREDICTED = 4
-"""Positions of a prompt that statistics alone have named, while memory is idle or holds what is on probation; else
-one."""
+"""Predicted positions of a prompt that are kept while memory is idle or holds checkpoints on probation; one
+otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAllocator:
-    """Gives sequences pages and files of the pool, at the expense of what is only cached. `enabled` False: the cache is
-    off, and only what another server is going to read gets a file."""
+    """Allocates pages and checkpoint files of the pool for sequences, and drops cached ones to make room. `enabled`
+    False: the cache is off, and only checkpoints for another server get a file."""
 
     layout: CacheLayout
     pool: PagePool
@@ -30,8 +30,8 @@ class BlockAllocator:
     enabled: bool
 
     def allocate(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
-        """Hold pages for the first `num_tokens` tokens. Returns the page copies that have to be made first, or None
-        when there is no room; then nothing has changed but that cached pages may have gone."""
+        """Allocate pages up to `num_tokens` tokens. Returns the page copies that have to be made before tokens are
+        written, or None when there is no room; then only cached pages may have been dropped."""
         blocks = sequence.blocks
         need = blocks.missing_pages(num_tokens)
         if need == 0 and blocks.copied:
@@ -75,9 +75,10 @@ class BlockAllocator:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
-        """A file for the checkpoint of `sequence` at `wanted.position`; None if there is no room for it, or it has one.
+        """Allocate a file for the checkpoint at `wanted.position`. Returns its pages, or None if there is no room or
+        the position has a file already.
 
-        Those on probation take free pages only, and only while a quarter of the pool is free.
+        Checkpoints on probation take free pages only, and only while a quarter of the pool is free.
         """
         if wanted.position in sequence.files:
             pending = sequence.files[wanted.position]
@@ -98,7 +99,8 @@ class BlockAllocator:
         return pages
 
     def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
-        """A file for the state at `position`, whatever the policy says. None if there is no room."""
+        """Allocate a file for the state at `position`, whatever the policy says. Returns its pages, those that it has
+        already included, or None if there is no room."""
         if position in sequence.files:
             return sequence.files[position].pages
         size = self.layout.pages_per_checkpoint
@@ -109,8 +111,8 @@ class BlockAllocator:
         return pages
 
     def transfer_checkpoint(self, sequence: SequenceBlocks, position: int) -> None:
-        """The state at `position` is filled and somebody else holds its file. With the cache off nothing will take it
-        from the sequence, so it lets go of it."""
+        """Give up the file at `position`, which is filled and which somebody else holds, if the cache is off: no commit
+        will take it from the sequence then."""
         if not self.enabled and position in sequence.files:
             self.pool.release(sequence.files.pop(position).pages)
 
@@ -119,21 +121,22 @@ class BlockAllocator:
         return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
 
     def max_predicted(self, num_idle_files: int) -> int:
-        """How many positions of a prompt may be kept because prompts like it were left there."""
+        """How many predicted positions of a prompt may be kept."""
         unproven = num_idle_files + self.checkpoints.queue.num_on_probation
         return MAX_PREDICTED if unproven >= 2 * MAX_PREDICTED else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TreeWriter:
-    """Writes to the trees. `exact`: what prefill has built takes the place of what decode steps have."""
+    """Enters what sequences have computed into the trees. `exact`: keys and values that prefill has computed replace
+    those of decode steps."""
 
     checkpoints: CheckpointStore
     exact: bool
 
     def commit(self, sequence: SequenceBlocks, num_tokens: int, kept: Iterable[int]) -> None:
-        """The first `num_tokens` tokens of `sequence` and its filled files at positions `kept` are there for
-        everybody."""
+        """Enter the first `num_tokens` tokens of `sequence` and its filled files at positions `kept`: every lookup may
+        find them from now on."""
         tree = self.checkpoints.tree
         if num_tokens > sequence.committed:
             node = self._insert(sequence, num_tokens)
@@ -174,7 +177,7 @@ class TreeWriter:
             end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))
             if end < child.end:
                 child = tree.split(child, end)
-            # while somebody has locked a run, its pages are what that sequence reads
+            # a sequence that has locked a node reads its pages
             better = self.exact and child.decode_by is not None and not decoded and not child.locks
             if child.pages is None or better:
                 tree.fill(child, sequence.blocks.span(position, end), maker)

@@ -1,4 +1,4 @@
-"""The proof that the accounting adds up: everything recounted from scratch, nothing taken on trust."""
+"""The audit: every page reference, lock, ghost and queue entry is recounted from scratch."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -45,7 +45,7 @@ class EvictionQueue:
 
     @property
     def num_on_probation(self) -> int:
-        """How many are on probation and were never hit: they go first."""
+        """How many checkpoints are on probation and were never hit."""
         return len(self._unproven)
 
     def __contains__(self, checkpoint: object) -> bool:
@@ -55,7 +55,7 @@ class EvictionQueue:
         return iter(self._live.values())
 
     def push(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> None:
-        """Put a checkpoint in, or in a new place."""
+        """Put a checkpoint in, or move it to its new place."""
         self.remove(checkpoint)
         self._version += 1
         checkpoint.version = self._version
@@ -69,12 +69,12 @@ class EvictionQueue:
             heapq.heapify(self._heap)
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint out; no matter if it is not in."""
+        """Take a checkpoint out, if it is in."""
         self._live.pop(checkpoint.version, None)
         self._unproven.discard(checkpoint.version)
 
     def pop(self) -> Checkpoint | None:
-        """The next to go, taken out; None when there is none."""
+        """Take out the checkpoint that goes next and return it; None if there is none."""
         while self._heap:
             _, _, version, checkpoint = heapq.heappop(self._heap)
             if version in self._live:
@@ -95,8 +95,8 @@ class EvictionQueue:
 
 
 class HeldCheckpoints:
-    """Which checkpoints are held, and until when. What a hold keeps are the checkpoint's file and the tokens of its
-    path; tokens on the paths of several are counted once."""
+    """Checkpoints that clients hold: they go after all others until their time is over. A hold keeps the checkpoint's
+    file and the tokens of its path; tokens on the paths of several are counted once."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, clock: Clock) -> None:
         """`num_pages`: those of the whole pool."""
@@ -123,7 +123,7 @@ class HeldCheckpoints:
         return True
 
     def renew(self, checkpoint: Checkpoint) -> None:
-        """Its time begins anew; no matter if it is not held."""
+        """Start the time of a held checkpoint anew."""
         if checkpoint in self._held:
             checkpoint.held_until = self._clock.now() + checkpoint.hold_seconds
             self._next_end = min(self._next_end, checkpoint.held_until)
@@ -136,12 +136,12 @@ class HeldCheckpoints:
             self._held[new] = None
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """The end of a hold; no matter if there is none."""
+        """End the hold of a checkpoint, if there is one."""
         self._held.pop(checkpoint, None)
         checkpoint.held_until, checkpoint.hold_seconds = None, 0
 
     def expired(self) -> list[Checkpoint]:
-        """Forget those whose time is over, and say which they were."""
+        """End the holds whose time is over. Returns their checkpoints."""
         now = self._clock.now()
         if now < self._next_end:
             return []
@@ -260,14 +260,14 @@ class CheckpointStore:
     # -- use -----------------------------------------------------------------------------------------------------
 
     def begin_request(self, known: Node | None, hit: Checkpoint | None, new_tokens: int) -> Lineage:
-        """A request begins to run that is about to use `hit`. `known` and `new_tokens` as in `EvictionPolicy`."""
+        """A request begins to run that resumes from `hit`. `known` and `new_tokens` as in `EvictionPolicy`."""
         lineage = self.eviction.begin_request(known, new_tokens)
         if known is not None and known.checkpoint is not hit:
             self._rank(known.checkpoint)
         return lineage
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """Note that a request goes on from a checkpoint; no matter if that has gone meanwhile."""
+        """Note that a request resumes from a checkpoint, unless that was dropped meanwhile."""
         if checkpoint in self.queue:
             checkpoint.hits += 1
             self.eviction.use(checkpoint)
@@ -288,7 +288,7 @@ class CheckpointStore:
     # -- what clients hold ---------------------------------------------------------------------------------------
 
     def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
-        """Have a checkpoint go after all others for so long. False, and nothing changes, where the quota is used up."""
+        """Hold a checkpoint for `seconds` from now. Returns False, and changes nothing, if the quota is used up."""
         self.let_expired_go()
         if not self.held.take(checkpoint, seconds):
             return False
@@ -296,7 +296,7 @@ class CheckpointStore:
         return True
 
     def renew(self, node: Node | None, upto: int) -> None:
-        """The path to `node` has been hit up to token `upto`: what is still held there is held anew."""
+        """Start the time anew of the held checkpoints on the path to `node`, which was hit up to token `upto`."""
         self.let_expired_go()
         while node is not None and self.held:
             if node.checkpoint is not None and node.end <= upto:
@@ -304,7 +304,7 @@ class CheckpointStore:
             node = node.parent
 
     def let_expired_go(self) -> None:
-        """Holds whose time is over have ended, whether or not anything has happened since."""
+        """End the holds whose time is over."""
         for checkpoint in self.held.expired():
             self.queue.push(checkpoint, self.facts(checkpoint))
 

@@ -64,10 +64,10 @@ DIGEST_BYTES = 32
 
 
 class Contents(Protocol):
-    """What stands behind negative key tokens."""
+    """Looks up what negative key tokens stand for."""
 
     def name(self, key: int) -> "KeyName | None":
-        """None when it is not known (any more)."""
+        """The name of a key token; None if it is not known (any more)."""
         ...
 
 
@@ -82,7 +82,7 @@ class KeyName:
 
 
 def root_digest(namespace: Namespace) -> bytes:
-    """Where the chain of a namespace's blocks begins: sha256 of adapter and salt."""
+    """The digest that the chain of a namespace's blocks begins with: sha256 of adapter and salt."""
     return sha256(dumps(["cairn block chain 1", namespace.adapter, namespace.cache_salt]).encode()).digest()
 
 
@@ -92,7 +92,7 @@ def next_digest(parent: bytes, tokens: bytes) -> bytes:
 
 
 def block_hash(digest: bytes) -> int:
-    """What consumers take of a digest: its first 8 bytes as a big-endian signed integer."""
+    """The block hash that consumers see: the first 8 bytes of a digest as a big-endian signed integer."""
     return int.from_bytes(digest[:8], "big", signed=True)
 
 

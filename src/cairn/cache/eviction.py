@@ -83,34 +83,35 @@ class EvictionPolicy(TreeObserver):
 
     def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
         """A request begins to run, `new_tokens` of whose prompt were never seen. `known`: the deepest node on its path
-        that `recorded_origin` knows. Returns what the checkpoints that it makes are added with."""
+        that `recorded_origin` knows. Returns the lineage of the checkpoints that it takes."""
         return NO_LINEAGE
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         """A checkpoint was taken, perhaps in the place of another one at the same node."""
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """A request goes on from a checkpoint."""
+        """A request resumes from a checkpoint."""
 
     def change_kind(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint on probation was made once more as one of another kind."""
+        """A checkpoint on probation was taken once more, as one of a kind that is not."""
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
 
     def add_above(self, known: Node) -> None:
-        """The request whose path has `known` has taken checkpoints, perhaps above that node."""
+        """A request whose path goes through `known` has taken checkpoints, perhaps above that node."""
 
     def recorded_origin(self, node: Node) -> Origin | None:
         """How the state was computed that is or was kept at the end of `node`; None if there is no record of one."""
         return None
 
     def refresh(self, ranked: Collection[Checkpoint]) -> Iterable[Checkpoint]:
-        """Checkpoints are about to be dropped: those of `ranked` whose priority is another by now."""
+        """Called before checkpoints are dropped. Returns those of `ranked` whose priority has changed with their
+        age."""
         return ()
 
     def records(self) -> Iterable[tuple[Node, bool]]:
-        """The nodes that there are records of, and whether it takes their checkpoints for gone: for the audit."""
+        """For the audit: the nodes that there are records of, each with whether its checkpoint is taken for dropped."""
         return ()
 
 

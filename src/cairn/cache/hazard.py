@@ -1,4 +1,4 @@
-"""How soon things of a kind are used again: hazard rates by age, learned online, and the index that ranks them.
+"""How soon checkpoints of a class are used again: hazard rates by age, learned online, and the index that ranks them.
 
 A *class* is a short tuple, from the general to the particular; it is a row of the table, and so is each of its
 beginnings. A row knows hits and time at risk by age. What a row has not seen enough of it takes from the row above it.
@@ -37,7 +37,8 @@ def _bins(ages: Floats) -> NDArray[np.intp]:
 
 
 class HazardTable:
-    """Hits and time at risk by class and age. Ages and times in requests; `refresh` makes what was noted count."""
+    """Hits and time at risk by class and age. Ages and times in requests; `index` follows
+    what was counted at the next `refresh`."""
 
     def __init__(
         self, max_classes: int = 4096, *, ages: bool = True, neighbours: bool = True, gittins: bool = True
@@ -76,11 +77,11 @@ class HazardTable:
         return row
 
     def hit(self, row: int, age: float) -> None:
-        """Something of class `row` was used at `age`."""
+        """Count a use at `age` of a checkpoint of class `row`."""
         self._hits[row, _bin(age)] += 1
 
     def at_risk(self, row: int, since: float, until: float) -> None:
-        """Something of class `row` went from age `since` to age `until` and was not used."""
+        """Count that a checkpoint of class `row` went from age `since` to age `until` without a use."""
         position = _bin(since)
         while since < until:
             end = until if position == BINS - 1 else min(until, float(_EDGES[position + 1]))
@@ -104,7 +105,8 @@ class HazardTable:
         self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
 
     def index(self, row: int, age: float) -> float:
-        """The chance per request of something of class `row` being used, at its best: see `refresh`."""
+        """Expected uses per request of a checkpoint of class `row` at `age`, for the best time to keep it: see
+        `refresh`."""
         while row >= len(self._index):
             row = self._parents[row]  # not refreshed since it was made
         return self._index[row][_bin(age)]

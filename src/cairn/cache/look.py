@@ -1,7 +1,7 @@
-"""Looking at the cache: its tree gathered row by row, folded to so many paths, with the journal beside it.
+"""The view of the cache: its tree gathered row by row and folded to so many paths, with the journal beside it.
 
-Looking at the whole tree takes a while, so it is done in slices: whoever asks takes other work in between, and the tree
-may change meanwhile. What is shown is then of several moments, and its form is right all the same.
+The walk over the whole tree takes a while, so it is done in slices: the caller does other work in between, and the tree
+may change meanwhile. The view is then of several moments, and its form is valid all the same.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""What a lookup may use, and why it could not use more."""
+"""Lookups: what is cached of a prompt, what of it may be used, and why it is not more."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _MAX_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Which runs and checkpoints a request may use. Only exact mode is choosy (DESIGN section 6).
+    """Which nodes and checkpoints a request may use: all of them, but in exact mode by their origin.
 
     `num_prompt_tokens`: what it computes by prefill; a request that was preempted (`resumed`) goes on behind it with
     what its own decode steps have built, and nobody else's.
@@ -84,7 +84,7 @@ class Acceptance:
 
 
 class Finder:
-    """Goes down a tree along prompts. `exact`: as `Acceptance` has it; `eviction` says where checkpoints are known.
+    """Looks prompts up in a tree. `exact`: as `Acceptance` has it; `eviction` says where checkpoints are known.
 
     What was found is kept for as long as the trees stay as they are: a request that waits for room asks in every step.
     """

@@ -38,7 +38,7 @@ from cairn.types import Boundary, Clock, Keys, Pages, SystemClock
 __all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
 
 GHOST_FACTOR = 4
-"""Key tokens remembered of dropped runs, as a multiple of the tokens that fit the pool."""
+"""Key tokens remembered of dropped nodes, as a multiple of the tokens that fit the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class PrefixCache:
         bypass: bool = False,
         probe: bool = False,
     ) -> SequenceBlocks:
-        """Find the longest usable prefix of `keys` (shape [n], n >= 1) and sequence it.
+        """Find the longest usable prefix of `keys` (shape [n], n >= 1), and lock it for a sequence.
 
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
         generated. `bypass`: find nothing, because all of the prompt has to be computed. `probe`: the reasons are
@@ -217,7 +217,7 @@ class PrefixCache:
     # -- growing -------------------------------------------------------------------------------------------------
 
     def extend(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
-        """Hold pages for the first `num_tokens` tokens, dropping cached ones if need be.
+        """Allocate pages up to `num_tokens` tokens, dropping cached ones if need be.
 
         Returns the page copies that have to be made first, or None when there is no room; then nothing has changed
         but that cached pages may have gone.
@@ -250,18 +250,18 @@ class PrefixCache:
         return False
 
     def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
-        """A file for the checkpoint of `sequence` at `wanted.position`, to be named in a plan; None if there is no room
-        for it, or it has one: see `BlockAllocator.reserve_checkpoint`."""
+        """Allocate a file for the checkpoint at `wanted.position`, to be named in a plan. Returns its pages, or None if
+        there is no room or the position has a file already: see `BlockAllocator.reserve_checkpoint`."""
         return self._allocator.reserve_checkpoint(sequence, wanted)
 
     def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
-        """A file for the state at `position` that another server is going to read: whatever the policy says, also with
-        the cache off. None if there is no room."""
+        """Allocate a file for the state at `position`, which another server is going to read, whatever the policy says
+        and also with the cache off. Returns its pages, or None if there is no room."""
         return self._allocator.force_checkpoint(sequence, position)
 
     def transfer_checkpoint(self, sequence: SequenceBlocks, position: int) -> None:
-        """The state at `position` is filled and somebody else holds its file. With the cache off nothing will take it
-        from the sequence, so it lets go of it."""
+        """Give up the file at `position`, which is filled and which somebody else holds, if the cache is off: no commit
+        will take it from the sequence then."""
         self._allocator.transfer_checkpoint(sequence, position)
 
     def received(self, sequence: SequenceBlocks, num_tokens: int, wanted: int, position: int) -> None:
@@ -324,7 +324,7 @@ class PrefixCache:
         self.pinned.hold_until(step, sequence)
 
     def num_held_pages(self) -> int:
-        """Distinct pages that sequences, the runs they have locked, holds or unapplied steps refer to."""
+        """Distinct pages that sequences, the nodes they have locked, holds or unapplied steps refer to."""
         pinned = self.pinned
         return pinned.num_distinct(pinned.by_requests() + pinned.by_transfers() + pinned.by_steps())
 

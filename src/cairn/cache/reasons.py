@@ -38,7 +38,7 @@ class Reason(StrEnum):
 
 
 def first_reason(reasons: Container[Reason]) -> Reason:
-    """The one that speaks for them all; NONE for none."""
+    """The first of `Reason` that is in `reasons`; NONE if none is."""
     return next((reason for reason in Reason if reason in reasons), Reason.NONE)
 
 

@@ -78,11 +78,11 @@ def _tokens(raw: bytes, num_tokens: int) -> NDArray[np.int32] | NDArray[np.int64
 
 
 class Node:
-    """One run of key tokens. `raw` is their bytes, four or eight a token.
+    """Key tokens [start, end) of every path through here. `raw`: their bytes, four or eight a token.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
     `locks` counts the sequences whose path goes through here. `loss` is why the checkpoint at `end` is gone.
-    `prompt_end`: where the prompt ended that this run came with.
+    `prompt_end`: where the prompt ended that added this node.
     """
 
     __slots__ = (
@@ -128,26 +128,26 @@ class Node:
         return int.from_bytes(self.raw[: len(self.raw) // self.num_tokens], sys.byteorder, signed=True)
 
     def keys(self, first: int = 0, end: int | None = None) -> Keys:
-        """Its key tokens [first, end), counted from its own start; as slices have it."""
+        """Its key tokens [first, end), counted from its own start, as a slice: shape [n], int64."""
         return to_int64(self.raw, self.end - self.start, first, end)
 
     @property
     def children(self) -> "Collection[Node]":
-        """Those that go on from its end."""
+        """The nodes that continue from its end."""
         below = self._below
         if below is None:
             return ()
         return below.values() if isinstance(below, dict) else (below,)
 
     def child(self, key: int) -> "Node | None":
-        """The one that begins with this key token."""
+        """The child that begins with this key token, or None."""
         below = self._below
         if isinstance(below, dict):
             return below.get(key)
         return below if below is not None and below.key() == key else None
 
     def adopt(self, node: "Node") -> None:
-        """List `node`, in the place of the one that begins with the same key token."""
+        """Add `node` to the children, in the place of the one that begins with the same key token."""
         below, key = self._below, node.key()
         if isinstance(below, dict):
             below[key] = node
@@ -157,7 +157,7 @@ class Node:
             self._below = {below.key(): below, key: node}
 
     def disown(self, node: "Node") -> None:
-        """List `node` no more."""
+        """Remove `node` from the children."""
         below = self._below
         if not isinstance(below, dict):
             assert below is node

@@ -16,7 +16,8 @@ from cairn.types import Pages
 
 
 class TreeObserver:
-    """Told of what happens in the trees, right after it has. It must not change them. Does nothing by itself."""
+    """Is told of changes to the trees, right after they have happened, and must not change them. All methods do nothing
+    here."""
 
     def root_added(self, root: Node, namespace: Namespace) -> None:
         """`root` is new."""
@@ -92,7 +93,8 @@ class TreeStore:
         return node
 
     def fill(self, node: Node, pages: tuple[Pages, ...], decode_by: str | None) -> None:
-        """Give `node` other pages: a new node, a ghost that comes back, or a run that was computed anew."""
+        """Give `node` other pages: those of a new node, of a ghost that comes back, or of tokens that were computed
+        anew."""
         for new in pages:
             self._pool.acquire(new)
         if node.pages is None:
@@ -122,8 +124,8 @@ class TreeStore:
         return upper
 
     def lock(self, node: Node, below: Node | None = None) -> None:
-        """One more sequence goes through `node` and all above it, down from `below` if that is given: what is above has
-        its lock already."""
+        """Lock `node` and all above it for one sequence; only those below `below`, if that is given, because the others
+        are locked already."""
         self.unreachable.pop(node, None)  # those above have a resident child, so they are in no danger
         step: Node | None = node
         while step is not below:
@@ -132,7 +134,7 @@ class TreeStore:
             step = step.parent
 
     def unlock(self, node: Node) -> None:
-        """One sequence less goes through `node` and all above it."""
+        """Unlock `node` and all above it for one sequence."""
         step: Node | None = node
         while step is not None:
             step.locks -= 1
@@ -141,7 +143,7 @@ class TreeStore:
         self.note_if_unreachable(node)
 
     def changed(self, node: Node) -> None:
-        """The pages or the checkpoint of `node` are others: whoever observes is told."""
+        """Tell the observers that `node` has other pages or another checkpoint."""
         self.version += 1
         for observer in self.observers:
             observer.node_changed(node)
@@ -159,8 +161,8 @@ class TreeStore:
         )
 
     def note_if_unreachable(self, node: Node) -> None:
-        """Put `node` last among the unreachable nodes if it is one of them. Where runs have no pages (no attention), it
-        is dropped at once, because no want of pages would ever end it."""
+        """Put `node` last among the unreachable nodes if it is one of them. Where nodes have no pages (no attention),
+        it is dropped at once, because no lack of pages would ever drop it."""
         self._list_if_unreachable(node)
         while self.unreachable and not self._layout.groups:
             self._drop(next(iter(self.unreachable)))
