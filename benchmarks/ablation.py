@@ -99,23 +99,22 @@ def ratios(rows: list[Row]) -> dict[tuple[str, float], dict[str, float]]:
 def show(rows: list[Row]) -> None:
     """For each share hit/offline of `all`, and what every other policy adds to that, trace by trace and as the mean."""
     found, console = ratios(rows), Console(width=220)
-    for share in sorted({share for _, share in found}):
-        whole = found.get((ALL, share), {})
+    for share in sorted({share for policy, share in found if policy == ALL}):
+        whole = found[ALL, share]
         names = sorted(whole)
         table = Table("policy", *names, "mean", title=f"hit/offline at {share:.0%}, and the difference of the others")
         for policy in sorted({policy for policy, at in found if at == share}, key=lambda name: (name != ALL, name)):
             by_trace = found[policy, share]
-            if not set(names) <= set(by_trace):
-                continue
-            minus = dict.fromkeys(names, 0.0) if policy == ALL else whole
-            values = [by_trace[name] - minus[name] for name in names]
-            sign = "" if policy == ALL else "+"
-            table.add_row(policy, *(f"{value:{sign}.4f}" for value in [*values, sum(values) / len(values)]))
+            if set(names) <= set(by_trace):
+                values = [by_trace[name] - (0.0 if policy == ALL else whole[name]) for name in names]
+                sign = "" if policy == ALL else "+"
+                table.add_row(policy, *(f"{value:{sign}.4f}" for value in [*values, sum(values) / len(values)]))
         console.print(table)
 
 
 def plot(rows: list[Row], path: Path) -> None:
     """What the mean of hit/offline loses without each part, in hundredths, the worst first; a bar for each share."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     found = ratios(rows)
@@ -135,9 +134,11 @@ def plot(rows: list[Row], path: Path) -> None:
         bars = axes.barh(at, [losses[name][place] for name in names], height, label=f"budget {share:.0%}")
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="mean of hit/offline lost, in hundredths", xscale="symlog")
+    axes.set(xlabel="mean of hit / offline that is lost without it, in hundredths", xscale="log")
+    axes.margins(x=0.1)
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
 
 
 def words(text: str) -> tuple[str, ...]:
