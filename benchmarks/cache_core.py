@@ -66,7 +66,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
         for w in placement.in_prefill(facts, lease.hit, len(keys))
         if cache.reserve_checkpoint(lease, w) is not None
     ]
-    cache.hold_until(1, lease)
+    cache.pin_until(1, lease)
     cache.commit(lease, len(keys), kept)
     cache.step_applied(1)
     cache.release(lease)
@@ -78,7 +78,7 @@ def full_hit(cache: PrefixCache, keys: np.ndarray) -> None:
     assert lease.hit == len(keys)
     cache.admitted(lease)
     assert cache.extend(lease, len(keys) + 1) is not None
-    cache.hold_until(1, lease)
+    cache.pin_until(1, lease)
     cache.step_applied(1)
     cache.release(lease)
 
@@ -98,7 +98,7 @@ def median_us(action: Callable[[], None], repeats: int) -> float:
 def decode_us(cache: PrefixCache, keys: np.ndarray) -> float:
     """Mean microseconds of one decode step's bookkeeping after a full hit."""
     lease = cache.lookup(PLAIN, keys, "decode")
-    cache.hold_until(1, lease)
+    cache.pin_until(1, lease)
     cache.step_applied(1)
     start = time.perf_counter()
     for step in range(DECODE_STEPS):

@@ -15,7 +15,7 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import PlacementPolicy, PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import Hold, Namespace, SequenceBlocks
+from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree import Checkpoint
 from cairn.step import PageCopy
 from cairn.types import Boundary, ManualClock
@@ -71,8 +71,8 @@ class Simulation:
     committed: set[tuple[Namespace, Prefix]] = field(default_factory=set)
     kept: set[tuple[Namespace, Prefix]] = field(default_factory=set)
     requests: list[Request] = field(default_factory=list)
-    offered: list[tuple[Hold, dict]] = field(default_factory=list)
-    quarantine: list[Hold] = field(default_factory=list)
+    offered: list[tuple[PagePin, dict]] = field(default_factory=list)
+    quarantine: list[PagePin] = field(default_factory=list)
     step: int = 0
     received: int = 0
 
@@ -118,7 +118,7 @@ class Simulation:
             return None
         if position > len(prompt) or not lease.hit < state_at <= position:
             own = lease.blocks.span(known // size * size, len(prompt)) if known < len(prompt) else ()
-            self.quarantine.append(self.cache.hold(name, np.concatenate([*own, file])))
+            self.quarantine.append(self.cache.pin(name, np.concatenate([*own, file])))
             self.cache.release(lease)
             return None
         self.requests.append(request)
@@ -147,14 +147,14 @@ class Simulation:
         """Another server is going to read what has been computed of the request."""
         pages = request.lease.blocks.pages_upto(request.computed)[0]
         slots = [self._slot(request.lease, token) for token in range(request.computed)]
-        self.offered.append((self.cache.hold(request.name, pages), {slot: self.slots[slot] for slot in slots}))
+        self.offered.append((self.cache.pin(request.name, pages), {slot: self.slots[slot] for slot in slots}))
 
     def let_go(self, index: int) -> None:
         """One of those outside is done."""
         if index < len(self.offered):
-            self.cache.let_go(self.offered.pop(index)[0])
+            self.cache.unpin(self.offered.pop(index)[0])
         else:
-            self.cache.let_go(self.quarantine.pop(index - len(self.offered)))
+            self.cache.unpin(self.quarantine.pop(index - len(self.offered)))
 
     def resume(self, request: Request) -> None:
         keys = np.array(request.keys, np.int64)
@@ -206,7 +206,7 @@ class Simulation:
 
     def apply(self) -> None:
         """All steps so far have been applied."""
-        for step in list(self.cache.held):
+        for step in list(self.cache.step_pins):
             self.cache.step_applied(step)
 
     def held_now(self) -> set[Checkpoint]:
@@ -341,4 +341,4 @@ class Simulation:
 
     def _hold(self, request: Request) -> None:
         self.step += 1
-        self.cache.hold_until(self.step, request.lease)
+        self.cache.pin_until(self.step, request.lease)

@@ -145,13 +145,13 @@ def test_whatever_changes_in_the_trees_is_seen(change):
 def could(sim, num_pages):
     """Whether so many pages can be had for one of whom nothing is known, and whether that was counted anew."""
     cache, counted = sim.cache, []
-    count = type(cache).num_held_pages
-    cache.num_held_pages = lambda: counted.append(1) or count(cache)
+    count = type(cache).num_pinned_pages
+    cache.num_pinned_pages = lambda: counted.append(1) or count(cache)
     lease = cache.lookup(PLAIN, np.array([5] * 9, np.int64), "w", probe=True)
     try:
         return cache.could_free(lease, num_pages), len(counted)
     finally:
-        del cache.num_held_pages
+        del cache.num_pinned_pages
         cache.discard(lease)
 
 

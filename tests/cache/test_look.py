@@ -147,7 +147,7 @@ def test_the_pool_adds_up_while_requests_run():
     sim.prefill(writer, 300)
     pool = whole(sim.cache).pool
     assert pool.open_leases == 1 and pool.held_by_requests > 0 and pool.cached_pages > 0
-    held = sim.cache.num_held_pages()
+    held = sim.cache.num_pinned_pages()
     assert pool.pages == pool.free_pages + pool.cached_pages + held == 400
     assert max(path.users for path in whole(sim.cache).paths) == 1
     sim.offer(writer)
@@ -171,7 +171,7 @@ def test_what_answers_to_one_prompt_start_from_is_held_by_requests():
         pool = whole(driver.cache).pool
         check_parts(pool)
         assert (pool.held_by_transfers, pool.open_holds) == (0, 0)
-        seen.append((len(driver.cache.holds), pool.held_by_requests))
+        seen.append((len(driver.cache.pins), pool.held_by_requests))
     assert (0, 0) in seen and any(holds and pages for holds, pages in seen)
 
 

@@ -142,7 +142,7 @@ class Engine:
     def run(self) -> None:
         for _ in range(3000):
             if not self.scheduler.has_work:
-                assert not self.cache.sequences and not self.cache.held
+                assert not self.cache.sequences and not self.cache.step_pins
                 return
             self.step()
         raise AssertionError("no end in sight")

@@ -36,7 +36,7 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
     replay = Replay(TimedCache(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK))
     outcome = replay.run(trace)
     audit(replay.cache)
-    assert not replay.cache.sequences and not replay.cache.held
+    assert not replay.cache.sequences and not replay.cache.step_pins
     return replay, outcome
 
 
@@ -194,7 +194,7 @@ def test_only_the_cache_is_timed(monkeypatch):
     inside = {
         PrefixCache: (
             *("lookup", "extend", "admitted", "idle_files", "reserve_checkpoint"),
-            *("hold_until", "commit", "step_applied", "release"),
+            *("pin_until", "commit", "step_applied", "release"),
         ),
         Auto: ("in_prefill", "in_decode"),
     }

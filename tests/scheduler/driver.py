@@ -127,7 +127,7 @@ class Driver:
             assert limit, "no end in sight"
             self.step()
         books = self.scheduler.books
-        assert not self.cache.sequences and not self.cache.held and not self.cache.holds and not books.requests
+        assert not self.cache.sequences and not self.cache.step_pins and not self.cache.pins and not books.requests
         assert sorted(books.free_slots) == list(range(self.config.max_num_seqs))
 
     def output(self, name: str) -> list[int]:

@@ -33,7 +33,7 @@ def counting(monkeypatch) -> Counter:
         monkeypatch.setattr(place, name, call)
 
     counted(lookup, "walk")
-    counted(PrefixCache, "num_held_pages")
+    counted(PrefixCache, "num_pinned_pages")
     counted(prefix_cache, "miss_reasons")
     return counts
 
@@ -149,7 +149,7 @@ def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
 
     def checked_could_free(cache, lease, num_pages):
         told = could_free(cache, lease, num_pages)
-        assert told == (num_pages <= cache.pool.num_pages - cache.num_held_pages())
+        assert told == (num_pages <= cache.pool.num_pages - cache.num_pinned_pages())
         seen[told] += 1
         return told
 

@@ -39,11 +39,11 @@ def _audit_pages(cache: PrefixCache) -> None:
             np.add.at(counts, pages, 1)
         for file in sequence.files.values():
             np.add.at(counts, file.pages, 1)
-    for held in cache.held.values():
+    for held in cache.step_pins.values():
         for pages in held:
             np.add.at(counts, pages, 1)
-    for hold in cache.holds.values():
-        np.add.at(counts, hold.pages, 1)
+    for pin in cache.pins.values():
+        np.add.at(counts, pin.pages, 1)
     wrong = np.flatnonzero(counts != cache.pool.counts)
     if wrong.size:
         page = int(wrong[0])

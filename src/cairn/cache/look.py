@@ -384,5 +384,5 @@ def _pool(cache: PrefixCache) -> PoolView:
         held_by_transfers=with_transfers - by_requests,
         held_by_steps=held - with_transfers,
         open_leases=len(cache.sequences),
-        open_holds=sum(not hold.for_requests for hold in cache.holds.values()),
+        open_holds=sum(not pin.for_requests for pin in cache.pins.values()),
     )

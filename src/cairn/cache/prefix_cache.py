@@ -7,10 +7,10 @@
     received  tokens and a state that another server has computed: the sequence goes on as after a hit of its own
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
-    hold      pages that outlive their sequence, because somebody outside, or a request to come, needs them
+    pin       pages that outlive their sequence, because somebody outside, or a request to come, needs them
     hold_breakpoints   checkpoints that go after all others, because a client asked for it
 
-Pages that an unapplied step still names are kept by `hold_until(step)` until `step_applied(step)`. Nothing here knows
+Pages that an unapplied step still names are kept by `pin_until(step)` until `step_applied(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
 """
 
@@ -28,7 +28,7 @@ from cairn.cache.lookup import Finder, miss_reasons
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import DivergenceStats, PlacementPolicy, PromptFacts, Wanted, hold_positions
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import Hold, Namespace, PinnedPages, SequenceBlocks
+from cairn.cache.sequence_blocks import Namespace, PagePin, PinnedPages, SequenceBlocks
 from cairn.cache.tree import Node
 from cairn.cache.tree_store import TreeObserver, TreeStore
 from cairn.errors import ConfigError
@@ -91,7 +91,7 @@ class PrefixCache:
         self.tree = TreeStore(layout, self.pool, ghost_tokens, observers)
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
         self.pinned = PinnedPages(self.pool)
-        self.sequences, self.holds, self.held = self.pinned.sequences, self.pinned.holds, self.pinned.steps
+        self.sequences, self.pins, self.step_pins = self.pinned.sequences, self.pinned.pins, self.pinned.steps
         self._finder = Finder(layout, policy.exact, policy.eviction)
         self._allocator = BlockAllocator(layout, self.pool, self.checkpoints, self.enabled)
         self._writer = TreeWriter(self.checkpoints, policy.exact)
@@ -225,7 +225,7 @@ class PrefixCache:
         return self._allocator.allocate(sequence, num_tokens)
 
     def could_extend(self, sequence: SequenceBlocks, num_tokens: int, num_files: int = 0, besides: int = 0) -> bool:
-        """False if neither `extend` nor dropping all that nobody holds makes room for so many tokens and files, and for
+        """False if neither `extend` nor dropping all that nobody uses makes room for so many tokens and files, and for
         `besides` pages that others are going to need. Drops nothing: whoever only waits must not cost others what is
         cached. True is no promise."""
         need = (
@@ -234,7 +234,7 @@ class PrefixCache:
         return self.could_free(sequence, need)
 
     def could_free(self, sequence: SequenceBlocks, num_pages: int) -> bool:
-        """Whether `num_pages` pages are free, or would be with all that nobody holds dropped. What is held is counted
+        """Whether `num_pages` pages are free, or would be with all that nobody uses dropped. What is held is counted
         anew for one who lacks pages only when something has been let go of."""
         if num_pages <= self.pool.num_free:
             return True
@@ -244,7 +244,7 @@ class PrefixCache:
         asked = (sequence.node, sequence.hit, sequence.matched, num_pages)
         if asked in self._lacking:
             return False
-        if num_pages <= self.pool.num_pages - self.num_held_pages():
+        if num_pages <= self.pool.num_pages - self.num_pinned_pages():
             return True
         self._lacking.add(asked)
         return False
@@ -308,35 +308,35 @@ class PrefixCache:
                 sequence.node.loss = loss
             self.tree.unlock(sequence.node)
 
-    def hold(self, purpose: str, pages: Pages, for_requests: bool = False) -> Hold:
-        """Keep `pages`, which are distinct and in use, until `let_go`: for somebody outside, or for requests that are
+    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+        """Keep `pages`, which are distinct and in use, until `unpin`: for somebody outside, or for requests that are
         going to start from them."""
-        return self.pinned.hold(purpose, pages, for_requests)
+        return self.pinned.pin(purpose, pages, for_requests)
 
-    def let_go(self, hold: Hold) -> None:
-        """End a hold."""
+    def unpin(self, pin: PagePin) -> None:
+        """Release pinned pages."""
         self._num_releases += 1
-        self.pinned.let_go(hold)
+        self.pinned.unpin(pin)
 
-    def hold_until(self, step: int, sequence: SequenceBlocks) -> None:
+    def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
         """Pages that `sequence` needs only for step `step` (the hit's file, the source of a page copy) are kept until
         that step has been applied, whatever becomes of the sequence."""
-        self.pinned.hold_until(step, sequence)
+        self.pinned.pin_until(step, sequence)
 
-    def num_held_pages(self) -> int:
-        """Distinct pages that sequences, the nodes they have locked, holds or unapplied steps refer to."""
+    def num_pinned_pages(self) -> int:
+        """Distinct pages that sequences, the nodes they have locked, pins or unapplied steps refer to."""
         pinned = self.pinned
         return pinned.num_distinct(pinned.by_requests() + pinned.by_transfers() + pinned.by_steps())
 
     def clear(self) -> bool:
-        """Drop everything that no sequence holds. True if the whole pool is free then."""
+        """Drop everything that no sequence uses. True if the whole pool is free then."""
         return self.make_room(self.pool.num_pages)
 
     def make_room(self, num_pages: int) -> bool:
-        """Drop cached pages until `num_pages` are free; False if there are not so many that nobody holds."""
+        """Drop cached pages until `num_pages` are free; False if there are not so many that nobody uses."""
         return self.checkpoints.make_room(num_pages)
 
     def step_applied(self, step: int) -> None:
         """Let go of what step `step` named."""
-        self._num_releases += step in self.held
+        self._num_releases += step in self.step_pins
         self.pinned.step_applied(step)

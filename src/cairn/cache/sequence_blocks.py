@@ -23,11 +23,11 @@ from cairn.types import Keys, Pages
 
 __all__ = [
     "BlockTables",
-    "Hold",
     "KeyBuffer",
     "MissReport",
     "MissSpan",
     "Namespace",
+    "PagePin",
     "PageTable",
     "PendingFile",
     "PinnedPages",
@@ -108,7 +108,7 @@ class PendingFile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hold:
+class PagePin:
     """Pages that are kept whatever becomes of tree and sequences: another server reads them, or a link may still write
     to them. `for_requests`: requests of this server are going to start from them instead."""
 
@@ -395,12 +395,12 @@ class SequenceBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPages:
-    """Who refers to pages besides the tree: open sequences and holds, by identity, and the pages that each unapplied
+    """Who refers to pages besides the tree: open sequences and pins, by identity, and the pages that each unapplied
     step still names."""
 
     pool: PagePool
     sequences: dict[int, SequenceBlocks] = field(default_factory=dict)
-    holds: dict[int, Hold] = field(default_factory=dict)
+    pins: dict[int, PagePin] = field(default_factory=dict)
     steps: dict[int, list[Pages]] = field(default_factory=dict)
 
     def open(self, sequence: SequenceBlocks) -> None:
@@ -424,19 +424,19 @@ class PinnedPages:
         sequence.files.clear()
         sequence.transient.clear()
 
-    def hold(self, purpose: str, pages: Pages, for_requests: bool = False) -> Hold:
-        """Keep `pages`, which are distinct and in use, until `let_go`."""
-        hold = Hold(purpose, pages.copy(), for_requests)
-        self.pool.acquire(hold.pages)
-        self.holds[id(hold)] = hold
-        return hold
+    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+        """Keep `pages`, which are distinct and in use, until `unpin`."""
+        pin = PagePin(purpose, pages.copy(), for_requests)
+        self.pool.acquire(pin.pages)
+        self.pins[id(pin)] = pin
+        return pin
 
-    def let_go(self, hold: Hold) -> None:
-        """End a hold."""
-        del self.holds[id(hold)]
-        self.pool.release(hold.pages)
+    def unpin(self, pin: PagePin) -> None:
+        """Release pinned pages."""
+        del self.pins[id(pin)]
+        self.pool.release(pin.pages)
 
-    def hold_until(self, step: int, sequence: SequenceBlocks) -> None:
+    def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
         """What `sequence` needs for step `step` alone is the step's from now on."""
         if sequence.transient:
             self.steps.setdefault(step, []).extend(sequence.transient)
@@ -448,7 +448,7 @@ class PinnedPages:
             self.pool.release(pages)
 
     def by_requests(self) -> list[Pages]:
-        """The page lists of sequences, of the nodes that they have locked and of holds for requests, some pages perhaps
+        """The page lists of sequences, of the nodes that they have locked and of pins for requests, some pages perhaps
         in several.
 
         A locked node may keep pages that its sequence does not read: the copy that a deeper node has taken the place
@@ -463,11 +463,11 @@ class PinnedPages:
                 locked.add(node)
                 held += node.pages or ()
                 node = node.parent
-        return held + [hold.pages for hold in self.holds.values() if hold.for_requests]
+        return held + [pin.pages for pin in self.pins.values() if pin.for_requests]
 
     def by_transfers(self) -> list[Pages]:
-        """The page lists of all other holds."""
-        return [hold.pages for hold in self.holds.values() if not hold.for_requests]
+        """The page lists of all other pins."""
+        return [pin.pages for pin in self.pins.values() if not pin.for_requests]
 
     def by_steps(self) -> list[Pages]:
         """The page lists of steps that have not been applied."""

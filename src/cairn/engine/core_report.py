@@ -48,7 +48,7 @@ def engine_stats(
 ) -> EngineStats:
     """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
     cache, counters, transfers = books.cache, books.counters, books.transfers
-    held, hits, received = cache.num_held_pages(), cache.counters.hits, cache.counters.received
+    held, hits, received = cache.num_pinned_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
     cache.checkpoints.let_expired_go()

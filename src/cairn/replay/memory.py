@@ -42,7 +42,15 @@ def tree_memory(cache: PrefixCache) -> TreeMemory:
 
 
 def _reachable_bytes(cache: PrefixCache) -> int:
-    outside: list[object] = [cache, cache.pool, cache.layout, cache.counters, cache.sequences, cache.holds, cache.held]
+    outside: list[object] = [
+        cache,
+        cache.pool,
+        cache.layout,
+        cache.counters,
+        cache.sequences,
+        cache.pins,
+        cache.step_pins,
+    ]
     # what only carries news
     outside += [observer for observer in cache.tree.observers if observer is not cache.policy.eviction]
     seen, total = {id(each) for each in outside}, 0

@@ -291,13 +291,13 @@ class Replay:
         if sequence.lease is not None and sequence.lease.transient:
             self._step += 1
             with self._timed.inside:
-                self.cache.hold_until(self._step, sequence.lease)
+                self.cache.pin_until(self._step, sequence.lease)
                 self.cache.step_applied(self._step)
 
     def _apply_step(self, lease: SequenceBlocks, num_tokens: int, kept: list[int]) -> None:
         """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `kept`."""
         self._step += 1
-        self.cache.hold_until(self._step, lease)
+        self.cache.pin_until(self._step, lease)
         self._timed.note_use()
         self.cache.commit(lease, num_tokens, kept)
         self.cache.step_applied(self._step)

@@ -61,7 +61,7 @@ def admit(books: Books, builder: PlanBuilder) -> None:
             if give_way(books, before=request):
                 continue
             cancel_slow_fetch(books)
-        if books.running or books.ending or books.cache.held or books.transfers.is_open:
+        if books.running or books.ending or books.cache.step_pins or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
         while books.branches.give_way():

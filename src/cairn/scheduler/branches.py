@@ -14,7 +14,7 @@ branches are requests like any others.
 from dataclasses import dataclass
 
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.sequence_blocks import Hold, SequenceBlocks
+from cairn.cache.sequence_blocks import PagePin, SequenceBlocks
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Request, Trunk
 
@@ -24,7 +24,7 @@ class _Held:
     """What a trunk's branches start from."""
 
     lease: SequenceBlocks
-    state: Hold
+    state: PagePin
 
 
 class Branches:
@@ -34,7 +34,7 @@ class Branches:
         self._cache = cache
         self._waiting = waiting
         self._parked: dict[Trunk, Request] = {}  # by trunk, its leader
-        self._states: dict[Trunk, Hold] = {}
+        self._states: dict[Trunk, PagePin] = {}
         self._held: dict[Trunk, _Held] = {}
 
     @property
@@ -66,7 +66,7 @@ class Branches:
         if pages is None and position in lease.files:
             pages = lease.files[position].pages
         if pages is not None:
-            self._states[request.trunk] = self._cache.hold(f"prompt end of {request.id}", pages, for_requests=True)
+            self._states[request.trunk] = self._cache.pin(f"prompt end of {request.id}", pages, for_requests=True)
             self._cache.transfer_checkpoint(lease, position)
 
     def let_start(self, leader: Request) -> None:
@@ -134,4 +134,4 @@ class Branches:
             self._cache.release(held.lease)
             state = held.state
         if state is not None:
-            self._cache.let_go(state)
+            self._cache.unpin(state)

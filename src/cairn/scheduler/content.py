@@ -55,6 +55,6 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     else:
         reference = side.answer(asked.ask, offer)
         if reference is not None:
-            hold = cache.hold(f"asked for by {purpose}", offer.all_pages)
+            hold = cache.pin(f"asked for by {purpose}", offer.all_pages)
             books.transfers.offers[reference] = Leased(hold, client=None)
     cache.discard(lease)

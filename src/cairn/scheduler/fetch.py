@@ -52,7 +52,7 @@ def start_pulls(books: Books) -> bool:
 def _is_alone(books: Books, request: Request) -> bool:
     """Whether nothing is going to make room for its fetch: cached pages cannot give way to it, and have to be computed
     in smaller shares."""
-    if books.running or books.ending or books.cache.held or books.transfers.is_open:
+    if books.running or books.ending or books.cache.step_pins or books.transfers.is_open:
         return False
     return next(books.waiting.plain.before(request), None) is None
 
@@ -221,7 +221,7 @@ def _quarantine(books: Books, pull: PullId, request: Request) -> None:
     pages = [lease.files[length].pages]
     if lease.blocks.groups and start < length:
         pages += lease.blocks.span(start, length)
-    books.transfers.quarantine[pull] = books.cache.hold(f"quarantined after {request.id}", np.concatenate(pages))
+    books.transfers.quarantine[pull] = books.cache.pin(f"quarantined after {request.id}", np.concatenate(pages))
 
 
 def abandon(books: Books, request: Request) -> None:
@@ -237,7 +237,7 @@ def abandon(books: Books, request: Request) -> None:
 def pages_free(books: Books, free: PagesFree) -> None:
     hold = books.transfers.quarantine.pop(free.pull, None)
     if hold is not None:
-        books.cache.let_go(hold)
+        books.cache.unpin(hold)
 
 
 def cancel_slow_fetch(books: Books) -> None:

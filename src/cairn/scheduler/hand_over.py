@@ -85,9 +85,9 @@ def hold_state(books: Books, request: Request) -> None:
         return
     if lease.hit == position:
         assert lease.restore is not None
-        request.handed = books.cache.hold(f"state of {request.id}", lease.restore)
+        request.handed = books.cache.pin(f"state of {request.id}", lease.restore)
     elif position in lease.files:
-        request.handed = books.cache.hold(f"state of {request.id}", lease.files[position].pages)
+        request.handed = books.cache.pin(f"state of {request.id}", lease.files[position].pages)
 
 
 def offer(books: Books, request: Request) -> None:
@@ -105,12 +105,12 @@ def offer(books: Books, request: Request) -> None:
     )
     reference = side.offer(made)
     request.offered = Offered(made, reference)
-    hold = books.cache.hold(f"handed over by {request.id}", made.all_pages)
+    hold = books.cache.pin(f"handed over by {request.id}", made.all_pages)
     books.transfers.offers[reference] = Leased(hold, request.spec.client)
 
 
 def lease_ended(books: Books, ended: LeaseEnded) -> None:
     leased = books.transfers.offers.pop(ended.remote_request_id, None)
     if leased is not None:
-        books.cache.let_go(leased.hold)
+        books.cache.unpin(leased.hold)
         books.counters.expired_offers += ended.state == "expired"

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from cairn.cache.placement import PromptFacts
-from cairn.cache.sequence_blocks import Hold, Namespace, SequenceBlocks
+from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.step import GRID, Image, Logprobs, TokenMask
 from cairn.transfer.contract import Offer, PullEnded
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
@@ -214,7 +214,7 @@ class Request:
     failure: str | None = None
     refused: bool = False
     no_lease_room_since: float | None = None
-    handed: Hold | None = None
+    handed: PagePin | None = None
     offered: Offered | None = None
     trunk: Trunk | None = None
     scores: list[Logprobs] = field(default_factory=list)
