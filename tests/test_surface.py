@@ -104,7 +104,7 @@ EXPORTED = {
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed PolicyParts ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
     "cairn.cache.sequence_blocks": "BlockTables KeyBuffer MissReport MissSpan Namespace PagePin PageTable PendingFile "
-    "PinnedPages PrefixMatch SequenceBlocks",
+    "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
     "hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",

@@ -1,15 +1,17 @@
 """What running sequences take from pool and tree, and what they give back: pages for tokens to come, files for
-checkpoints, and what was computed as nodes and checkpoints of the tree."""
+checkpoints, and what was computed as nodes and checkpoints of the tree; and who refers to pages besides the tree."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import Wanted
-from cairn.cache.sequence_blocks import PageTable, PendingFile, SequenceBlocks
+from cairn.cache.sequence_blocks import PagePin, PageTable, PendingFile, SequenceBlocks
 from cairn.cache.tree import Node, TokenKey, common_prefix
 from cairn.step import GRID, PageCopy
 from cairn.types import Pages
@@ -208,3 +210,91 @@ def _origin(sequence: SequenceBlocks, position: int) -> Origin:
     if position > sequence.decode_from:
         return Origin.DECODE
     return Origin.TAIL if position % GRID else Origin.GRID
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPages:
+    """Who refers to pages besides the tree: open sequences and pins, by identity, and the pages that each unapplied
+    step still names."""
+
+    pool: PagePool
+    sequences: dict[int, SequenceBlocks] = field(default_factory=dict)
+    pins: dict[int, PagePin] = field(default_factory=dict)
+    steps: dict[int, list[Pages]] = field(default_factory=dict)
+
+    def open(self, sequence: SequenceBlocks) -> None:
+        """Acquire what a new sequence needs: the pages of its own, and the file of its hit."""
+        self.sequences[id(sequence)] = sequence
+        for table in sequence.tables:
+            self.pool.acquire(table.own)
+        if sequence.checkpoint is not None:
+            self.pool.acquire(sequence.checkpoint.pages)
+            sequence.transient.append(sequence.checkpoint.pages)
+
+    def close(self, sequence: SequenceBlocks) -> None:
+        """Release everything that a sequence refers to."""
+        assert not sequence.closed, f"released twice: {sequence.purpose}"
+        sequence.closed = True
+        del self.sequences[id(sequence)]
+        for table in sequence.tables:
+            self.pool.release(table.own)
+        for pages in [file.pages for file in sequence.files.values()] + sequence.transient:
+            self.pool.release(pages)
+        sequence.files.clear()
+        sequence.transient.clear()
+
+    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+        """Keep `pages`, which are distinct and in use, until `unpin`."""
+        pin = PagePin(purpose, pages.copy(), for_requests)
+        self.pool.acquire(pin.pages)
+        self.pins[id(pin)] = pin
+        return pin
+
+    def unpin(self, pin: PagePin) -> None:
+        """Release pinned pages."""
+        del self.pins[id(pin)]
+        self.pool.release(pin.pages)
+
+    def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
+        """What `sequence` needs for step `step` alone is the step's from now on."""
+        if sequence.transient:
+            self.steps.setdefault(step, []).extend(sequence.transient)
+            sequence.transient = []
+
+    def step_applied(self, step: int) -> None:
+        """Let go of what step `step` named."""
+        for pages in self.steps.pop(step, ()):
+            self.pool.release(pages)
+
+    def by_requests(self) -> list[Pages]:
+        """The page lists of sequences, of the nodes that they have locked and of pins for requests, some pages perhaps
+        in several.
+
+        A locked node may keep pages that its sequence does not read: the copy that a deeper node has taken the place
+        of, or what somebody else has computed as well.
+        """
+        held = [table.pages for sequence in self.sequences.values() for table in sequence.tables]
+        locked: set[Node] = set()
+        for sequence in self.sequences.values():
+            held += [file.pages for file in sequence.files.values()] + sequence.transient
+            node = sequence.node
+            while node is not None and node not in locked:
+                locked.add(node)
+                held += node.pages or ()
+                node = node.parent
+        return held + [pin.pages for pin in self.pins.values() if pin.for_requests]
+
+    def by_transfers(self) -> list[Pages]:
+        """The page lists of all other pins."""
+        return [pin.pages for pin in self.pins.values() if not pin.for_requests]
+
+    def by_steps(self) -> list[Pages]:
+        """The page lists of steps that have not been applied."""
+        return [pages for held in self.steps.values() for pages in held]
+
+    def num_distinct(self, lists: Iterable[Pages]) -> int:
+        """How many distinct pages are in `lists`."""
+        named = np.zeros(self.pool.num_pages, bool)
+        for numbers in lists:
+            named[numbers] = True
+        return int(named.sum())

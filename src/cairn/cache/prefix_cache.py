@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cairn.cache.allocator import BlockAllocator, TreeWriter
+from cairn.cache.allocator import BlockAllocator, PinnedPages, TreeWriter
 from cairn.cache.checkpoint import Kind
 from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.eviction import EvictionPolicy
@@ -28,7 +28,7 @@ from cairn.cache.lookup import Finder, miss_reasons
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import DivergenceStats, PlacementPolicy, PromptFacts, Wanted, hold_positions
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import Namespace, PagePin, PinnedPages, SequenceBlocks
+from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree import Node
 from cairn.cache.tree_store import TreeObserver, TreeStore
 from cairn.errors import ConfigError

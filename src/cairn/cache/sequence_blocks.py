@@ -1,4 +1,4 @@
-"""What one running request has of the pool and the tree, and who else refers to pages.
+"""What one running request has of the pool and the tree.
 
     tokens   0 ........... c ............ m ............... num_tokens
              cached          keys and       computed and
@@ -9,14 +9,12 @@ need not count each. Those from m on are this sequence's alone. Where m falls in
 the first write.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage
 from cairn.cache.layout import AttentionGroup
-from cairn.cache.pages import PagePool
 from cairn.cache.reasons import Reason, first_reason
 from cairn.cache.tree import Checkpoint, Node, Walk
 from cairn.types import Keys, Pages
@@ -30,7 +28,6 @@ __all__ = [
     "PagePin",
     "PageTable",
     "PendingFile",
-    "PinnedPages",
     "PrefixMatch",
     "SequenceBlocks",
 ]
@@ -391,91 +388,3 @@ class SequenceBlocks:
             decode_from=length,
             committed=min(self.committed, length),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedPages:
-    """Who refers to pages besides the tree: open sequences and pins, by identity, and the pages that each unapplied
-    step still names."""
-
-    pool: PagePool
-    sequences: dict[int, SequenceBlocks] = field(default_factory=dict)
-    pins: dict[int, PagePin] = field(default_factory=dict)
-    steps: dict[int, list[Pages]] = field(default_factory=dict)
-
-    def open(self, sequence: SequenceBlocks) -> None:
-        """Acquire what a new sequence needs: the pages of its own, and the file of its hit."""
-        self.sequences[id(sequence)] = sequence
-        for table in sequence.tables:
-            self.pool.acquire(table.own)
-        if sequence.checkpoint is not None:
-            self.pool.acquire(sequence.checkpoint.pages)
-            sequence.transient.append(sequence.checkpoint.pages)
-
-    def close(self, sequence: SequenceBlocks) -> None:
-        """Release everything that a sequence refers to."""
-        assert not sequence.closed, f"released twice: {sequence.purpose}"
-        sequence.closed = True
-        del self.sequences[id(sequence)]
-        for table in sequence.tables:
-            self.pool.release(table.own)
-        for pages in [file.pages for file in sequence.files.values()] + sequence.transient:
-            self.pool.release(pages)
-        sequence.files.clear()
-        sequence.transient.clear()
-
-    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
-        """Keep `pages`, which are distinct and in use, until `unpin`."""
-        pin = PagePin(purpose, pages.copy(), for_requests)
-        self.pool.acquire(pin.pages)
-        self.pins[id(pin)] = pin
-        return pin
-
-    def unpin(self, pin: PagePin) -> None:
-        """Release pinned pages."""
-        del self.pins[id(pin)]
-        self.pool.release(pin.pages)
-
-    def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
-        """What `sequence` needs for step `step` alone is the step's from now on."""
-        if sequence.transient:
-            self.steps.setdefault(step, []).extend(sequence.transient)
-            sequence.transient = []
-
-    def step_applied(self, step: int) -> None:
-        """Let go of what step `step` named."""
-        for pages in self.steps.pop(step, ()):
-            self.pool.release(pages)
-
-    def by_requests(self) -> list[Pages]:
-        """The page lists of sequences, of the nodes that they have locked and of pins for requests, some pages perhaps
-        in several.
-
-        A locked node may keep pages that its sequence does not read: the copy that a deeper node has taken the place
-        of, or what somebody else has computed as well.
-        """
-        held = [table.pages for sequence in self.sequences.values() for table in sequence.tables]
-        locked: set[Node] = set()
-        for sequence in self.sequences.values():
-            held += [file.pages for file in sequence.files.values()] + sequence.transient
-            node = sequence.node
-            while node is not None and node not in locked:
-                locked.add(node)
-                held += node.pages or ()
-                node = node.parent
-        return held + [pin.pages for pin in self.pins.values() if pin.for_requests]
-
-    def by_transfers(self) -> list[Pages]:
-        """The page lists of all other pins."""
-        return [pin.pages for pin in self.pins.values() if not pin.for_requests]
-
-    def by_steps(self) -> list[Pages]:
-        """The page lists of steps that have not been applied."""
-        return [pages for held in self.steps.values() for pages in held]
-
-    def num_distinct(self, lists: Iterable[Pages]) -> int:
-        """How many distinct pages are in `lists`."""
-        named = np.zeros(self.pool.num_pages, bool)
-        for numbers in lists:
-            named[numbers] = True
-        return int(named.sum())
