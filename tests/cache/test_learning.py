@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.eviction import MIN_REFRESH_INTERVAL, PolicyParts, ValuePerByte
 from cairn.cache.hazard import BINS, MAX_HITS, HazardTable
-from cairn.cache.placement import LEAST, LEAST_IDLE, WINDOW, DivergenceStats
+from cairn.cache.placement import MAX_DIVERGENCES, MIN_DIVERGENCES, MIN_DIVERGENCES_IDLE, DivergenceStats
 from cairn.cache.tree import Checkpoint, Node
 from cairn.step import GRID
 
@@ -294,19 +294,19 @@ def after(*distances):
 
 
 def test_one_distance_is_predicted_to_the_token():
-    stats = after(*[901] * LEAST)
+    stats = after(*[901] * MIN_DIVERGENCES)
     assert stats.predict(5000, 0, 4) == [4099]
     assert stats.predict(5000, 4099, 4) == [], "that is cached"
     assert stats.predict(900, 0, 4) == [], "the prompt is not so long"
 
 
 def test_nothing_is_predicted_from_a_few():
-    assert after(*[900] * (LEAST - 1)).predict(5000, 0, 1) == []
-    assert after(*[900] * (LEAST_IDLE - 1)).predict(5000, 0, 4) == []
+    assert after(*[900] * (MIN_DIVERGENCES - 1)).predict(5000, 0, 1) == []
+    assert after(*[900] * (MIN_DIVERGENCES_IDLE - 1)).predict(5000, 0, 4) == []
 
 
 def test_while_memory_is_idle_a_few_are_enough():
-    assert after(*[900] * LEAST_IDLE).predict(5000, 0, 4) == [4096]
+    assert after(*[900] * MIN_DIVERGENCES_IDLE).predict(5000, 0, 4) == [4096]
 
 
 def test_distances_that_scatter_are_served_from_the_grid_below_them():
@@ -325,12 +325,12 @@ def test_the_first_position_saves_the_most_alone():
 
 
 def test_only_the_last_branches_count():
-    stats = after(*[100] * WINDOW, *[700] * WINDOW)
+    stats = after(*[100] * MAX_DIVERGENCES, *[700] * MAX_DIVERGENCES)
     assert stats.predict(5000, 0, 4) == [4300]
 
 
 @given(
-    st.lists(st.integers(1, 20_000), min_size=LEAST, max_size=80),
+    st.lists(st.integers(1, 20_000), min_size=MIN_DIVERGENCES, max_size=80),
     st.integers(1, 20_000),
     st.integers(0, 20_000),
     st.integers(1, 6),

@@ -41,16 +41,16 @@ MAX_GRID, MAX_IDLE_GRID = 64, 256
 DENSE_TOKENS = 32_768
 """A prompt of up to so many tokens gets every grid point while idle memory holds twice as many."""
 
-WINDOW = 512
+MAX_DIVERGENCES = 512
 """Branches that are remembered."""
 
-LEAST, LEAST_IDLE = 8, 2
+MIN_DIVERGENCES, MIN_DIVERGENCES_IDLE = 8, 2
 """Before so many nothing is predicted; and before so many where memory is idle, so that a wrong guess costs nothing."""
 
-MAX_GROUPS = 48
+MAX_DISTANCE_GROUPS = 48
 """Distances that come up seldom are put into so many groups."""
 
-LEAST_SHARE = 0.02
+MIN_SHARE = 0.02
 """A position is named if it saves this share of what there is to save."""
 
 Ints = NDArray[np.int64]
@@ -271,7 +271,7 @@ class DivergenceStats:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._recent: deque[int] = deque(maxlen=MAX_DIVERGENCES)
         self._distances: Ints = np.empty(0, np.int64)
         self._counts: Ints = np.empty(0, np.int64)
         self._exactly: Ints = np.empty(0, np.int64)
@@ -292,9 +292,9 @@ class DivergenceStats:
         adds to those before it (the greedy rule for such coverage; Nemhauser, Wolsey and Fisher, 1978). Distances that
         come up often count to the token, others to the 64-token grid, where a state costs nothing to take.
         """
-        if len(self._recent) < (LEAST if most == 1 else LEAST_IDLE):
+        if len(self._recent) < (MIN_DIVERGENCES if most == 1 else MIN_DIVERGENCES_IDLE):
             return []
-        if self._new >= LEAST or 2 * self._new > len(self._recent):
+        if self._new >= MIN_DIVERGENCES or 2 * self._new > len(self._recent):
             self._sum_up()
         branches = (num_tokens - self._distances) & self._exactly
         ahead = branches > hit
@@ -304,7 +304,7 @@ class DivergenceStats:
         order = branches.argsort()
         branches, weights = branches[order], weights[order]
         saved = branches - hit
-        worth = LEAST_SHARE * float(saved @ weights)
+        worth = MIN_SHARE * float(saved @ weights)
         # alone, a position serves all branches from it on
         gains = saved * weights[::-1].cumsum()[::-1]
         best = int(gains.argmax())
@@ -336,7 +336,7 @@ class DivergenceStats:
         often = counts >= max(4, len(self._recent) // 32)
         seldom = np.repeat(distances[~often], counts[~often])
         # as many in each group, each at the furthest from the end, so that none of it lies before the branch
-        groups = np.array_split(seldom, min(MAX_GROUPS, len(seldom))) if len(seldom) else []
+        groups = np.array_split(seldom, min(MAX_DISTANCE_GROUPS, len(seldom))) if len(seldom) else []
         self._distances = np.concatenate([distances[often], *(group[-1:] for group in groups)])
         self._counts = np.concatenate([counts[often], np.array([len(group) for group in groups], np.int64)])
         self._exactly = np.where(np.arange(len(self._distances)) < np.count_nonzero(often), -1, -GRID)
