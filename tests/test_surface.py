@@ -103,7 +103,7 @@ EXPORTED = {
     "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed PolicyParts ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.sequence_blocks": "BlockTables KeyBuffer MissReport MissSpan Namespace PagePin PageTable PendingFile "
+    "cairn.cache.sequence_blocks": "KeyBuffer MissReport MissSpan Namespace PagePin PageTable PageTables PendingFile "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
     "hold_positions placement_for",

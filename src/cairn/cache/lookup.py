@@ -12,12 +12,12 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import (
-    BlockTables,
     KeyBuffer,
     MissReport,
     MissSpan,
     Namespace,
     PageTable,
+    PageTables,
     PrefixMatch,
     SequenceBlocks,
 )
@@ -143,7 +143,7 @@ class Finder:
                 divergence=found.divergence(),
             ),
             misses=MissReport(Reason.DISABLED, walk=found),
-            blocks=BlockTables(
+            blocks=PageTables(
                 self._layout.groups,
                 tuple(
                     PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))

@@ -20,13 +20,13 @@ from cairn.cache.tree import Checkpoint, Node, Walk
 from cairn.types import Keys, Pages
 
 __all__ = [
-    "BlockTables",
     "KeyBuffer",
     "MissReport",
     "MissSpan",
     "Namespace",
     "PagePin",
     "PageTable",
+    "PageTables",
     "PendingFile",
     "PrefixMatch",
     "SequenceBlocks",
@@ -114,7 +114,7 @@ class PagePin:
     for_requests: bool = False
 
 
-class BlockTables:
+class PageTables:
     """The page tables of one sequence, one for each attention group. `copied`: the page that tokens from `matched` on
     are written into is the sequence's own."""
 
@@ -226,7 +226,7 @@ class SequenceBlocks:
     num_prompt_tokens: int
     match: PrefixMatch
     misses: MissReport
-    blocks: BlockTables
+    blocks: PageTables
     tokens: KeyBuffer
     node: Node | None
     decode_from: int
@@ -364,7 +364,7 @@ class SequenceBlocks:
                 match.lineage,
             ),
             MissReport(misses.reason, misses.spans, misses.walk),
-            BlockTables(self.blocks.groups, tuple(PageTable(table.pages, table.length) for table in self.tables)),
+            PageTables(self.blocks.groups, tuple(PageTable(table.pages, table.length) for table in self.tables)),
             KeyBuffer(self.keys),
             self.node,
             self.decode_from,
@@ -382,7 +382,7 @@ class SequenceBlocks:
             num_prompt_tokens=length,
             match=PrefixMatch(length, length, length, restore=state),
             misses=MissReport(Reason.NONE),
-            blocks=BlockTables(self.blocks.groups, tuple(map(PageTable, self.blocks.pages_upto(length)))),
+            blocks=PageTables(self.blocks.groups, tuple(map(PageTable, self.blocks.pages_upto(length)))),
             tokens=KeyBuffer(self.keys[:length]),
             node=self.node,
             decode_from=length,
