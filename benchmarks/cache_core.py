@@ -27,9 +27,9 @@ from rich.table import Table
 
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, PromptFacts
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import GenerateRequest
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -61,8 +61,12 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     cache.admitted(lease)
     facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.idle_files())
     assert cache.extend(lease, len(keys)) is not None
-    kept = [w.position for w in placement.in_prefill(facts, lease.hit, len(keys)) if cache.want(lease, w) is not None]
-    cache.hold_until(1, lease)
+    kept = [
+        w.position
+        for w in placement.in_prefill(facts, lease.hit, len(keys))
+        if cache.reserve_checkpoint(lease, w) is not None
+    ]
+    cache.pin_until(1, lease)
     cache.commit(lease, len(keys), kept)
     cache.step_applied(1)
     cache.release(lease)
@@ -74,7 +78,7 @@ def full_hit(cache: PrefixCache, keys: np.ndarray) -> None:
     assert lease.hit == len(keys)
     cache.admitted(lease)
     assert cache.extend(lease, len(keys) + 1) is not None
-    cache.hold_until(1, lease)
+    cache.pin_until(1, lease)
     cache.step_applied(1)
     cache.release(lease)
 
@@ -94,7 +98,7 @@ def median_us(action: Callable[[], None], repeats: int) -> float:
 def decode_us(cache: PrefixCache, keys: np.ndarray) -> float:
     """Mean microseconds of one decode step's bookkeeping after a full hit."""
     lease = cache.lookup(PLAIN, keys, "decode")
-    cache.hold_until(1, lease)
+    cache.pin_until(1, lease)
     cache.step_applied(1)
     start = time.perf_counter()
     for step in range(DECODE_STEPS):

@@ -24,7 +24,7 @@ FLOOR_0 = (
 CACHE_DOOR = (
     "cairn.cache.prefix_cache",
     "cairn.cache.layout",
-    "cairn.cache.lease",
+    "cairn.cache.sequence_blocks",
     "cairn.cache.placement",
     "cairn.cache.checkpoint",
     "cairn.cache.reasons",
@@ -99,6 +99,21 @@ def arrows(modules):
                 yield f"{module.name}:{found.line} imports {found.target}"
 
 
+def no_circle_in_the_cache(modules):
+    """The cache can be read module by module: none imports one that imports it, for types alone or otherwise."""
+    names = {module.name for module in modules if module.room == "cache"}
+    below = {
+        module.name: {name for found in imports(module) for name in names - {module.name} if within(found.target, name)}
+        for module in modules
+        if module.name in names
+    }
+    while free := [name for name in below if not below[name] & below.keys()]:
+        for name in free:
+            del below[name]
+    if below:
+        yield f"imports go round in a circle: {', '.join(sorted(below))}"
+
+
 def settings_only_in_the_cli(modules):
     """No room is given the whole configuration."""
     for module in modules:
@@ -164,6 +179,7 @@ def eagerly_reached(module, by_name):
 
 RULES = (
     arrows,
+    no_circle_in_the_cache,
     settings_only_in_the_cli,
     torch_in_its_rooms,
     nothing_else_loads_torch,
@@ -229,6 +245,14 @@ def test_the_rule_finds_what_breaks_it(rule, name, text):
 )
 def test_what_is_allowed_passes(name, text):
     assert [found for rule in RULES for found in rule([source(name, text)])] == []
+
+
+def test_a_circle_in_the_cache_is_found():
+    tree = source("cairn.cache.tree", "from cairn.cache.reuse import Reuse")
+    for text in ("from cairn.cache.tree import Node", "if TYPE_CHECKING:\n    from cairn.cache import tree"):
+        found = list(no_circle_in_the_cache([tree, source("cairn.cache.reuse", text)]))
+        assert found == ["imports go round in a circle: cairn.cache.reuse, cairn.cache.tree"]
+    assert list(no_circle_in_the_cache([tree, source("cairn.cache.reuse", "import numpy")])) == []
 
 
 def test_torch_is_found_behind_another_module():

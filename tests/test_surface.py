@@ -100,14 +100,15 @@ EXPORTED = {
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",
-    "cairn.cache.checkpoint": "Checkpoint Kind Origin",
-    "cairn.cache.eviction": "CheckpointFacts Eviction EvictionQueue LeastRecentlyUsed ValuePerByte eviction_for",
+    "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
+    "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed PolicyParts ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.lease": "Hold Lease Namespace PageTable PendingFile Stretch",
-    "cairn.cache.placement": "Align All Auto Granular Junction Placement PromptFacts Wanted hold_positions "
-    "placement_for",
+    "cairn.cache.sequence_blocks": "KeyBuffer MissReport MissSpan Namespace PagePin PageTable PageTables PendingFile "
+    "PrefixMatch SequenceBlocks",
+    "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
+    "hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
-    "cairn.cache.reasons": "Reason first_reason",
+    "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.books": "Books Counters SchedulerConfig",
     "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request Source Spec TRANSITIONS Times Trunk",
     "cairn.scheduler.scheduler": "Progress Scheduler",

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint import Checkpoint, Kind
-from cairn.cache.eviction import Eviction
+from cairn.cache.checkpoint import Kind
+from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Hold, Lease, Namespace
-from cairn.cache.placement import Placement, PromptFacts, Wanted
+from cairn.cache.placement import PlacementPolicy, PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
+from cairn.cache.tree import Checkpoint
 from cairn.step import PageCopy
 from cairn.types import Boundary, ManualClock
 
@@ -50,7 +51,7 @@ class Request:
     namespace: Namespace
     prompt: Prefix
     answer: list[int]
-    lease: Lease
+    lease: SequenceBlocks
     facts: PromptFacts
     computed: int
 
@@ -70,13 +71,20 @@ class Simulation:
     committed: set[tuple[Namespace, Prefix]] = field(default_factory=set)
     kept: set[tuple[Namespace, Prefix]] = field(default_factory=set)
     requests: list[Request] = field(default_factory=list)
-    offered: list[tuple[Hold, dict]] = field(default_factory=list)
-    quarantine: list[Hold] = field(default_factory=list)
+    offered: list[tuple[PagePin, dict]] = field(default_factory=list)
+    quarantine: list[PagePin] = field(default_factory=list)
     step: int = 0
     received: int = 0
 
     @classmethod
-    def build(cls, num_pages: int, placement: Placement | None, eviction: Eviction, exact: bool = False, **layout: int):
+    def build(
+        cls,
+        num_pages: int,
+        placement: PlacementPolicy | None,
+        eviction: EvictionPolicy,
+        exact: bool = False,
+        **layout: int,
+    ):
         clock = ManualClock()
         policy = CachePolicy(placement, eviction, exact)
         return cls(PrefixCache(small_layout(**layout), num_pages, policy, clock=clock), clock)
@@ -104,13 +112,13 @@ class Simulation:
         self.check_reasons(request)
         known, size = lease.matched, self.cache.layout.block_size
         copies = self.cache.extend(lease, len(prompt))
-        file = self.cache.want_always(lease, len(prompt)) if copies is not None else None
+        file = self.cache.force_checkpoint(lease, len(prompt)) if copies is not None else None
         if copies is None or file is None:
             self.cache.release(lease)
             return None
         if position > len(prompt) or not lease.hit < state_at <= position:
-            own = lease.span(known // size * size, len(prompt)) if known < len(prompt) else ()
-            self.quarantine.append(self.cache.hold(name, np.concatenate([*own, file])))
+            own = lease.blocks.span(known // size * size, len(prompt)) if known < len(prompt) else ()
+            self.quarantine.append(self.cache.pin(name, np.concatenate([*own, file])))
             self.cache.release(lease)
             return None
         self.requests.append(request)
@@ -137,16 +145,16 @@ class Simulation:
 
     def offer(self, request: Request) -> None:
         """Another server is going to read what has been computed of the request."""
-        pages = request.lease.pages_upto(request.computed)[0]
+        pages = request.lease.blocks.pages_upto(request.computed)[0]
         slots = [self._slot(request.lease, token) for token in range(request.computed)]
-        self.offered.append((self.cache.hold(request.name, pages), {slot: self.slots[slot] for slot in slots}))
+        self.offered.append((self.cache.pin(request.name, pages), {slot: self.slots[slot] for slot in slots}))
 
     def let_go(self, index: int) -> None:
         """One of those outside is done."""
         if index < len(self.offered):
-            self.cache.let_go(self.offered.pop(index)[0])
+            self.cache.unpin(self.offered.pop(index)[0])
         else:
-            self.cache.let_go(self.quarantine.pop(index - len(self.offered)))
+            self.cache.unpin(self.quarantine.pop(index - len(self.offered)))
 
     def resume(self, request: Request) -> None:
         keys = np.array(request.keys, np.int64)
@@ -198,13 +206,13 @@ class Simulation:
 
     def apply(self) -> None:
         """All steps so far have been applied."""
-        for step in list(self.cache.held):
+        for step in list(self.cache.step_pins):
             self.cache.step_applied(step)
 
     def held_now(self) -> set[Checkpoint]:
         """The checkpoints whose time is not over."""
         now = self.clock.now()
-        return {held for held in self.cache.residents.held if held.held_until is not None and held.held_until > now}
+        return {held for held in self.cache.checkpoints.held if held.held_until is not None and held.held_until > now}
 
     # -- what is checked -----------------------------------------------------------------------------------------
 
@@ -278,7 +286,7 @@ class Simulation:
         decoded = position >= request.lease.decode_from
         return (request.name if decoded else "prefill", request.keys[: position + 1])
 
-    def _slot(self, lease: Lease, position: int) -> tuple[int, int]:
+    def _slot(self, lease: SequenceBlocks, position: int) -> tuple[int, int]:
         size = self.cache.layout.block_size
         return int(lease.pages[0][position // size]), position % size
 
@@ -309,7 +317,7 @@ class Simulation:
                     self.slots[(copy.target, slot)] = self.slots[(copy.source, slot)]
 
     def _fill(self, request: Request, wanted: Wanted) -> bool:
-        pages = self.cache.want(request.lease, wanted)
+        pages = self.cache.reserve_checkpoint(request.lease, wanted)
         for page in pages.tolist() if pages is not None else ():
             self._to_file(page, self._tag(request, wanted.position - 1))
         return pages is not None
@@ -333,4 +341,4 @@ class Simulation:
 
     def _hold(self, request: Request) -> None:
         self.step += 1
-        self.cache.hold_until(self.step, request.lease)
+        self.cache.pin_until(self.step, request.lease)

@@ -7,12 +7,11 @@ import pytest
 from simulation import Simulation
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
-from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.lease import Namespace
+from cairn.cache.checkpoint import NO_LINEAGE, Kind, Origin
+from cairn.cache.eviction import LeastRecentlyUsed, ReuseStats
 from cairn.cache.placement import Auto
-from cairn.cache.reuse import NO_LINEAGE, Reuse
-from cairn.cache.tree import Node
+from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.tree import Checkpoint, Node
 from cairn.errors import AuditError
 from cairn.types import Boundary
 
@@ -21,19 +20,20 @@ PROMPT = tuple(range(1000, 1100))
 
 class World:
     """A cache in which everything that the audit looks at is there: runs below one another, a second branch, a
-    held checkpoint, an ordinary one, a ghost with a record, a barren run, and a request that runs."""
+    held checkpoint, an ordinary one, a ghost with a record, a unreachable run, and a request that runs."""
 
     def __init__(self) -> None:
         sim = self.sim = Simulation.build(200, Auto(), LeastRecentlyUsed())
         self.cache = sim.cache
-        self.residents, self.pool, self.reuse = sim.cache.residents, sim.cache.pool, sim.cache.residents.reuse
+        self.checkpoints, self.tree, self.pool = sim.cache.checkpoints, sim.cache.tree, sim.cache.pool
+        self.policy = sim.cache.policy.eviction
         self._run(tuple(range(5000, 5030)))
         self.cache.clear()
         self._run(PROMPT, Boundary(40, hold_seconds=300), Boundary(80))
         self._run((*PROMPT[:80], *range(2000, 2030)))
-        barren = sim.start("barren", tuple(range(3000, 3030)))
-        assert sim.prefill(barren, 10)
-        sim.end(barren)
+        unreachable = sim.start("unreachable", tuple(range(3000, 3030)))
+        assert sim.prefill(unreachable, 10)
+        sim.end(unreachable)
         self.running = sim.start("running", (*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8, 9))
         assert sim.prefill(self.running, 109)
         self.lease = self.running.lease
@@ -44,15 +44,15 @@ class World:
         self.middle = self._node(PROMPT[:80])
         self.lower = self._node(PROMPT)
         self.other = self._node((*PROMPT[:80], *range(2000, 2030)))
-        self.barren = self._node(tuple(range(3000, 3010)))
+        self.unreachable = self._node(tuple(range(3000, 3010)))
         self.ghost = self._node(tuple(range(5000, 5030)))
-        self.root = self.residents.roots[Namespace()]
+        self.root = self.tree.roots[Namespace()]
         assert self.upper.parent is self.root and self.middle.locks == 1
         assert self.lower.parent is self.other.parent is self.middle
-        assert list(self.residents.runs.barren) == [self.barren]
-        assert set(self.residents.runs.ghosts) == {self.ghost} and self.ghost.reuse is not None
+        assert list(self.tree.unreachable) == [self.unreachable]
+        assert set(self.tree.ghosts) == {self.ghost} and self.ghost in self.policy._ghosts
         self.held, self.ordinary = self.upper.checkpoint, self.other.checkpoint
-        assert self.ordinary is not None and list(self.residents.held) == [self.held]
+        assert self.ordinary is not None and list(self.checkpoints.held) == [self.held]
         assert self.lease.tables[0].num_shared < self.lease.tables[0].length
 
     def _run(self, prompt: tuple[int, ...], *boundaries: Boundary) -> None:
@@ -62,7 +62,7 @@ class World:
         self.sim.apply()
 
     def _node(self, prompt: tuple[int, ...]) -> Node:
-        node = self.cache.residents.roots[Namespace()]
+        node = self.cache.tree.roots[Namespace()]
         while node.end < len(prompt):
             node = node.child(prompt[node.end])
         assert node.end == len(prompt)
@@ -119,19 +119,19 @@ def ghost_above_a_resident(w: World) -> None:
     drop_checkpoint(w, w.middle)
     w.middle.pages = None
     w.middle.parent.resident_children -= 1
-    w.residents.runs.ghosts[w.middle] = None
-    w.residents.runs.num_ghost_tokens += w.middle.num_tokens
+    w.tree.ghosts[w.middle] = None
+    w.tree.num_ghost_tokens += w.middle.num_tokens
     w.sim.end(w.running)
 
 
 def ghost_with_a_checkpoint(w: World) -> None:
-    w.residents.attach(w.ghost, w.pool.allocate(2), Kind.GRID, Origin.GRID, "nobody")
+    w.checkpoints.attach(w.ghost, w.pool.allocate(2), Kind.GRID, Origin.GRID, "nobody")
 
 
 def ghost_in_a_lease(w: World) -> None:
     lease = w.cache.lookup(Namespace(), np.arange(10), "r")
     lease.node = w.ghost
-    w.residents.runs.lock(w.ghost)
+    w.tree.lock(w.ghost)
 
 
 def page_too_many(w: World) -> None:
@@ -154,8 +154,8 @@ def node_of_a_checkpoint(w: World) -> None:
 
 
 def checkpoint_not_in_the_queue(w: World) -> None:
-    w.residents.queue.remove(w.ordinary)
-    w.residents.queue.push(stray := w.stray(), w.residents.ranking.facts(stray))
+    w.checkpoints.queue.remove(w.ordinary)
+    w.checkpoints.queue.push(stray := w.stray(), w.checkpoints.facts(stray))
 
 
 def file_too_long(w: World) -> None:
@@ -168,69 +168,68 @@ def file_too_short(w: World) -> None:
 
 
 def ghost_not_listed(w: World) -> None:
-    del w.residents.runs.ghosts[w.ghost]
+    del w.tree.ghosts[w.ghost]
 
 
 def ghost_listed_in_no_tree(w: World) -> None:
-    w.residents.runs.ghosts[Node(None, b"", 0, 0)] = None
+    w.tree.ghosts[Node(None, b"", 0, 0)] = None
 
 
 def ghost_tokens(w: World) -> None:
-    w.residents.runs.num_ghost_tokens += 1
+    w.tree.num_ghost_tokens += 1
 
 
 def barren_not_listed(w: World) -> None:
-    w.residents.runs.barren.clear()
+    w.tree.unreachable.clear()
 
 
 def barren_listed_that_is_not(w: World) -> None:
-    w.residents.runs.barren[w.other] = None
+    w.tree.unreachable[w.other] = None
 
 
 def queue_entry_too_many(w: World) -> None:
-    w.residents.queue.push(stray := w.stray(), w.residents.ranking.facts(stray))
+    w.checkpoints.queue.push(stray := w.stray(), w.checkpoints.facts(stray))
 
 
 def node_of_a_record(w: World) -> None:
-    w.other.reuse.node = w.lower
+    w.policy._records[w.other].node = w.lower
 
 
 def checkpoint_without_a_record(w: World) -> None:
-    # a ghost less makes up for it in the count of records
-    w.reuse.forget(w.other.reuse)
-    del w.reuse._ghosts[w.ghost.reuse]
+    w.policy.node_forgotten(w.other)
 
 
 def record_in_no_tree(w: World) -> None:
-    w.reuse._enter(Reuse(w.other, Kind.GRID, Origin.GRID, NO_LINEAGE))
-
-
-def record_not_in_the_book(w: World) -> None:
-    w.reuse._records[w.other.reuse.slot] = None
+    stray = w.stray()
+    w.policy._records[stray.node] = ReuseStats(stray, NO_LINEAGE, 0)
 
 
 def ghost_record_not_counted(w: World) -> None:
-    del w.reuse._ghosts[w.ghost.reuse]
+    del w.policy._ghosts[w.ghost]
 
 
-def ghost_record_counted_twice(w: World) -> None:
-    w.reuse._ghosts[Reuse(w.other, Kind.GRID, Origin.GRID, NO_LINEAGE)] = None
+def ghost_record_of_a_checkpoint(w: World) -> None:
+    w.policy._ghosts[w.other] = None
+
+
+def ghost_without_a_record(w: World) -> None:
+    w.policy._ghosts[w.stray().node] = None
 
 
 def empty_root(w: World) -> None:
-    w.residents.runs.root(Namespace(cache_salt="gone"))
+    w.tree.root(Namespace(cache_salt="gone"))
 
 
 def held_not_listed(w: World) -> None:
-    del w.residents.held._held[w.held]
+    del w.checkpoints.held._held[w.held]
 
 
 def listed_not_held(w: World) -> None:
-    w.residents.held._held[w.ordinary] = None
+    w.checkpoints.held._held[w.ordinary] = None
 
 
 def more_held_than_may_be(w: World) -> None:
-    w.residents.held.quota = w.residents.held.num_pages() - 1
+    w.checkpoints.held.quota = w.checkpoints.held.num_pages() - 1
 
 
 def tokens_without_a_page(w: World) -> None:
@@ -261,12 +260,12 @@ def lease_in_no_tree(w: World) -> None:
 
 def drop_checkpoint(w: World, node: Node) -> None:
     if node.checkpoint is not None:
-        w.residents.queue.remove(node.checkpoint)
-        w.residents._drop(node.checkpoint)
+        w.checkpoints.queue.remove(node.checkpoint)
+        w.checkpoints._drop(node.checkpoint)
 
 
 FAULTS: list[tuple[Callable[[World], None], str]] = [
-    (closed_lease, "closed lease still listed: running running"),
+    (closed_lease, "closed sequence still listed: running running"),
     (count, "counts 2 references, 1 found|counts 3 references, 2 found"),
     (free_page_twice, "the free pages are not those that nobody refers to"),
     (free_page_in_use, "the free pages are not those that nobody refers to"),
@@ -289,15 +288,15 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (ghost_not_listed, "the list of ghosts is not that of the tree"),
     (ghost_listed_in_no_tree, "the list of ghosts is not that of the tree"),
     (ghost_tokens, "ghost tokens miscounted"),
-    (barren_not_listed, "the list of barren runs is not that of the tree"),
-    (barren_listed_that_is_not, "the list of barren runs is not that of the tree"),
+    (barren_not_listed, "the list of unreachable nodes is not that of the tree"),
+    (barren_listed_that_is_not, "the list of unreachable nodes is not that of the tree"),
     (queue_entry_too_many, "the eviction queue has not one entry for each checkpoint"),
-    (node_of_a_record, "the record of .* points elsewhere"),
+    (node_of_a_record, "a node has two records"),
     (checkpoint_without_a_record, "the checkpoint of .* has no record"),
-    (record_in_no_tree, "the records are not those of the tree"),
-    (record_not_in_the_book, "the records are not those of the tree"),
-    (ghost_record_not_counted, "the ghosts are not the records without a checkpoint"),
-    (ghost_record_counted_twice, "the ghosts are not the records without a checkpoint"),
+    (record_in_no_tree, "there are records of nodes that are in no tree"),
+    (ghost_record_not_counted, "the record of .* is wrong about its checkpoint"),
+    (ghost_record_of_a_checkpoint, "the record of .* is wrong about its checkpoint"),
+    (ghost_without_a_record, "there are records of nodes that are in no tree"),
     (empty_root, "an empty root was not forgotten"),
     (held_not_listed, "the list of held checkpoints is not that of the tree"),
     (listed_not_held, "the list of held checkpoints is not that of the tree"),
@@ -306,7 +305,7 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (page_twice_in_a_lease, "running running: a page is listed twice"),
     (lock, "counts 1 locks, 0 found"),
     (lock_of_a_root, "node ending at 0 counts 0 locks, 1 found"),
-    (lease_in_no_tree, "a lease goes through a node that is not in the tree"),
+    (lease_in_no_tree, "a sequence goes through a node that is not in the tree"),
 ]
 
 

@@ -1,7 +1,7 @@
 """What routers are told, held against the tree after every operation, and against what a lookup really hits."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import numpy as np
@@ -12,13 +12,22 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from simulation import PLAIN, Simulation
 from test_state_machine import COMMON, PICK, SEGMENTS, CacheMachine
 
-from cairn.cache.block_names import KeyName, block_hash, next_digest, root_digest
 from cairn.cache.checkpoint import Kind, Origin
-from cairn.cache.events import AllBlocksCleared, BlockEvents, BlockRemoved, BlockStored, Event
+from cairn.cache.events import (
+    AllBlocksCleared,
+    BlockEvents,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KeyName,
+    block_hash,
+    next_digest,
+    root_digest,
+)
 from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Wanted, placement_for
 from cairn.cache.prefix_cache import GHOST_FACTOR, PrefixCache
+from cairn.cache.sequence_blocks import Namespace
 
 Announced = dict[int, tuple[int, ...]]
 """Block hash -> all tokens of the path up to the block's end."""
@@ -53,15 +62,15 @@ def observe(sim: Simulation, ghost_factor: int = GHOST_FACTOR) -> tuple[Router, 
     """Put an observer under a cache that has not been used yet."""
     router, policy, layout, num_pages = Router(), sim.cache.policy, sim.cache.layout, sim.cache.pool.num_pages
     events = BlockEvents(layout.block_size, router.receive, policy.exact, layout.state_bytes == 0)
-    sim.cache = PrefixCache(layout, num_pages, policy, events, sim.clock)
-    sim.cache.residents.runs._ghost_limit = ghost_factor * num_pages * layout.block_size
+    sim.cache = PrefixCache(layout, num_pages, replace(policy, eviction=LeastRecentlyUsed()), events, sim.clock)
+    sim.cache.tree._max_ghost_tokens = ghost_factor * num_pages * layout.block_size
     return router, events
 
 
 def anchors(sim: Simulation) -> list[tuple[Namespace, tuple[int, ...]]]:
     """From the tree alone: every path that some later prompt can resume at its end."""
     found, exact = [], sim.cache.policy.exact
-    for namespace, root in sim.cache.residents.roots.items():
+    for namespace, root in sim.cache.tree.roots.items():
         stack = [(child, ()) for child in root.children]
         while stack:
             node, above = stack.pop()
@@ -146,7 +155,7 @@ class EventsMachine(CacheMachine):
             assert self.router.paths == {} and self.observer.num_blocks == 0
             if self.router.events:
                 assert self.router.events[-1] == AllBlocksCleared()
-            assert not self.observer._live.keys() - self.sim.cache.residents.roots.values()
+            assert not self.observer._live.keys() - self.sim.cache.tree.roots.values()
 
 
 TestEventsMachine = EventsMachine.TestCase
@@ -233,10 +242,10 @@ def test_what_goes_is_what_no_path_needs():
     sim, router = small()
     committed(sim, A + B + C, 12)
     committed(sim, A + B + D, 12)
-    sim.cache.residents.make_room(sim.cache.pool.num_free + 1)
+    sim.cache.checkpoints.make_room(sim.cache.pool.num_free + 1)
     first, second = chain(A, B, C), chain(A, B, D)
     assert router.events[2:] == [BlockRemoved(first[2:])]
-    sim.cache.residents.make_room(sim.cache.pool.num_pages)
+    sim.cache.checkpoints.make_room(sim.cache.pool.num_pages)
     assert router.events[3:] == [BlockRemoved(second[::-1]), AllBlocksCleared()]
 
 
@@ -281,8 +290,8 @@ def test_without_recurrent_state_what_is_left_of_a_cut_run_stays():
     sim, router = small(state_bytes=0)
     committed(sim, A + B)
     committed(sim, A + C)
-    sim.cache.residents.make_room(sim.cache.pool.num_free + 1)
-    sim.cache.residents.make_room(sim.cache.pool.num_free + 1)
+    sim.cache.checkpoints.make_room(sim.cache.pool.num_free + 1)
+    sim.cache.checkpoints.make_room(sim.cache.pool.num_free + 1)
     a = chain(A)
     assert router.events[2:] == [BlockRemoved(chain(A, B)[1:]), BlockRemoved(chain(A, C)[1:])]
     assert router.paths == {a[0]: A}
@@ -296,7 +305,7 @@ def test_a_forgotten_root_is_forgotten_here_too():
     committed(sim, A + B, 8)
     assert len(observer._live) == 2 and len(observer._adapters) == 1
     sim.cache.clear()
-    assert sim.cache.residents.roots == observer._live == observer._adapters == router.paths == {}
+    assert sim.cache.tree.roots == observer._live == observer._adapters == router.paths == {}
 
 
 def test_in_exact_mode_decoded_states_serve_nobody_and_are_not_announced():
@@ -308,7 +317,7 @@ def test_in_exact_mode_decoded_states_serve_nobody_and_are_not_announced():
         sim.decode(request, token)
     sim.finish(request)
     assert router.events == before == [BlockStored(chain(A), None, A, 4, "")]
-    assert any(node.checkpoint.origin is Origin.DECODE for node in sim.cache.residents.nodes() if node.checkpoint)
+    assert any(node.checkpoint.origin is Origin.DECODE for node in sim.cache.tree.nodes() if node.checkpoint)
 
 
 def test_names_are_those_that_any_sha256_gives():
@@ -346,7 +355,7 @@ def told_of(numbers: Numbers | None, *prompts) -> Router:
     router = Router()
     sim = Simulation.build(200, placement_for("auto", 4, False), LeastRecentlyUsed())
     events = BlockEvents(4, router.receive, contents=numbers)
-    sim.cache.residents.runs._observer = events
+    sim.cache.tree.observers += (events,)
     for number, prompt in enumerate(prompts):
         request = sim.start(f"r{number}", tuple(prompt))
         sim.prefill(request, len(prompt))

@@ -5,11 +5,11 @@ import pytest
 from simulation import PLAIN, Simulation
 
 from cairn.cache import lookup
-from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint import NO_LINEAGE, Kind, Origin
 from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, Junction, Wanted
-from cairn.cache.reuse import NO_LINEAGE
+from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.tree import Checkpoint
 
 A, B = tuple(range(1000, 1200)), tuple(range(2000, 2200))
 PROBE = (*A[:150], 7, 8, 9)
@@ -36,8 +36,16 @@ def probe(sim, prompt=PROBE, name="probe", namespace=PLAIN):
         lease = cache.lookup(namespace, np.array(prompt, np.int64), name, probe=True)
     finally:
         lookup.walk = walk
-    facts = (lease.hit, lease.matched, lease.seen, lease.checkpoint, lease.known, lease.left, lease.ways, lease.node)
-    told = (facts, [pages.tolist() for pages in lease.pages], lease.walk.path, lease.walk.beyond)
+    facts = (
+        lease.hit,
+        lease.matched,
+        lease.seen,
+        lease.checkpoint,
+        lease.match.known,
+        lease.match.divergence,
+        lease.node,
+    )
+    told = (facts, [pages.tolist() for pages in lease.pages], lease.misses.walk.path, lease.misses.walk.beyond)
     cache.discard(lease)
     return told, len(walks)
 
@@ -100,26 +108,26 @@ def checkpoint(sim):
     sim.finish(request)
 
 
-def remembered(sim):
-    """A place that was not worth a checkpoint, where nothing else changes."""
-    runs = sim.cache.residents.runs
-    upper = runs.cut(next(node for node in sim.cache.residents.nodes() if node.start < 70 < node.end), 70)
+def recorded(sim):
+    """The eviction policy has a record more, and nothing else changes."""
+    tree, policy = sim.cache.tree, sim.cache.policy.eviction
+    upper = tree.split(next(node for node in tree.nodes() if node.start < 70 < node.end), 70)
     probe(sim)
-    version = runs.version
-    sim.cache.residents.ranking.remember(upper, Kind.GRID, Origin.TAIL, NO_LINEAGE)
-    assert runs.version == version
+    version = tree.version
+    policy.add(Checkpoint(upper, np.empty(0, np.int32), Kind.GRID, Origin.TAIL, "nobody"), NO_LINEAGE)
+    assert tree.version == version
 
 
-def cut(sim):
-    runs = sim.cache.residents.runs
-    runs.cut(next(node for node in sim.cache.residents.nodes() if node.start < 70 < node.end), 70)
+def split(sim):
+    tree = sim.cache.tree
+    tree.split(next(node for node in tree.nodes() if node.start < 70 < node.end), 70)
 
 
 def a_way_on(sim):
     run(sim, (*A[:150], *B))
 
 
-@pytest.mark.parametrize("change", [longer, shorter, dropped, checkpoint, remembered, cut, a_way_on])
+@pytest.mark.parametrize("change", [longer, shorter, dropped, checkpoint, recorded, split, a_way_on])
 def test_whatever_changes_in_the_trees_is_seen(change):
     sim = simulation()
     run(sim, A)
@@ -137,13 +145,13 @@ def test_whatever_changes_in_the_trees_is_seen(change):
 def could(sim, num_pages):
     """Whether so many pages can be had for one of whom nothing is known, and whether that was counted anew."""
     cache, counted = sim.cache, []
-    count = type(cache).num_held_pages
-    cache.num_held_pages = lambda: counted.append(1) or count(cache)
+    count = type(cache).num_pinned_pages
+    cache.num_pinned_pages = lambda: counted.append(1) or count(cache)
     lease = cache.lookup(PLAIN, np.array([5] * 9, np.int64), "w", probe=True)
     try:
         return cache.could_free(lease, num_pages), len(counted)
     finally:
-        del cache.num_held_pages
+        del cache.num_pinned_pages
         cache.discard(lease)
 
 

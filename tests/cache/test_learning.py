@@ -1,15 +1,15 @@
-"""What the cache learns of reuse: hazards by age, records and their ghosts, and where prompts are left."""
+"""What the cache learns of reuse: hazards by age, records and their ghosts, and where prompts diverge."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.cache.branches import LEAST, LEAST_IDLE, WINDOW, BranchDistances
-from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
+from cairn.cache.eviction import MIN_REFRESH_INTERVAL, PolicyParts, ValuePerByte
 from cairn.cache.hazard import BINS, MAX_HITS, HazardTable
-from cairn.cache.reuse import LEAST_INTERVAL, Lineage, ReuseBook
-from cairn.cache.tree import Node
+from cairn.cache.placement import MAX_DIVERGENCES, MIN_DIVERGENCES, MIN_DIVERGENCES_IDLE, DivergenceStats
+from cairn.cache.tree import Checkpoint, Node
 from cairn.step import GRID
 
 KEYS = bytes(8)
@@ -114,119 +114,204 @@ def chain(length):
     return nodes[1:]
 
 
-def made(book, node, kind=Kind.PROMPT_END, turn=0):
-    return book.made(node, kind, Origin.GRID, Lineage(turn, 1000))
+def learner(max_ghosts=8, **parts):
+    policy = ValuePerByte(PolicyParts(**parts))
+    policy.start(100)
+    policy.max_ghosts = max_ghosts
+    return policy
+
+
+def made(policy, node, kind=Kind.PROMPT_END, turn=0):
+    """A checkpoint at `node`, which the policy is told of."""
+    node.checkpoint = Checkpoint(node, np.empty(0, np.int32), kind, Origin.GRID, "r")
+    policy.add(node.checkpoint, Lineage(turn, 1000))
+    return policy._records[node]
+
+
+def dropped(policy, node):
+    checkpoint, node.checkpoint = node.checkpoint, None
+    policy.drop(checkpoint)
+
+
+def used(policy, node, now):
+    policy.now = now - 1
+    return policy.begin_request(node, 0)
 
 
 def test_a_ghost_is_used_as_if_it_were_there_and_comes_back_with_what_it_knew():
-    book, (node,) = ReuseBook(8), chain(1)
-    first = made(book, node)
-    book.now = 5
-    book.dropped(first, None)
-    assert node.reuse is first and book.num_ghosts == 1
-    book.now = 7
-    book.used(first)
+    policy, (node,) = learner(), chain(1)
+    first = made(policy, node)
+    policy.now = 5
+    dropped(policy, node)
+    assert policy.records() == [(node, True)] and policy.recorded_origin(node) is Origin.GRID
+    used(policy, node, 7)
     assert first.hits == 1
-    again = made(book, node)
-    assert again.hits == 1 and node.reuse is again and book.num_ghosts == 0 and first.slot == -1
-    assert book.records() == [again]
+    version, again = policy.version, made(policy, node)
+    assert again.hits == 1 and policy._records[node] is again is not first
+    assert policy.records() == [(node, False)] and policy.version > version
 
 
 def test_ghosts_are_bounded_the_longest_gone_go_first():
-    book, nodes = ReuseBook(3), chain(5)
-    records = [made(book, node) for node in nodes]
-    for record in records:
-        book.dropped(record, None)
-    assert book.num_ghosts == 3 and [node.reuse for node in nodes] == [None, None, *records[2:]]
-    assert len(book.records()) == 3
-    book.forget(records[4])
-    assert nodes[4].reuse is None and book.num_ghosts == 2
+    policy, nodes = learner(3), chain(5)
+    for node in nodes:
+        made(policy, node)
+    for node in nodes:
+        dropped(policy, node)
+    assert policy.records() == [(node, True) for node in nodes[2:]]
+    policy.node_forgotten(nodes[4])
+    assert policy.records() == [(node, True) for node in nodes[2:4]] and policy.chance(nodes[4]) == 0
 
 
 def test_what_is_left_above_takes_over_the_chance_of_what_has_gone():
-    book, (above, below) = ReuseBook(8), chain(2)
-    upper, lower = made(book, above), made(book, below)
+    policy, (above, below) = learner(), chain(2)
+    made(policy, above), made(policy, below)
     for now in range(1, 200, 4):
         # the deeper one is used again and again, the other never
-        book.now = now
-        book.used(lower)
-    book.look(1)
-    alone, wanted = book.chance(upper), book.chance(lower)
+        used(policy, below, now)
+    policy.refresh_due(1)
+    alone, wanted = policy.chance(above), policy.chance(below)
     assert wanted > 4 * alone
-    book.dropped(lower, upper)
-    assert book.chance(upper) == pytest.approx(alone + wanted)
-    back = made(book, below)
-    assert book.chance(upper) == pytest.approx(alone), "it is there again"
-    book.dropped(back, upper)
-    book.forget(back)
-    assert book.chance(upper) == pytest.approx(alone), "nobody remembers it"
+    dropped(policy, below)
+    assert policy.chance(above) == pytest.approx(alone + wanted)
+    made(policy, below)
+    assert policy.chance(above) == pytest.approx(alone), "it is there again"
+    dropped(policy, below)
+    assert policy.chance(above) > alone
+    policy.node_forgotten(below)
+    assert policy.chance(above) == pytest.approx(alone), "nobody remembers it"
 
 
 def test_a_chance_that_was_taken_over_is_handed_on():
-    book, (top, middle, below) = ReuseBook(8), chain(3)
-    records = [made(book, node) for node in (top, middle, below)]
+    policy, (top, middle, below) = learner(), chain(3)
+    for node in (top, middle, below):
+        made(policy, node)
     for now in range(1, 200, 4):
-        book.now = now
-        book.used(records[2])
-    book.look(1)
-    wanted = book.chance(records[2])
-    book.dropped(records[2], records[1])
-    book.dropped(records[1], records[0])
-    assert book.chance(records[0]) > wanted
+        used(policy, below, now)
+    policy.refresh_due(1)
+    wanted = policy.chance(below)
+    dropped(policy, below)
+    dropped(policy, middle)
+    assert policy.chance(top) > wanted
 
 
 def test_a_branch_makes_another_class_and_never_fewer():
-    book, (node,) = ReuseBook(8), chain(1)
-    record = made(book, node)
-    before = record.kind_of_use()
+    policy, (node,) = learner(), chain(1)
+    record = made(policy, node)
+    before = record.class_key()
     child = Node(node, KEYS, node.end, node.end + 1)
     node.adopt(child)
-    book.changed(record)
-    assert record.kind_of_use() != before and record.branches == 1
+    policy.node_branched(node)
+    assert record.class_key() != before and record.branches == 1
     node.disown(child)
-    book.changed(record)
+    policy.node_branched(node)
     assert record.branches == 1, "that it was gone on from stays true"
 
 
+def test_a_request_that_goes_on_where_another_one_ended_is_its_next_turn():
+    policy, nodes = learner(), chain(4)
+    turns = [used(policy, None, 1).turn]
+    for now, node in enumerate(nodes, 2):
+        made(policy, node, turn=turns[-1])
+        turns.append(used(policy, node, now).turn)
+    assert turns == [0, 0, 0, 0, 1], "what is in the middle has been gone on from"
+    assert used(policy, nodes[0], 9).turn == 0
+
+
 def test_it_learns_when_enough_requests_have_come():
-    book, (node,) = ReuseBook(8), chain(1)
-    made(book, node)
-    assert book.look(1000) and not book.look(1000)
-    book.now = LEAST_INTERVAL
-    assert not book.look(1000), "a large cache is ranked anew less often"
-    book.now = 250
-    assert book.look(1000)
+    policy, (node,) = learner(), chain(1)
+    made(policy, node)
+    assert policy.refresh_due(1000) and not policy.refresh_due(1000)
+    policy.now = MIN_REFRESH_INTERVAL
+    assert not policy.refresh_due(1000), "a large cache is ranked anew less often"
+    policy.now = 250
+    assert policy.refresh_due(1000)
 
 
-# -- where prompts are left ------------------------------------------------------------------------------------------
+def test_a_policy_serves_one_cache():
+    policy, (node,) = learner(), chain(1)
+    made(policy, node)
+    with pytest.raises(AssertionError, match="one cache"):
+        policy.start(100)
+
+
+# -- its parts, off by themselves ------------------------------------------------------------------------------------
+
+
+def test_without_ages_a_class_has_one_rate():
+    ages, none = HazardTable(), HazardTable(ages=False)
+    for table in (ages, none):
+        row = table.row((1,))
+        for _ in range(100):
+            table.at_risk(row, 0, 100)
+            table.hit(row, 100)
+        table.refresh()
+    assert len({none.index(1, age) for age in (0, 50, 100, 5000)}) == 1 and none.index(1, 0) == pytest.approx(
+        0.01, rel=0.1
+    )
+    assert len({ages.index(1, age) for age in (0, 50, 100, 5000)}) == 4
+
+
+def test_without_the_index_the_present_rate_counts():
+    table = HazardTable(gittins=False)
+    row = table.row((1,))
+    for _ in range(200):
+        table.at_risk(row, 0, 100)
+        table.hit(row, 100)
+    table.refresh()
+    assert table.index(row, 10) < table.index(row, 90) / 10, "nothing happens before age 100"
+
+
+def test_without_neighbours_an_age_counts_for_itself():
+    near, alone = HazardTable(), HazardTable(neighbours=False)
+    for table in (near, alone):
+        row = table.row((1,))
+        for _ in range(40):
+            table.at_risk(row, 0, 100)
+            table.hit(row, 100)
+        table.at_risk(row, 0, 2000)
+        table.refresh()
+    assert alone.index(1, 150) < near.index(1, 150) / 4
+
+
+def test_without_ghosts_or_lineage_there_are_none():
+    policy, (node,) = learner(lineage=False, ghosts=False), chain(1)
+    assert made(policy, node, turn=2).class_key() == (Kind.PROMPT_END.number, 0, 0, 0)
+    policy = ValuePerByte(PolicyParts(ghosts=False))
+    policy.start(100)
+    made(policy, node)
+    dropped(policy, node)
+    assert policy.records() == []
+
+
+# -- where prompts diverge ------------------------------------------------------------------------------------------
 
 
 def after(*distances):
-    branches = BranchDistances()
+    stats = DivergenceStats()
     for distance in distances:
-        branches.left(distance)
-    return branches
+        stats.observe_divergence(distance)
+    return stats
 
 
-def test_one_distance_is_foretold_to_the_token():
-    branches = after(*[901] * LEAST)
-    assert branches.positions(5000, 0, 4) == [4099]
-    assert branches.positions(5000, 4099, 4) == [], "that is cached"
-    assert branches.positions(900, 0, 4) == [], "the prompt is not so long"
+def test_one_distance_is_predicted_to_the_token():
+    stats = after(*[901] * MIN_DIVERGENCES)
+    assert stats.predict(5000, 0, 4) == [4099]
+    assert stats.predict(5000, 4099, 4) == [], "that is cached"
+    assert stats.predict(900, 0, 4) == [], "the prompt is not so long"
 
 
-def test_nothing_is_foretold_from_a_few():
-    assert after(*[900] * (LEAST - 1)).positions(5000, 0, 1) == []
-    assert after(*[900] * (LEAST_IDLE - 1)).positions(5000, 0, 4) == []
+def test_nothing_is_predicted_from_a_few():
+    assert after(*[900] * (MIN_DIVERGENCES - 1)).predict(5000, 0, 1) == []
+    assert after(*[900] * (MIN_DIVERGENCES_IDLE - 1)).predict(5000, 0, 4) == []
 
 
 def test_while_memory_is_idle_a_few_are_enough():
-    assert after(*[900] * LEAST_IDLE).positions(5000, 0, 4) == [4096]
+    assert after(*[900] * MIN_DIVERGENCES_IDLE).predict(5000, 0, 4) == [4096]
 
 
 def test_distances_that_scatter_are_served_from_the_grid_below_them():
     distances = [300 + 37 * number for number in range(64)]
-    chosen = after(*distances).positions(10_001, 0, 4)
+    chosen = after(*distances).predict(10_001, 0, 4)
     assert len(chosen) > 1 and all(position % GRID == 0 for position in chosen)
     served = [max((p for p in chosen if p <= 10_001 - d), default=0) for d in distances]
     assert sum(served) / len(served) > 0.9 * sum(10_001 - d for d in distances) / len(distances)
@@ -234,23 +319,23 @@ def test_distances_that_scatter_are_served_from_the_grid_below_them():
 
 def test_the_first_position_saves_the_most_alone():
     # nine of ten are left near the end: one position there is worth more than one that serves all
-    branches = after(*[100] * 90, *[3000] * 10)
-    assert branches.positions(10_000, 0, 2) == [9900, 7000]
-    assert branches.positions(3064, 0, 2) == [2964], "what saves next to nothing is not named"
+    stats = after(*[100] * 90, *[3000] * 10)
+    assert stats.predict(10_000, 0, 2) == [9900, 7000]
+    assert stats.predict(3064, 0, 2) == [2964], "what saves next to nothing is not named"
 
 
 def test_only_the_last_branches_count():
-    branches = after(*[100] * WINDOW, *[700] * WINDOW)
-    assert branches.positions(5000, 0, 4) == [4300]
+    stats = after(*[100] * MAX_DIVERGENCES, *[700] * MAX_DIVERGENCES)
+    assert stats.predict(5000, 0, 4) == [4300]
 
 
 @given(
-    st.lists(st.integers(1, 20_000), min_size=LEAST, max_size=80),
+    st.lists(st.integers(1, 20_000), min_size=MIN_DIVERGENCES, max_size=80),
     st.integers(1, 20_000),
     st.integers(0, 20_000),
     st.integers(1, 6),
 )
 def test_positions_lie_between_hit_and_end(distances, num_tokens, hit, most):
-    chosen = after(*distances).positions(num_tokens, hit, most)
+    chosen = after(*distances).predict(num_tokens, hit, most)
     assert len(chosen) <= most and len(set(chosen)) == len(chosen)
     assert all(hit < position < num_tokens for position in chosen)

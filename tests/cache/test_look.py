@@ -13,10 +13,10 @@ from trees import grown
 
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.journal import Journal, PrefixNames
-from cairn.cache.lease import Namespace
 from cairn.cache.look import look
 from cairn.cache.placement import Auto
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace
 from cairn.types import ManualClock
 
 SALT = Namespace(cache_salt="a secret of the tenant's")
@@ -88,19 +88,19 @@ def test_a_checkpoint_frees_what_the_view_says_it_frees():
     run(sim, range(200))
     sim.apply()
     cache = sim.cache
-    residents, pool = cache.residents, cache.pool
+    checkpoints, pool = cache.checkpoints, cache.pool
 
     def drop(checkpoint):
-        residents.queue.remove(checkpoint)
-        residents._drop(checkpoint)
+        checkpoints.queue.remove(checkpoint)
+        checkpoints._drop(checkpoint)
 
-    for checkpoint in [c for c in residents.queue if c.position in (128, 192)]:
+    for checkpoint in [c for c in checkpoints.queue if c.position in (128, 192)]:
         drop(checkpoint)
-    assert not residents.runs.barren
+    assert not cache.tree.unreachable
     said = {stone.position: stone.freed_bytes for stone in whole(cache).paths[0].checkpoints}
-    free, (last,) = pool.num_free, [c for c in residents.queue if c.position == 200]
+    free, (last,) = pool.num_free, [c for c in checkpoints.queue if c.position == 200]
     drop(last)
-    assert not residents.runs.drop_barren(pool.num_pages)
+    assert not cache.tree.drop_unreachable(pool.num_pages)
     freed = pool.num_free - free
     size = cache.layout.pages_per_checkpoint
     assert freed == size + cache.layout.pages_for(200) - cache.layout.pages_for(64) > size
@@ -147,7 +147,7 @@ def test_the_pool_adds_up_while_requests_run():
     sim.prefill(writer, 300)
     pool = whole(sim.cache).pool
     assert pool.open_leases == 1 and pool.held_by_requests > 0 and pool.cached_pages > 0
-    held = sim.cache.num_held_pages()
+    held = sim.cache.num_pinned_pages()
     assert pool.pages == pool.free_pages + pool.cached_pages + held == 400
     assert max(path.users for path in whole(sim.cache).paths) == 1
     sim.offer(writer)
@@ -171,7 +171,7 @@ def test_what_answers_to_one_prompt_start_from_is_held_by_requests():
         pool = whole(driver.cache).pool
         check_parts(pool)
         assert (pool.held_by_transfers, pool.open_holds) == (0, 0)
-        seen.append((len(driver.cache.holds), pool.held_by_requests))
+        seen.append((len(driver.cache.pins), pool.held_by_requests))
     assert (0, 0) in seen and any(holds and pages for holds, pages in seen)
 
 

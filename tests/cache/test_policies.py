@@ -2,10 +2,11 @@
 
 import pytest
 
-from cairn.cache.checkpoint import Checkpoint, Kind, Origin
-from cairn.cache.eviction import CheckpointFacts, EvictionQueue, LeastRecentlyUsed, ValuePerByte, eviction_for
+from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint_store import EvictionQueue
+from cairn.cache.eviction import CheckpointFacts, EvictionPolicy, LeastRecentlyUsed, ValuePerByte, eviction_for
 from cairn.cache.placement import PromptFacts, Wanted, placement_for
-from cairn.cache.tree import Node
+from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Boundary
 
 MODES = ["align", "all", "junction", "auto"]
@@ -108,8 +109,8 @@ def checkpoint(kind=Kind.PROMPT_END):
     return Checkpoint(Node(None, b"", 0, 0), None, kind, Origin.GRID, "r")
 
 
-def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0, chance=0.0):
-    return CheckpointFacts(kind, saved, freed, hits, last_used, chance=chance)
+def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0):
+    return CheckpointFacts(kind, saved, freed, hits, last_used)
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
@@ -150,23 +151,33 @@ def test_lru_drops_the_longest_unused():
 
 
 def test_value_per_byte_weighs_chance_tokens_and_bytes():
-    queue = EvictionQueue(ValuePerByte())
+    policy = ValuePerByte()
+    queue = EvictionQueue(policy)
     big, small, likely, deep = checkpoint(), checkpoint(), checkpoint(), checkpoint()
-    queue.push(big, facts(saved=100, freed=1000, chance=0.1))
-    queue.push(small, facts(saved=100, freed=10, chance=0.1))
-    queue.push(likely, facts(saved=100, freed=1000, chance=0.3))
-    queue.push(deep, facts(saved=200, freed=1000, chance=0.1))
+    policy.chance = lambda node: 0.3 if node is likely.node else 0.1
+    queue.push(big, facts(saved=100, freed=1000))
+    queue.push(small, facts(saved=100, freed=10))
+    queue.push(likely, facts(saved=100, freed=1000))
+    queue.push(deep, facts(saved=200, freed=1000))
     assert [queue.pop() for _ in range(4)] == [big, deep, likely, small]
 
 
-@pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
-def test_what_would_go_before_all_others(policy):
-    queue = EvictionQueue(policy())
-    worst, best = facts(last_used=0, chance=0.0), facts(last_used=9, chance=0.9)
-    assert queue.goes_before_all(best), "alone"
-    item = checkpoint()
-    queue.push(item, facts(last_used=5, chance=0.5))
-    assert queue.goes_before_all(worst) and not queue.goes_before_all(best)
-    assert queue.goes_before_all(facts(Kind.GRID, last_used=9, chance=0.9)), "on probation"
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed(), ValuePerByte()])
+def test_what_would_go_first(policy):
+    queue = EvictionQueue(policy)
+    item, worst, best = checkpoint(), checkpoint(), checkpoint()
+    chances = {item.node: 0.5, worst.node: 0.0, best.node: 0.9}
+    policy.chance = lambda node: chances[node]
+    assert queue.goes_first(best, facts(last_used=9)), "alone"
+    queue.push(item, facts(last_used=5))
+    assert queue.goes_first(worst, facts(last_used=0)) and not queue.goes_first(best, facts(last_used=9))
+    assert queue.goes_first(best, facts(Kind.GRID, last_used=9)), "on probation"
     queue.remove(item)
-    assert queue.goes_before_all(best), "what was taken out does not count"
+    assert queue.goes_first(best, facts(last_used=9)), "what was taken out does not count"
+
+
+def test_a_policy_that_overrides_nothing_ranks_nothing():
+    policy = EvictionPolicy()
+    assert policy.recorded_origin(checkpoint().node) is None and not policy.records() and not policy.refresh([])
+    with pytest.raises(NotImplementedError):
+        policy.priority(checkpoint(), facts())

@@ -6,13 +6,13 @@ from simulation import Simulation, small_layout
 
 from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Align, Auto, Junction, Wanted
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.cache.ranking import pages_freed
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace
 from cairn.errors import ConfigError
 
 LONG = tuple(range(1000, 1200))
@@ -92,7 +92,7 @@ def test_exact_mode_does_not_read_what_decode_built():
 def test_exact_mode_rejects_a_decode_state_on_a_path_computed_again():
     sim = simulation(num_pages=400, placement=Align(64, True), exact=True)
     run(sim, LONG, answer=range(30))
-    assert any(c.origin is Origin.DECODE for c in sim.cache.residents.queue)
+    assert any(c.origin is Origin.DECODE for c in sim.cache.checkpoints.queue)
     run(sim, LONG + tuple(range(30)) + (5,) * 9)
     assert run(sim, LONG + tuple(range(30)) + (6,) * 9)[:2] == (192, 230)
 
@@ -167,7 +167,7 @@ def test_exact_mode_tells_what_decode_has_built_from_the_prompt_also_in_one_comm
     assert cache.extend(lease, 150) is not None
     cache.commit(lease, 150)
     cache.release(lease)
-    assert [(node.start, node.end, node.decode_by) for node in cache.residents.nodes()] == [
+    assert [(node.start, node.end, node.decode_by) for node in cache.tree.nodes()] == [
         (0, 100, None),
         (100, 150, "first"),
     ]
@@ -217,7 +217,7 @@ def test_salts_never_share_and_only_the_unsalted_is_named():
 def test_what_was_evicted_is_called_so():
     sim = simulation(num_pages=60)
     run(sim, LONG)
-    sim.cache.residents.make_room(60)
+    sim.cache.checkpoints.make_room(60)
     assert sim.cache.pool.num_free == 60
     assert run(sim, LONG) == (0, 0, Reason.EVICTED)
 
@@ -267,13 +267,13 @@ def test_the_cache_switched_off_keeps_nothing():
 def test_the_grid_takes_plentiful_free_pages_only():
     sim = simulation(num_pages=80)
     run(sim, LONG)
-    kinds = [checkpoint.kind for checkpoint in sim.cache.residents.queue]
+    kinds = [checkpoint.kind for checkpoint in sim.cache.checkpoints.queue]
     # 50 pages of keys leave 30 of 80; each file is 2 pages, so the prompt end and all three grid points fit
     assert kinds.count(Kind.GRID) == 3
     sim = simulation(num_pages=68)
     run(sim, LONG)
     # 18 free are above a quarter of 68 for one file only
-    assert [c.kind for c in sim.cache.residents.queue].count(Kind.GRID) == 1
+    assert [c.kind for c in sim.cache.checkpoints.queue].count(Kind.GRID) == 1
 
 
 def test_dropping_a_checkpoint_frees_its_file_and_what_only_it_makes_useful():
@@ -281,13 +281,13 @@ def test_dropping_a_checkpoint_frees_its_file_and_what_only_it_makes_useful():
     run(sim, LONG[:192])
     run(sim, LONG[:128] + tuple(range(64)))
     run(sim, LONG[:128] + tuple(range(500, 564)))
-    layout, queue = sim.cache.layout, sim.cache.residents.queue
+    layout, queue = sim.cache.layout, sim.cache.checkpoints.queue
     freed = {checkpoint.position: pages_freed(layout, checkpoint) for checkpoint in queue}
     # three ways on from 128, of 64 tokens each: what is above is of use to all of them
     assert freed == {192: 16 + 2, 128: 2}
     (above,) = [checkpoint for checkpoint in queue if checkpoint.position == 128]
     queue.remove(above)
-    sim.cache.residents._drop(above)
+    sim.cache.checkpoints._drop(above)
     assert {pages_freed(layout, checkpoint) for checkpoint in queue} == {16 + 2}
 
 
@@ -295,9 +295,9 @@ def test_grid_checkpoints_go_first_and_earned_ones_are_not_pushed_out_by_them():
     sim = simulation(num_pages=100)
     run(sim, LONG)
     cache = sim.cache
-    cache.residents.make_room(cache.pool.num_free + 6)
-    assert sorted(c.kind for c in cache.residents.queue) == [Kind.PROMPT_END]
-    assert cache.residents.evicted[Kind.GRID] == 3
+    cache.checkpoints.make_room(cache.pool.num_free + 6)
+    assert sorted(c.kind for c in cache.checkpoints.queue) == [Kind.PROMPT_END]
+    assert cache.checkpoints.evicted[Kind.GRID] == 3
 
 
 def test_runs_without_a_checkpoint_go_before_any_checkpoint():
@@ -305,15 +305,15 @@ def test_runs_without_a_checkpoint_go_before_any_checkpoint():
     run(sim, LONG[:64])
     request = sim.start("aborted", LONG[:64] + (9,) * 50)
     sim.prefill(request, 64 + 50)
-    sim.cache.residents.make_room(1)
-    for checkpoint in [c for c in sim.cache.residents.queue if c.position > 64]:
-        sim.cache.residents.queue.remove(checkpoint)
-        sim.cache.residents._drop(checkpoint)
+    sim.cache.checkpoints.make_room(1)
+    for checkpoint in [c for c in sim.cache.checkpoints.queue if c.position > 64]:
+        sim.cache.checkpoints.queue.remove(checkpoint)
+        sim.cache.checkpoints._drop(checkpoint)
     sim.end(request)
-    before = len(sim.cache.residents.queue)
-    assert sim.cache.residents.runs.barren
-    sim.cache.residents.make_room(sim.cache.pool.num_free + 1)
-    assert len(sim.cache.residents.queue) == before
+    before = len(sim.cache.checkpoints.queue)
+    assert sim.cache.tree.unreachable
+    sim.cache.checkpoints.make_room(sim.cache.pool.num_free + 1)
+    assert len(sim.cache.checkpoints.queue) == before
     sim.apply()
 
 
@@ -322,7 +322,7 @@ def test_a_file_named_by_an_unapplied_step_outlives_its_eviction():
     run(sim, LONG)
     request = sim.start("reader", LONG)
     pages = request.lease.checkpoint.pages
-    sim.cache.residents.make_room(60)
+    sim.cache.checkpoints.make_room(60)
     assert (sim.cache.pool.counts[pages] > 0).all()
     sim.end(request)
     sim.check()
@@ -345,15 +345,15 @@ def test_ghosts_are_bounded():
     sim = simulation(num_pages=60)
     for start in range(40):
         run(sim, tuple(range(1000 * start, 1000 * start + 150)))
-    assert 0 < sim.cache.residents.num_ghost_tokens <= 4 * 60 * 4
-    assert len(sim.cache.residents.runs.ghosts) < 60
+    assert 0 < sim.cache.tree.num_ghost_tokens <= 4 * 60 * 4
+    assert len(sim.cache.tree.ghosts) < 60
 
 
 def test_an_empty_namespace_is_forgotten():
     sim = simulation(num_pages=30)
     for salt in range(200):
         run(sim, LONG[:50], namespace=Namespace(cache_salt=str(salt)))
-    assert len(sim.cache.residents.roots) < 60
+    assert len(sim.cache.tree.roots) < 60
 
 
 def test_a_model_without_recurrent_state_hits_at_the_match():
@@ -368,7 +368,7 @@ def test_what_cannot_go_is_held():
     for length in (5, 10, 15):
         run(sim, LONG[:length])
     lease = sim.cache.lookup(Namespace(), np.array(LONG[:40]), "w")
-    held = sim.cache.num_held_pages()
+    held = sim.cache.num_pinned_pages()
     # four pages, those that were copied where the shorter prompts had ended, and the file of the hit
     assert (lease.matched, held) == (15, 4 + 2 + 1)
     # 13 are left, one of them for a copy of the last page
@@ -383,7 +383,7 @@ def test_a_model_without_attention_has_checkpoints_alone():
     keys = np.arange(130)
     lease = cache.lookup(Namespace(), keys, "a")
     assert cache.extend(lease, 130) == [] and lease.pages == ()
-    assert cache.want(lease, Wanted(128, Kind.GRID)) is not None
+    assert cache.reserve_checkpoint(lease, Wanted(128, Kind.GRID)) is not None
     cache.commit(lease, 130, [128])
     cache.release(lease)
     audit(cache)
@@ -398,14 +398,14 @@ def test_runs_without_pages_are_bounded():
         keys = kept if number == 300 else np.arange(1000 * number, 1000 * number + 15)
         lease = cache.lookup(Namespace(cache_salt=str(number % 7)), keys, "r")
         if number == 300:
-            cache.want(lease, Wanted(100, Kind.PROMPT_END))
+            cache.reserve_checkpoint(lease, Wanted(100, Kind.PROMPT_END))
         cache.commit(lease, len(keys), lease.files.copy())
         cache.release(lease)
         audit(cache)
-    nodes = list(cache.residents.nodes())
+    nodes = list(cache.tree.nodes())
     assert [node.end for node in nodes if node.resident] == [100]
-    assert 0 < cache.residents.num_ghost_tokens == sum(node.num_tokens for node in nodes) - 100 <= 4 * 40 * 16
-    assert cache.clear() and not any(node.resident for node in cache.residents.nodes())
+    assert 0 < cache.tree.num_ghost_tokens == sum(node.num_tokens for node in nodes) - 100 <= 4 * 40 * 16
+    assert cache.clear() and not any(node.resident for node in cache.tree.nodes())
     audit(cache)
 
 
@@ -416,7 +416,7 @@ def test_a_long_chain_of_runs_without_pages_goes_at_once():
     for end in range(1, 2001):
         cache.commit(lease, end)
     cache.release(lease)
-    assert len(cache.residents.runs.ghosts) == 2000 and cache.clear()
+    assert len(cache.tree.ghosts) == 2000 and cache.clear()
     audit(cache)
 
 

@@ -5,11 +5,10 @@ import pytest
 from simulation import PLAIN, Simulation
 
 from cairn.cache import lookup
-from cairn.cache.cures import Situation, cure
 from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, Junction
-from cairn.cache.reasons import Reason, first_reason
+from cairn.cache.reasons import HintFacts, Reason, first_reason, hint
+from cairn.cache.sequence_blocks import Namespace
 
 A, B = tuple(range(1000, 1200)), tuple(range(2000, 2200))
 
@@ -60,8 +59,8 @@ def test_a_checkpoint_that_was_dropped_is_charged_up_to_where_it_stood():
     run(sim, A[:128])
     run(sim, A[:128] + B)
     node = sim.cache.lookup(PLAIN, np.array(A[:128], np.int64), "x").checkpoint
-    sim.cache.residents.queue.remove(node)
-    sim.cache.residents._drop(node)
+    sim.cache.checkpoints.queue.remove(node)
+    sim.cache.checkpoints._drop(node)
     lease = sim.cache.lookup(PLAIN, np.array(A[:128] + B[:60] + (1, 2), np.int64), "y")
     assert (lease.hit, lease.matched) == (0, 188)
     assert lease.missed == ((128, Reason.EVICTED), (188, Reason.NO_CHECKPOINT), (190, Reason.NEVER_SEEN))
@@ -177,15 +176,15 @@ def test_a_lookup_compares_a_bounded_number_of_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_every_reason_has_a_cure(reason):
+def test_every_reason_has_a_hint(reason):
     for auto in (True, False):
-        text = cure(reason, 1000, Situation(all_bytes=3 << 30, auto=auto, exact=False, min_shared=64))
+        text = hint(reason, 1000, HintFacts(all_bytes=3 << 30, auto=auto, exact=False, min_shared=64))
         assert text and "\n" not in text
     assert ("3.0 GiB" in text) == (reason is Reason.EVICTED)
 
 
 def test_a_breakpoint_is_advised_where_exact_mode_can_hold_one():
-    advice = [cure(Reason.NO_CHECKPOINT, 1000, Situation(0, True, exact, 64)) for exact in (False, True)]
+    advice = [hint(Reason.NO_CHECKPOINT, 1000, HintFacts(0, True, exact, 64)) for exact in (False, True)]
     assert advice == [f"a breakpoint (cache_control) at token {at}" for at in ("1,000", "960")]
 
 
@@ -199,7 +198,7 @@ def test_what_has_come_back_is_not_called_dropped():
 
     sim = simulation(exact=True)
     run(sim, A[:150])
-    residents = sim.cache.residents
+    residents = sim.cache.checkpoints
     (tail,) = [checkpoint for checkpoint in residents.queue if checkpoint.position == 150]
     residents.queue.remove(tail)
     residents._drop(tail)

@@ -11,9 +11,9 @@ from simulation import Request, Simulation
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace
 from cairn.types import Boundary
 
 SEGMENTS = tuple(tuple(range(10 * i, 10 * i + length)) for i, length in enumerate((1, 3, 4, 17, 60, 64, 70)))
@@ -165,19 +165,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(1, 400))
     def evict(self, num_pages: int) -> None:
-        self.sim.cache.residents.make_room(min(num_pages, self.sim.cache.pool.num_pages))
+        self.sim.cache.checkpoints.make_room(min(num_pages, self.sim.cache.pool.num_pages))
 
-    @precondition(lambda self: len(self.sim.cache.residents.held) > 0)
+    @precondition(lambda self: len(self.sim.cache.checkpoints.held) > 0)
     @rule(seconds=st.sampled_from([1, 100, 299, 300, 3600]))
     def wait(self, seconds: int) -> None:
         self.sim.clock.advance(seconds)
 
-    @precondition(lambda self: len(self.sim.cache.residents.held) > 0)
+    @precondition(lambda self: len(self.sim.cache.checkpoints.held) > 0)
     @rule(num_pages=st.integers(1, 400))
     def evict_beside_what_is_held(self, num_pages: int) -> None:
         """What is held goes only when all others have gone, and never while they have not."""
         held = self.sim.held_now()
-        residents = self.sim.cache.residents
+        residents = self.sim.cache.checkpoints
         residents.make_room(min(num_pages, self.sim.cache.pool.num_pages))
         if not held <= set(residents.held):
             counts = self.sim.cache.pool.counts
@@ -202,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.sim.let_go(0)
         self.sim.apply()
         cache = self.sim.cache
-        assert cache.residents.make_room(cache.pool.num_pages), "a page leaked"
+        assert cache.checkpoints.make_room(cache.pool.num_pages), "a page leaked"
         self.sim.check()
 
 

@@ -7,9 +7,9 @@ from simulation import PLAIN
 
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Namespace
 from cairn.cache.placement import Auto, PromptFacts
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.sequence_blocks import Namespace
 from cairn.types import Boundary, Clock, ManualClock
 
 
@@ -54,8 +54,8 @@ def request(cache: PrefixCache, prompt: np.ndarray, namespace: Namespace, name: 
     ends = (Boundary(max(1, len(prompt) - 7), "message_end"),)
     facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, ends, False, cache.idle_files())
     wanted = cache.policy.placement.in_prefill(facts, lease.hit, len(prompt))
-    kept = [want.position for want in wanted if cache.want(lease, want) is not None]
-    before = cache.residents.taken.total()
+    kept = [want.position for want in wanted if cache.reserve_checkpoint(lease, want) is not None]
+    before = cache.checkpoints.taken.total()
     cache.commit(lease, len(prompt), kept)
     cache.release(lease)
-    return cache.residents.taken.total() - before
+    return cache.checkpoints.taken.total() - before

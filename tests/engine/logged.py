@@ -155,7 +155,7 @@ def replayed(
     replay = Replay(timed)
     outcome = replay.run(trace)
     audit(replay.cache)
-    assert not replay.cache.leases and not replay.cache.held and not replay.cache.holds
+    assert not replay.cache.sequences and not replay.cache.step_pins and not replay.cache.pins
     assert outcome.hit_tokens + sum(outcome.lost.values()) == outcome.prompt_tokens - replay.cache.counters.received
     return replay
 

@@ -206,7 +206,7 @@ def test_a_leaked_lease_is_found_when_idle():
     engine = core()
     run(engine, request())
     cache = engine._scheduler.books.cache
-    cache.lookup(next(iter(cache.residents.roots)), np.arange(100), "leak")
+    cache.lookup(next(iter(cache.tree.roots)), np.arange(100), "leak")
     with pytest.raises(AuditError, match="1 leases"):
         engine.idle()
 
@@ -215,7 +215,7 @@ def test_pages_that_a_step_has_left_behind_are_found_when_idle():
     engine = core()
     run(engine, request())
     cache = engine._scheduler.books.cache
-    cache.held[7] = [cache.pool.allocate(1)]
+    cache.step_pins[7] = [cache.pool.allocate(1)]
     with pytest.raises(AuditError, match="0 leases"):
         engine.idle()
 
@@ -225,9 +225,9 @@ def test_pages_that_nobody_outside_wants_any_more_are_found_when_idle():
     run(engine, request())
     cache = engine._scheduler.books.cache
     pages = cache.pool.allocate(1)
-    cache.hold("leak", pages)
+    cache.pin("leak", pages)
     cache.pool.release(pages)
-    with pytest.raises(AuditError, match="1 holds with 0 transfers"):
+    with pytest.raises(AuditError, match="1 pins with 0 transfers"):
         engine.idle()
 
 

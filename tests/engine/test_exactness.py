@@ -142,7 +142,7 @@ class Engine:
     def run(self) -> None:
         for _ in range(3000):
             if not self.scheduler.has_work:
-                assert not self.cache.leases and not self.cache.held
+                assert not self.cache.sequences and not self.cache.step_pins
                 return
             self.step()
         raise AssertionError("no end in sight")
@@ -274,7 +274,7 @@ def test_after_eviction(loaded):
     engine = Engine(loaded, num_pages=36 + 4 * loaded.opened.layout(BLOCK).pages_per_checkpoint)
     for prompt in (TEXT[:300], OTHER[:300], TEXT[:300], OTHER[:250] + TEXT[:40], TEXT[:300]):
         assert_same(engine.ask(prompt), loaded.alone(prompt))
-    assert engine.cache.residents.evicted.total() > 0
+    assert engine.cache.checkpoints.evicted.total() > 0
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6])
@@ -332,7 +332,7 @@ def test_the_tiny_pool_really_preempts_and_evicts(loaded):
     numbers = [engine.submit(prompt, 90) for prompt in prompts]
     engine.run()
     assert engine.scheduler.books.counters.preemptions > 0
-    assert engine.cache.residents.evicted.total() > 0
+    assert engine.cache.checkpoints.evicted.total() > 0
     for number, prompt in zip(numbers, prompts, strict=True):
         assert_same(engine.logits[number], loaded.alone(prompt, 90))
 

@@ -135,5 +135,5 @@ def test_planning_ahead_and_after_eviction(several):
     engine = several.engine(num_pages=60, ahead=2)
     for prompt in (TEXT[:300], OTHER[:300], TEXT[:300], OTHER[:250] + TEXT[:40]):
         assert_same(engine.ask(prompt)[:ANSWER], several.alone(prompt))
-    assert engine.cache.residents.evicted.total() > 0
+    assert engine.cache.checkpoints.evicted.total() > 0
     assert engine.cache.clear(), "a page leaked"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.request_log.file import MAX_ENTRIES, LogFile
 from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.engine.request_log.log import RequestLog

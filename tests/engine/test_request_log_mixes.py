@@ -37,7 +37,7 @@ def branch(name: str) -> bool:
 def test_eight_clients_at_once(kind, seed, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=POOL)
     serve(server, Load(seed), kind, requests=150)
-    assert server.cache.residents.evicted.total() > 20 and server.cached_tokens > 5_000
+    assert server.cache.checkpoints.evicted.total() > 20 and server.cached_tokens > 5_000
     assert server.log.dropped == 0
     assert_agrees(server, tmp_path / "log")
 

@@ -8,7 +8,7 @@ import random
 
 from pd_world import REMOTE_DECODE, Server, World, alone
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.transfer.pull import PullState
 from doubles.memory_link import Fault
 

@@ -208,7 +208,7 @@ class Server:
         """Nothing is held for anybody any more, and the books add up."""
         audit(self.cache)
         books, transfers = self.scheduler.books, self.scheduler.books.transfers
-        assert not books.requests and not self.cache.leases and not self.cache.held and not self.cache.holds
+        assert not books.requests and not self.cache.sequences and not self.cache.step_pins and not self.cache.pins
         assert not transfers.is_open and not self.port.num_leased
         assert sorted(books.free_slots) == list(range(books.config.max_num_seqs))
         assert self.cache.clear()

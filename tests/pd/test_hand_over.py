@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pd_world import REMOTE_DECODE, World, alone, prefill
 
-from cairn.cache.lease import Namespace
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace
 from cairn.errors import InvalidRequest
 from cairn.step import Image
 from cairn.types import RequestId

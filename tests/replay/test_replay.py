@@ -10,10 +10,10 @@ from driver import Driver, layout
 
 from cairn.cache.audit import audit
 from cairn.cache.eviction import eviction_for
-from cairn.cache.lease import Lease
 from cairn.cache.placement import Auto, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.replay import replay as replay_module
 from cairn.replay import timed_cache as timed_cache_module
 from cairn.replay.bounds import Paths
@@ -36,7 +36,7 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
     replay = Replay(TimedCache(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK))
     outcome = replay.run(trace)
     audit(replay.cache)
-    assert not replay.cache.leases and not replay.cache.held
+    assert not replay.cache.sequences and not replay.cache.step_pins
     return replay, outcome
 
 
@@ -117,8 +117,8 @@ def test_the_scheduler_hits_the_same(mode, num_pages, exact, seeds):
         books = driver.scheduler.books
         assert outcome.prefill_tokens == books.counters.computed_prompt_tokens
         assert outcome.forward_passes == sum(bool(plan.prefills) for plan in driver.plans)
-        assert outcome.taken == driver.cache.residents.taken
-        assert outcome.evicted == driver.cache.residents.evicted
+        assert outcome.taken == driver.cache.checkpoints.taken
+        assert outcome.evicted == driver.cache.checkpoints.evicted
         assert outcome.used == driver.cache.counters.used
         assert replay.cache.pool.num_free == driver.cache.pool.num_free
 
@@ -175,7 +175,7 @@ def test_what_even_the_ghosts_have_forgotten_counts_as_evicted():
     first = ([1, *range(100, 109)], [], ())
     others = [([seed, *range(1000 * seed, 1000 * seed + 19)], [], ()) for seed in range(2, 40)]
     replay, outcome = replayed(made_trace([first, *others, first]), 30)
-    roots = replay.cache.residents.roots.values()
+    roots = replay.cache.tree.roots.values()
     assert sum(node.num_tokens for root in roots for node in below(root)) < len(others) * 20 * UNIT, "all is remembered"
     assert outcome.hits[-1] == 0
     never_seen = 10 * UNIT + len(others) * 20 * UNIT
@@ -193,12 +193,12 @@ def test_only_the_cache_is_timed(monkeypatch):
     clock, calls = ManualClock(), Counter()
     inside = {
         PrefixCache: (
-            *("lookup", "extend", "admitted", "idle_files", "want"),
-            *("hold_until", "commit", "step_applied", "release"),
+            *("lookup", "extend", "admitted", "idle_files", "reserve_checkpoint"),
+            *("pin_until", "commit", "step_applied", "release"),
         ),
         Auto: ("in_prefill", "in_decode"),
     }
-    outside = {Lease: ("append",), Paths: ("shared", "add"), replay_module: ("key_tokens",)}
+    outside = {SequenceBlocks: ("append",), Paths: ("shared", "add"), replay_module: ("key_tokens",)}
     outside[timed_cache_module] = ("tree_memory",)
 
     def taking(owner, name, seconds):
@@ -229,7 +229,7 @@ def test_only_the_cache_is_timed(monkeypatch):
 def test_an_answer_without_room_for_all_of_it_is_kept_as_far_as_it_goes():
     for mode in ("junction", "auto"):
         replay, outcome = replayed(made_trace([([1] * 10, list(range(10, 60)), ())]), 30, mode)
-        deepest = max(node.end for root in replay.cache.residents.roots.values() for node in below(root))
+        deepest = max(node.end for root in replay.cache.tree.roots.values() for node in below(root))
         # a checkpoint had been let go of to make room for the last of it
         assert deepest == 30 * UNIT and outcome.peak_bytes == 30 * replay.cache.layout.page_bytes
 
@@ -238,23 +238,17 @@ def test_what_the_tree_takes_in_memory():
     rows = [([seed, *range(100 * seed, 100 * seed + 9)], [], ()) for seed in range(1, 40)]
     replay, outcome = replayed(made_trace(rows), 400)
     tree, cache = outcome.tree, replay.cache
-    nodes = [node for root in cache.residents.roots.values() for node in below(root)]
+    nodes = [node for root in cache.tree.roots.values() for node in below(root)]
     assert tree.nodes == len(nodes) and tree.ghosts == sum(not node.resident for node in nodes) > 0
     assert tree.key_bytes == 4 * sum(node.num_tokens for node in nodes)
     assert tree.page_runs == sum(-(-node.num_tokens // 16) for node in nodes)
     own = sum(map(sys.getsizeof, nodes))
     assert tree.key_bytes + own < tree.num_bytes < 20 * (tree.key_bytes + own)
     # a note that nobody but a policy has, and a pool that does not count
-    placement = cache.policy.placement
-    cache.policy = CachePolicy(placement, Learned(), False)
+    cache.policy.eviction.note = [np.zeros(1250)[1:], bytes(1)]
     assert tree_memory(cache).num_bytes > tree.num_bytes + 10_000
     cache.pool.much = bytes(50_000)
     assert tree_memory(cache).num_bytes < tree.num_bytes + 40_000
-
-
-class Learned:
-    def __init__(self):
-        self.table = [np.zeros(1250)[1:], bytes(1)]
 
 
 def below(root):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from logged import LoggedServer, hits_by_name, layout, logged_hits, replayed
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.cli import main
 from cairn.errors import ConfigError
 from cairn.replay.bounds import footprint_bytes, unlimited_hits

@@ -7,9 +7,9 @@ import numpy as np
 from cairn.cache.audit import audit
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.lease import Namespace
-from cairn.cache.placement import Placement, placement_for
+from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.books import SchedulerConfig
@@ -50,7 +50,7 @@ class Driver:
         config.setdefault("max_num_batched_tokens", 256)
         self.config = SchedulerConfig(**config)
         self.layout = layout(block_size)
-        placement: Placement | None = None
+        placement: PlacementPolicy | None = None
         if mode is not None:
             placement = placement_for(mode, block_size, self.config.exact)
         self.clock = ManualClock()
@@ -127,7 +127,7 @@ class Driver:
             assert limit, "no end in sight"
             self.step()
         books = self.scheduler.books
-        assert not self.cache.leases and not self.cache.held and not self.cache.holds and not books.requests
+        assert not self.cache.sequences and not self.cache.step_pins and not self.cache.pins and not books.requests
         assert sorted(books.free_slots) == list(range(self.config.max_num_seqs))
 
     def output(self, name: str) -> list[int]:

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from test_random_mixes import MIX, check_mix
 
 from cairn.cache import lookup, prefix_cache
-from cairn.cache.lease import PageTable
 from cairn.cache.lookup import Finder
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import PageTable
 from cairn.scheduler.request import Phase
 
 TEXT = tuple(range(1000))
@@ -33,8 +33,8 @@ def counting(monkeypatch) -> Counter:
         monkeypatch.setattr(place, name, call)
 
     counted(lookup, "walk")
-    counted(PrefixCache, "num_held_pages")
-    counted(prefix_cache, "missed")
+    counted(PrefixCache, "num_pinned_pages")
+    counted(prefix_cache, "miss_reasons")
     return counts
 
 
@@ -51,14 +51,14 @@ def test_the_head_of_the_queue_is_not_looked_up_in_every_step(monkeypatch):
     counts = counting(monkeypatch)
     driver, waits = blocked()
     driver.step()
-    before, version = counts.copy(), driver.cache.residents.version
+    before, version = counts.copy(), driver.cache.checkpoints.version
     for _ in range(40):
         driver.step()
     assert driver.requests[waits].phase is Phase.WAITING
-    assert driver.cache.residents.version == version, "the trees have changed: this tests nothing"
+    assert driver.cache.checkpoints.version == version, "the trees have changed: this tests nothing"
     assert counts == before
     driver.run()
-    assert counts["missed"] == 2, "reasons are for those that begin"
+    assert counts["miss_reasons"] == 2, "reasons are for those that begin"
     first = driver.requests[waits].first
     assert (first.hit, first.lost) == (0, {Reason.EVICTED: 64, Reason.NO_CHECKPOINT: 36, Reason.NEVER_SEEN: 500})
     assert driver.output(waits) == alone((*TEXT[:100], *range(5000, 5500)), False, max_tokens=3)
@@ -68,11 +68,11 @@ def test_it_is_looked_up_again_when_the_trees_have_changed(monkeypatch):
     counts = counting(monkeypatch)
     driver, waits = blocked()
     driver.step()
-    version, walks = driver.cache.residents.version, counts["walk"]
+    version, walks = driver.cache.checkpoints.version, counts["walk"]
     # what another one leaves there makes its hit longer
     lease = driver.requests["r1"].lease
     driver.cache._writer.commit(lease, lease.committed + 1, ())
-    assert driver.cache.residents.version > version
+    assert driver.cache.checkpoints.version > version
     driver.step()
     assert counts["walk"] == walks + 1
     driver.run()
@@ -149,7 +149,7 @@ def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
 
     def checked_could_free(cache, lease, num_pages):
         told = could_free(cache, lease, num_pages)
-        assert told == (num_pages <= cache.pool.num_pages - cache.num_held_pages())
+        assert told == (num_pages <= cache.pool.num_pages - cache.num_pinned_pages())
         seen[told] += 1
         return told
 

@@ -47,7 +47,7 @@ def answer(start=0, adapter="", length=256, cached=256, room=True):
         driver.ask(TEXT[:cached], max_tokens=1)
     side.news.append(ContentAsked(AskId(1), adapter, b"", start, checkpoint=True))
     driver.scheduler.poll()
-    assert not driver.cache.leases and len(driver.cache.holds) == len(transfers.offers) == (side.answers != [None])
+    assert not driver.cache.sequences and len(driver.cache.pins) == len(transfers.offers) == (side.answers != [None])
     (made,) = side.answers
     return made
 

@@ -75,7 +75,7 @@ def named(driver):
 
 def only_this_pull_is_left(driver):
     books = driver.scheduler.books
-    return not books.requests and not driver.cache.leases and len(driver.cache.holds) == 1
+    return not books.requests and not driver.cache.sequences and len(driver.cache.pins) == 1
 
 
 @pytest.mark.parametrize(("known", "first"), [(0, 0), (100, 96), (128, 128)])
@@ -102,7 +102,7 @@ def test_nobody_gets_the_pages_of_a_pull_that_failed_before_the_link_lets_go_of_
     assert written and not set(pages_of(want).tolist()) & written
     assert only_this_pull_is_left(driver) and not driver.cache.clear()
     say(driver, side, PagesFree(pull))
-    assert not driver.cache.holds and driver.cache.clear()
+    assert not driver.cache.pins and driver.cache.clear()
     assert driver.output(name) == alone(TEXT[:200], False)
     assert all(len(driver.output(other)) == 20 for other in others)
 
@@ -118,7 +118,7 @@ def test_nobody_gets_the_pages_of_a_pull_whose_request_was_aborted():
     say(driver, side, PullEnded(pull, None, 200, 200))
     assert only_this_pull_is_left(driver)
     say(driver, side, PagesFree(pull))
-    assert not driver.cache.holds and driver.cache.clear()
+    assert not driver.cache.pins and driver.cache.clear()
 
 
 def test_what_has_come_is_free_of_the_pull_and_is_used():
@@ -127,7 +127,7 @@ def test_what_has_come_is_free_of_the_pull_and_is_used():
     say(driver, side, PullEnded(pull, None, 200, 200), PagesFree(pull))
     request = driver.requests[name]
     assert request.phase is Phase.READY and request.lease.hit == request.lease.received == 200
-    assert not driver.cache.holds and driver.scheduler.books.counters.external_hits == 200
+    assert not driver.cache.pins and driver.scheduler.books.counters.external_hits == 200
 
 
 def test_a_failure_may_be_the_end_of_a_promise_and_never_of_a_hint():
@@ -269,12 +269,12 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
     while not driver.output(running):
         driver.step()
     # 13 pages and a file of 3: the pages alone would have room
-    assert 13 <= 60 - driver.cache.num_held_pages() < 16
+    assert 13 <= 60 - driver.cache.num_pinned_pages() < 16
     name = driver.submit(TEXT[:200], source=PROMISED)
-    before = dict(driver.cache.residents.evicted)
+    before = dict(driver.cache.checkpoints.evicted)
     driver.scheduler.poll()
     assert driver.requests[name].phase is Phase.WAITING and not side.wants
-    assert dict(driver.cache.residents.evicted) == before
+    assert dict(driver.cache.checkpoints.evicted) == before
 
 
 def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_comes_before_it():

@@ -10,8 +10,8 @@ from driver import PLAIN, Driver, alone
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cairn.cache.lease import Namespace
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler import in_flight
 from cairn.scheduler.in_flight import MAX_IDLE, MAX_WAITS
 from cairn.scheduler.preempt import preempt

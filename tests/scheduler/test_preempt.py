@@ -25,7 +25,7 @@ def fill(driver, but=0):
     """Somebody else has all pages that are free, or may be, but so many."""
     driver.cache.clear()
     pages = driver.cache.pool.allocate(driver.cache.pool.num_free - but)
-    driver.cache.hold("all there is", pages)
+    driver.cache.pin("all there is", pages)
     driver.cache.pool.release(pages)
 
 
@@ -64,7 +64,7 @@ def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
     assert request.sent_back_at == lease.num_tokens
     books = driver.scheduler.books
-    driver.cache.holders.open(lease := books.cache._finder.find(0, None, request.spec.namespace, lease.keys, "", None))
+    driver.cache.pinned.open(lease := books.cache._finder.find(0, None, request.spec.namespace, lease.keys, "", None))
     books.waiting.remove(request)
     books.running.put(request)
     request.lease, request.phase = lease, Phase.RUNNING

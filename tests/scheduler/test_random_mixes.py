@@ -8,7 +8,7 @@ from driver import PLAIN, Driver, alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 
 SEGMENTS = [tuple(range(100 * i, 100 * i + length)) for i, length in enumerate((1, 5, 16, 40, 64, 65, 90))]
 PROMPT = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)

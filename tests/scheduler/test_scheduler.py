@@ -59,7 +59,7 @@ def test_checkpoints_cost_no_step_and_no_forward_pass():
     none, many = Driver(None), Driver("all")
     for driver in (none, many):
         driver.ask(TEXT, max_tokens=3)
-    assert many.cache.residents.taken[Kind.BLOCK] == 50
+    assert many.cache.checkpoints.taken[Kind.BLOCK] == 50
     assert many.runner.forward_passes == none.runner.forward_passes
     assert len(many.plans) == len(none.plans)
 
@@ -123,7 +123,7 @@ def test_a_preempted_request_with_a_saved_state_goes_on_from_it(exact):
     preempt(driver.scheduler.books, request, request, 0)
     assert request.phase is Phase.PREEMPTING
     driver.run()
-    assert driver.cache.residents.taken[Kind.PREEMPTION] == 1
+    assert driver.cache.checkpoints.taken[Kind.PREEMPTION] == 1
     assert driver.scheduler.books.counters.recomputed_tokens == 0
     assert request.lease is None and request.furthest > computed
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
@@ -163,7 +163,7 @@ def test_the_state_at_an_answers_end_is_saved_where_there_is_an_answer_that_ende
         driver.scheduler.abort(name)
     driver.run()
     assert sum(len(plan.saves) for plan in driver.plans) == num_saves
-    assert driver.cache.residents.taken[Kind.ANSWER_END] == num_saves
+    assert driver.cache.checkpoints.taken[Kind.ANSWER_END] == num_saves
 
 
 def test_the_time_of_the_first_token_is_not_that_of_a_later_one():
@@ -314,10 +314,10 @@ def test_a_prompt_that_waits_for_room_costs_nobody_what_is_cached():
     driver.submit(range(5000, 5600), max_tokens=200)
     driver.step()
     waits = driver.submit(range(9000, 10_000), max_tokens=1)
-    before = dict(driver.cache.residents.evicted)
+    before = dict(driver.cache.checkpoints.evicted)
     for _ in range(5):
         driver.step()
     assert driver.requests[waits].phase is Phase.WAITING
-    assert dict(driver.cache.residents.evicted) == before
+    assert dict(driver.cache.checkpoints.evicted) == before
     driver.run()
     assert driver.output(waits) == alone(range(9000, 10_000), False, max_tokens=1)

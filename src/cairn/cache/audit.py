@@ -1,11 +1,10 @@
-"""The proof that the accounting adds up: everything recounted from scratch, nothing taken on trust."""
+"""The audit: every page reference, lock, ghost and queue entry is recounted from scratch."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.key_run import NARROW, WIDE
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.tree import Node
+from cairn.cache.tree import NARROW, WIDE, Node
 from cairn.errors import AuditError
 
 __all__ = ["audit"]
@@ -14,7 +13,7 @@ __all__ = ["audit"]
 def audit(cache: PrefixCache) -> None:
     """Recount every page, lock, ghost and queue entry of `cache`. Raises AuditError naming the first that is wrong.
 
-    Cost: O(pages + nodes x depth of a lease); meant for tests and for idle moments.
+    Cost: O(pages + nodes x depth of a sequence); meant for tests and for idle moments.
     """
     _audit_pages(cache)
     _audit_tree(cache)
@@ -29,22 +28,22 @@ def _check(holds: bool, message: str) -> None:
 
 def _audit_pages(cache: PrefixCache) -> None:
     counts: NDArray[np.int32] = np.zeros(cache.pool.num_pages, np.int32)
-    for node in cache.residents.nodes():
+    for node in cache.tree.nodes():
         for pages in node.pages or ():
             np.add.at(counts, pages, 1)
         if node.checkpoint is not None:
             np.add.at(counts, node.checkpoint.pages, 1)
-    for lease in cache.leases.values():
-        _check(not lease.closed, f"closed lease still listed: {lease.purpose}")
-        for pages in [table.own for table in lease.tables] + lease.transient:
+    for sequence in cache.sequences.values():
+        _check(not sequence.closed, f"closed sequence still listed: {sequence.purpose}")
+        for pages in [table.own for table in sequence.tables] + sequence.transient:
             np.add.at(counts, pages, 1)
-        for file in lease.files.values():
+        for file in sequence.files.values():
             np.add.at(counts, file.pages, 1)
-    for held in cache.held.values():
+    for held in cache.step_pins.values():
         for pages in held:
             np.add.at(counts, pages, 1)
-    for hold in cache.holds.values():
-        np.add.at(counts, hold.pages, 1)
+    for pin in cache.pins.values():
+        np.add.at(counts, pin.pages, 1)
     wrong = np.flatnonzero(counts != cache.pool.counts)
     if wrong.size:
         page = int(wrong[0])
@@ -54,37 +53,34 @@ def _audit_pages(cache: PrefixCache) -> None:
 
 
 def _audit_tree(cache: PrefixCache) -> None:
-    residents = cache.residents
-    ghosts, checkpoints, barren = set(), 0, set()
-    for node in residents.nodes():
+    tree, checkpoints = cache.tree, cache.checkpoints
+    ghosts, num_checkpoints, unreachable = set(), 0, set()
+    for node in tree.nodes():
         _audit_node(cache, node)
         if node.pages is None:
             ghosts.add(node)
-        checkpoints += node.checkpoint is not None
-        if residents.runs.is_barren(node):
-            barren.add(node)
-    _check(ghosts == set(residents.runs.ghosts), "the list of ghosts is not that of the tree")
-    _check(sum(ghost.num_tokens for ghost in ghosts) == residents.num_ghost_tokens, "ghost tokens miscounted")
-    _check(barren == set(residents.runs.barren), "the list of barren runs is not that of the tree")
-    _check(checkpoints == len(residents.queue), "the eviction queue has not one entry for each checkpoint")
-    _audit_reuse(cache)
-    for root in residents.roots.values():
+        num_checkpoints += node.checkpoint is not None
+        if tree.is_unreachable(node):
+            unreachable.add(node)
+    _check(ghosts == set(tree.ghosts), "the list of ghosts is not that of the tree")
+    _check(sum(ghost.num_tokens for ghost in ghosts) == tree.num_ghost_tokens, "ghost tokens miscounted")
+    _check(unreachable == set(tree.unreachable), "the list of unreachable nodes is not that of the tree")
+    _check(num_checkpoints == len(checkpoints.queue), "the eviction queue has not one entry for each checkpoint")
+    _audit_records(cache)
+    for root in tree.roots.values():
         _check(bool(root.children) or root.locks > 0, "an empty root was not forgotten")
 
 
-def _audit_reuse(cache: PrefixCache) -> None:
-    records, checkpoints = set(), 0
-    for node in cache.residents.nodes():
-        where = f"node [{node.start}, {node.end})"
-        if node.reuse is not None:
-            _check(node.reuse.node is node, f"the record of {where} points elsewhere")
-            records.add(node.reuse)
-        if node.checkpoint is not None:
-            checkpoints += 1
-            _check(node.reuse is not None, f"the checkpoint of {where} has no record")
-    book = cache.residents.reuse
-    _check(records == set(book.records()), "the records are not those of the tree")
-    _check(book.num_ghosts == len(records) - checkpoints, "the ghosts are not the records without a checkpoint")
+def _audit_records(cache: PrefixCache) -> None:
+    """A policy that keeps records has one for each checkpoint, and those of checkpoints that have gone are ghosts."""
+    records = list(cache.policy.eviction.records())
+    ghosts = dict(records)
+    _check(len(ghosts) == len(records), "a node has two records")
+    for node in cache.tree.nodes() if records else ():
+        where, is_ghost = f"node [{node.start}, {node.end})", ghosts.pop(node, None)
+        _check(node.checkpoint is None or is_ghost is not None, f"the checkpoint of {where} has no record")
+        _check(is_ghost in (None, node.checkpoint is None), f"the record of {where} is wrong about its checkpoint")
+    _check(not ghosts, "there are records of nodes that are in no tree")
 
 
 def _audit_node(cache: PrefixCache, node: Node) -> None:
@@ -105,19 +101,19 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
         _check(len(np.unique(pages)) == len(pages), f"{where} lists a page twice")
     if node.checkpoint is not None:
         _check(node.checkpoint.node is node, f"the checkpoint of {where} points elsewhere")
-        _check(node.checkpoint in cache.residents.queue, f"the checkpoint of {where} is not in the eviction queue")
+        _check(node.checkpoint in cache.checkpoints.queue, f"the checkpoint of {where} is not in the eviction queue")
         size = cache.layout.pages_per_checkpoint
         _check(len(node.checkpoint.pages) == size, f"the checkpoint of {where} has not {size} pages")
 
 
 def _audit_held(cache: PrefixCache) -> None:
-    residents = cache.residents
+    tree, checkpoints = cache.tree, cache.checkpoints
     held = {
         node.checkpoint
-        for node in residents.nodes()
+        for node in tree.nodes()
         if node.checkpoint is not None and node.checkpoint.held_until is not None
     }
-    _check(held == set(residents.held), "the list of held checkpoints is not that of the tree")
+    _check(held == set(checkpoints.held), "the list of held checkpoints is not that of the tree")
     runs = set()
     for checkpoint in held:
         node: Node | None = checkpoint.node
@@ -125,22 +121,24 @@ def _audit_held(cache: PrefixCache) -> None:
             runs.add(node)
             node = node.parent
     pages = len(held) * cache.layout.pages_per_checkpoint + cache.layout.pages_for(sum(run.num_tokens for run in runs))
-    _check(pages <= residents.held.quota, f"held checkpoints keep {pages} pages, the quota is {residents.held.quota}")
+    _check(
+        pages <= checkpoints.held.quota, f"held checkpoints keep {pages} pages, the quota is {checkpoints.held.quota}"
+    )
 
 
 def _audit_locks(cache: PrefixCache) -> None:
     locks: dict[Node, int] = {}
-    for lease in cache.leases.values():
-        node = lease.node
+    for sequence in cache.sequences.values():
+        node = sequence.node
         while node is not None:
             locks[node] = locks.get(node, 0) + 1
             node = node.parent
-        for group, table in zip(cache.layout.groups, lease.tables, strict=True):
-            least = group.pages_for(lease.committed)
-            _check(table.length >= least, f"{lease.purpose}: {table.length} pages for {lease.committed} tokens")
-            _check(len(np.unique(table.pages)) == table.length, f"{lease.purpose}: a page is listed twice")
-    nodes = list(cache.residents.roots.values()) + list(cache.residents.nodes())
+        for group, table in zip(cache.layout.groups, sequence.tables, strict=True):
+            least = group.pages_for(sequence.committed)
+            _check(table.length >= least, f"{sequence.purpose}: {table.length} pages for {sequence.committed} tokens")
+            _check(len(np.unique(table.pages)) == table.length, f"{sequence.purpose}: a page is listed twice")
+    nodes = list(cache.tree.roots.values()) + list(cache.tree.nodes())
     for node in nodes:
         expected = locks.pop(node, 0)
         _check(node.locks == expected, f"node ending at {node.end} counts {node.locks} locks, {expected} found")
-    _check(not locks, "a lease goes through a node that is not in the tree")
+    _check(not locks, "a sequence goes through a node that is not in the tree")

@@ -1,14 +1,9 @@
-"""A checkpoint: a file of pages that resumes a token path at one position, and where it came from."""
+"""What a checkpoint was kept for, how its state was computed, and by what kind of request."""
 
+from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
 
-from cairn.types import Pages
-
-if TYPE_CHECKING:
-    from cairn.cache.tree import Node
-
-__all__ = ["Checkpoint", "Kind", "Origin"]
+__all__ = ["NO_LINEAGE", "Kind", "Lineage", "Origin"]
 
 
 class Kind(StrEnum):
@@ -34,15 +29,12 @@ class Kind(StrEnum):
 
     on_probation: bool
     """Made from plentifully free pages or not at all, and the first to go until it is hit."""
-    is_bet: bool
-    """Asked for by nobody: not kept if it is worth far less than what would have to go for it."""
     number: int
     """Its place among the kinds."""
 
     def __init__(self, value: str) -> None:
         # looked at some fifty times a request, so they are worked out once
         self.on_probation = value in ("grid", "inner_end")
-        self.is_bet = not self.on_probation and value not in ("block", "breakpoint", "preemption")
         self.number = len(type(self).__members__)
 
 
@@ -57,39 +49,13 @@ class Origin(Enum):
     """With the help of decode steps, which round differently."""
 
 
-class Checkpoint:
-    """Hangs at the end of `node`; `pages` is its file. `maker` is the request that computed it.
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What is known of the request that makes a checkpoint. `turn`: how many requests in a row went on from where the
+    one before had ended, up to 2. `new_tokens`: tokens of its prompt that were never seen before."""
 
-    `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
-    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
-    from then on.
-    """
+    turn: int = 0
+    new_tokens: int = 0
 
-    __slots__ = (
-        "held_until",
-        "hits",
-        "hold_seconds",
-        "kind",
-        "last_used",
-        "maker",
-        "node",
-        "origin",
-        "pages",
-        "version",
-    )
 
-    def __init__(self, node: "Node", pages: Pages, kind: Kind, origin: Origin, maker: str) -> None:
-        self.node = node
-        self.pages = pages
-        self.kind = kind
-        self.origin = origin
-        self.maker = maker
-        self.hits = 0
-        self.last_used = 0
-        self.version = 0
-        self.held_until: float | None = None
-        self.hold_seconds = 0
-
-    @property
-    def position(self) -> int:
-        return self.node.end
+NO_LINEAGE = Lineage()

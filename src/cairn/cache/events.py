@@ -7,19 +7,24 @@ A block is announced exactly while a checkpoint that can be hit hangs at or beyo
 a router never hears of a prefix that cannot hit. All blocks that end within one node share that fate: the node is
 *live* while it has such a checkpoint itself or a live child. A model without recurrent state can be resumed anywhere;
 there, the keys and values of a node are enough.
+
+Blocks are named by digests chained along a path, the same on every server that has the same tokens. Negative key tokens
+are numbers of one process alone: what they stand for goes into the digests, and consumers see the placeholder's
+vocabulary id instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from json import dumps
 from typing import Protocol
 
 import numpy as np
 
-from cairn.cache.block_names import DIGEST_BYTES, BlockNames, Contents, block_hash, root_digest
 from cairn.cache.checkpoint import Origin
-from cairn.cache.key_run import WIDE
-from cairn.cache.lease import Namespace
-from cairn.cache.tree import Node, last_keys
+from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.tree import WIDE, Node, last_keys
+from cairn.cache.tree_store import TreeObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +58,107 @@ class AllBlocksCleared:
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class TreeObserver(Protocol):
-    """Told of what happens in the tree, right after it has."""
+# -- what blocks are called --------------------------------------------------------------------------------------------
 
-    def root_added(self, root: Node, namespace: Namespace) -> None: ...
+DIGEST_BYTES = 32
 
-    def root_forgotten(self, root: Node) -> None: ...
 
-    def node_changed(self, node: Node) -> None:
-        """The node has got or lost its pages or its checkpoint."""
+class Contents(Protocol):
+    """Looks up what negative key tokens stand for."""
+
+    def name(self, key: int) -> "KeyName | None":
+        """The name of a key token; None if it is not known (any more)."""
         ...
 
-    def node_cut(self, upper: Node, lower: Node) -> None:
-        """`upper` is new and took over the first tokens of `lower`."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class KeyName:
+    """One key token of an image: the image's digest, the token's place in it, and the vocabulary id of the placeholder
+    that consumers see there."""
+
+    digest: bytes
+    place: int
+    token: int
+
+
+def root_digest(namespace: Namespace) -> bytes:
+    """The digest that the chain of a namespace's blocks begins with: sha256 of adapter and salt."""
+    return sha256(dumps(["cairn block chain 1", namespace.adapter, namespace.cache_salt]).encode()).digest()
+
+
+def next_digest(parent: bytes, tokens: bytes) -> bytes:
+    """sha256(digest of the block before, or of the root | the block's tokens, int64 little-endian)."""
+    return sha256(parent + tokens).digest()
+
+
+def block_hash(digest: bytes) -> int:
+    """The block hash that consumers see: the first 8 bytes of a digest as a big-endian signed integer."""
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+class BlockNames:
+    """Names blocks of `block_size` tokens. `contents`: None where there are no images."""
+
+    def __init__(self, block_size: int, contents: Contents | None = None) -> None:
+        """Raises ValueError for a block without tokens."""
+        if block_size < 1:
+            raise ValueError(f"block_size must be positive, not {block_size}")
+        self.block_size = block_size
+        self._contents = contents
+
+    def chain(self, digest: bytes, run: bytes) -> list[bytes]:
+        """The digests, continued from `digest`, of the full blocks of `run` (int64 key tokens) before its first token
+        without a name."""
+        size = self.block_size * WIDE
+        chain: list[bytes] = []
+        for at in range(0, len(run) // size * size, size):
+            spelled = self._spelled(run[at : at + size])
+            if spelled is None:
+                break
+            digest = next_digest(digest, spelled)
+            chain.append(digest)
+        return chain
+
+    def token_ids(self, keys: Sequence[int]) -> tuple[int, ...]:
+        """What consumers see for key tokens, of which there is at least one."""
+        if self._contents is None or min(keys) >= 0:
+            return tuple(keys)
+        names = map(self._name, keys)
+        return tuple(key if name is None else name.token for key, name in zip(keys, names, strict=True))
+
+    def extra_keys(self, keys: Sequence[int]) -> tuple[tuple[str, ...] | None, ...]:
+        """For each of the full blocks `keys` the digests, in hex, of the images in it, or None; empty when there are
+        none at all."""
+        if self._contents is None or min(keys) >= 0:
+            return ()
+        extra: list[tuple[str, ...] | None] = []
+        for at in range(0, len(keys), self.block_size):
+            names = [self._name(key) for key in keys[at : at + self.block_size] if key < 0]
+            digests = dict.fromkeys(name.digest.hex() for name in names if name is not None)
+            extra.append(tuple(digests) or None)
+        return tuple(extra)
+
+    def _spelled(self, block: bytes) -> bytes | None:
+        """The block's tokens as every server would write them (see `cairn.transfer.digest`), or None."""
+        keys = np.frombuffer(block, np.int64)
+        if not len(keys) or keys.min() >= 0:
+            return block
+        if self._contents is None:
+            return None
+        parts: list[bytes] = []
+        for key in keys.tolist():
+            name = self._name(key)
+            if key < 0 and name is None:
+                return None
+            place = key if name is None else -1 - name.place
+            parts.append(place.to_bytes(8, "little", signed=True) + (b"" if name is None else name.digest))
+        return b"".join(parts)
+
+    def _name(self, key: int) -> KeyName | None:
+        return self._contents.name(key) if key < 0 and self._contents is not None else None
+
+
+# -- which are announced -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -79,7 +171,7 @@ class _Live:
     anchored: bool = False
 
 
-class BlockEvents:
+class BlockEvents(TreeObserver):
     """Observes a tree and publishes events, O(blocks changed) each time. Single-threaded, as the tree is.
 
     `exact`: what decode steps have built serves nobody but its maker, so it is not announced. `resumes_anywhere`: the
@@ -128,7 +220,7 @@ class BlockEvents:
         else:
             self._lose(node)
 
-    def node_cut(self, upper: Node, lower: Node) -> None:
+    def node_split(self, upper: Node, lower: Node) -> None:
         live = self._live.get(lower)
         if live is not None:
             at = self._blocks_in(upper) * DIGEST_BYTES

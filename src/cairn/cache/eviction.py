@@ -1,18 +1,55 @@
-"""Which checkpoint is dropped first: a policy that gives priorities, and the queue that keeps them in order."""
+"""Which checkpoint is dropped first: the seam `EvictionPolicy`, and the policies that `--eviction` names.
 
-import heapq
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+The shipped policy ranks by value = chance of a use per request x tokens that the checkpoint saves / bytes that dropping
+it frees. The chance is learned for classes of checkpoints, by age (`cairn.cache.hazard`). A checkpoint's record stays
+for a while when the checkpoint has gone (a *ghost*), so that what is learned is what would have been, not only what the
+cache let happen: a prompt that is looked up uses the deepest record on its path, whether its checkpoint is there or
+not.
+"""
 
-from cairn.cache.checkpoint import Checkpoint, Kind
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["CheckpointFacts", "Eviction", "EvictionQueue", "LeastRecentlyUsed", "ValuePerByte", "eviction_for"]
+import numpy as np
+
+from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage, Origin
+from cairn.cache.hazard import Class, HazardTable
+from cairn.cache.tree import Checkpoint, Node, next_above
+from cairn.cache.tree_store import TreeObserver
+
+__all__ = [
+    "CheckpointFacts",
+    "EvictionPolicy",
+    "LeastRecentlyUsed",
+    "PolicyParts",
+    "ValuePerByte",
+    "eviction_for",
+]
+
+MIN_REFRESH_INTERVAL = 16
+"""Requests between two updates of the statistics, at least."""
+
+RANKED_PER_REQUEST = 4
+"""Checkpoints that are ranked anew per request, on average: their chances change with their age."""
+
+YOUNG, MAX_YOUNG = 8, 4096
+"""The age, in requests, at which a checkpoint is ranked anew in any case, because a chance falls fastest in the
+beginning; and how many checkpoints at most wait for that."""
+
+GHOST_FACTOR, MIN_GHOSTS = 4, 2048
+"""Ghosts at most: so many, and as many times the checkpoints that fit the pool."""
+
+_FRESH = (512, 2048, 8192)
+"""Where the classes of new tokens begin."""
 
 
 class CheckpointFacts(NamedTuple):
-    """What a policy may know. `saved_tokens`: tokens that need not be computed thanks to this checkpoint, over the
-    next shallower one. `freed_bytes`: what dropping it gives, with the pages that only it makes useful. `chance`: of a
-    use per request to come, as `cairn.cache.reuse` has learned it."""
+    """What the tree says of a checkpoint. `saved_tokens`: tokens that need not be computed thanks to it, over the next
+    shallower checkpoint. `freed_bytes`: what dropping it frees, with the pages that only it makes useful. `last_used`:
+    a tick, larger the later."""
 
     kind: Kind
     saved_tokens: int
@@ -20,106 +57,297 @@ class CheckpointFacts(NamedTuple):
     hits: int
     last_used: int
     held: bool = False
-    chance: float = 0.0
 
 
-class Eviction(Protocol):
-    """Gives each checkpoint a priority, which is asked for again as facts change; the lowest goes first."""
+class EvictionPolicy(TreeObserver):
+    """Ranks the checkpoints of one cache: the one with the lowest priority is dropped first.
 
-    def priority(self, facts: CheckpointFacts) -> float: ...
+    The cache calls the methods below, and those of `TreeObserver`, as things happen. All but `priority` do nothing
+    here, so a policy overrides what it needs. A policy that keeps records keeps them by node, and forgets them in
+    `node_forgotten`.
+    """
+
+    version = 0
+    """Changes whenever `recorded_origin` may have another answer."""
+
+    def start(self, max_checkpoints: int) -> None:
+        """The policy serves a cache whose pool has room for `max_checkpoints`. Called once, before all else."""
+
+    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
+        """The rank of a checkpoint, asked for whenever its facts change; the lowest goes first."""
+        raise NotImplementedError
+
+    def chance(self, node: Node) -> float:
+        """The expected uses per request of the checkpoint at `node`, to be shown; 0 if the policy expects nothing."""
+        return 0.0
+
+    def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
+        """A request begins to run, `new_tokens` of whose prompt were never seen. `known`: the deepest node on its path
+        that `recorded_origin` knows. Returns the lineage of the checkpoints that it takes."""
+        return NO_LINEAGE
+
+    def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
+        """A checkpoint was taken, perhaps in the place of another one at the same node."""
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """A request resumes from a checkpoint."""
+
+    def change_kind(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint on probation was taken once more, as one of a kind that is not."""
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was dropped and is no longer at its node."""
+
+    def add_above(self, known: Node) -> None:
+        """A request whose path goes through `known` has taken checkpoints, perhaps above that node."""
+
+    def recorded_origin(self, node: Node) -> Origin | None:
+        """How the state was computed that is or was kept at the end of `node`; None if there is no record of one."""
+        return None
+
+    def refresh(self, ranked: Collection[Checkpoint]) -> Iterable[Checkpoint]:
+        """Called before checkpoints are dropped. Returns those of `ranked` whose priority has changed with their
+        age."""
+        return ()
+
+    def records(self) -> Iterable[tuple[Node, bool]]:
+        """For the audit: the nodes that there are records of, each with whether its checkpoint is taken for dropped."""
+        return ()
 
 
-class LeastRecentlyUsed:
-    """Drops what has not been used for the longest time."""
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """Which parts of `ValuePerByte` are on. All are, but in benchmarks that measure what each is worth.
 
-    def priority(self, facts: CheckpointFacts) -> float:
+    `ages`: a chance by class and age, not by class alone. `neighbours`: what was seen at ages nearby counts as well.
+    `gittins`: the best rate over all ages to come, not the present one. `ghosts`: what was dropped is learned from.
+    `inheritance`: a dropped checkpoint's chance falls to the one above it. `young`: each is ranked anew at age `YOUNG`.
+    `lineage`: classes by how long a conversation is and how much of a prompt was new.
+    """
+
+    ages: bool = True
+    neighbours: bool = True
+    gittins: bool = True
+    ghosts: bool = True
+    inheritance: bool = True
+    young: bool = True
+    lineage: bool = True
+
+
+class ReuseStats:
+    """The record of the checkpoint that is or was at the end of `node`.
+
+    `since`: the number of the request that made or last used it. `noted`: up to which request its time without use has
+    been counted. `row`: that of its class in the hazard table. `branches`: children that `node` ever had.
+    `demoted_child`: the record of a deeper checkpoint that is gone, whose hits would now be this one's.
+    """
+
+    __slots__ = (
+        "branches",
+        "demoted_child",
+        "fresh",
+        "hits",
+        "kind",
+        "node",
+        "noted",
+        "origin",
+        "row",
+        "since",
+        "turn",
+    )
+
+    def __init__(self, checkpoint: Checkpoint, lineage: Lineage, now: int) -> None:
+        self.node = checkpoint.node
+        self.kind = checkpoint.kind
+        self.origin = checkpoint.origin
+        self.turn = lineage.turn
+        self.fresh = bisect_right(_FRESH, lineage.new_tokens)
+        self.hits = 0
+        self.branches = len(checkpoint.node.children)
+        self.demoted_child: ReuseStats | None = None
+        self.since = self.noted = now
+        self.row = 0
+
+    def class_key(self) -> Class:
+        """The class in the hazard table, from the general to the particular."""
+        kind, branches = self.kind.number, min(2, self.branches)
+        if self.hits:
+            return (kind, branches, 3 + min(3, self.hits.bit_length()))
+        return (kind, branches, self.turn, self.fresh)
+
+
+class ValuePerByte(EvictionPolicy):
+    """Drops what saves the least per byte that it keeps: chance of a use x tokens saved / bytes freed.
+
+    With the chance as a rate, at its best over all times to wait, this is what one byte earns per request: what "LHD:
+    Improving Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by, for objects that
+    save different amounts. Time is counted in requests (`now`). The records of checkpoints that are gone are bounded by
+    `max_ghosts`.
+    """
+
+    def __init__(self, parts: PolicyParts | None = None) -> None:
+        self.parts = parts or PolicyParts()
+        self.now = self.version = 0
+        self.max_ghosts = MIN_GHOSTS
+        self.table = HazardTable(ages=self.parts.ages, neighbours=self.parts.neighbours, gittins=self.parts.gittins)
+        self._records: dict[Node, ReuseStats] = {}
+        self._ghosts: OrderedDict[Node, None] = OrderedDict()
+        self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
+        self._learn_at = self._rank_at = 0
+
+    def start(self, max_checkpoints: int) -> None:
+        assert self.version == 0 and not self._records, "one policy object serves one cache"
+        self.max_ghosts = GHOST_FACTOR * max_checkpoints + MIN_GHOSTS if self.parts.ghosts else 0
+
+    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
+        return self.chance(checkpoint.node) * facts.saved_tokens / max(1, facts.freed_bytes)
+
+    def chance(self, node: Node) -> float:
+        """Uses per request to come, at best (see `HazardTable.refresh`), with those of its demoted child."""
+        record = self._records.get(node)
+        if record is None:
+            return 0.0
+        child = self._demoted_child(record)
+        return self._own_chance(record) + (self._own_chance(child) if child is not None else 0.0)
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
+        self.now += 1
+        record = self._records.get(known) if known is not None else None
+        if record is None:
+            return Lineage(0, new_tokens)
+        turn = 0 if record.branches else min(2, record.turn + 1)
+        self._count_time(record)
+        self.table.hit(record.row, self.now - record.since)
+        record.hits += 1
+        record.since = self.now
+        record.row = self.table.row(record.class_key())
+        return Lineage(turn, new_tokens)
+
+    def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
+        node = checkpoint.node
+        before = self._records.get(node)
+        record = ReuseStats(checkpoint, lineage if self.parts.lineage else NO_LINEAGE, self.now)
+        if before is not None:  # what the ghost knew is kept
+            record.hits, record.branches, record.demoted_child = before.hits, before.branches, before.demoted_child
+            self.node_forgotten(node)
+        record.row = self.table.row(record.class_key())
+        self._records[node] = record
+        self.version += 1
+        if self.parts.young and not checkpoint.kind.on_probation:
+            self._young.append((self.now, checkpoint))
+
+    def change_kind(self, checkpoint: Checkpoint) -> None:
+        record = self._records.get(checkpoint.node)
+        if record is not None:
+            record.kind = checkpoint.kind
+            self._reclassify(record)
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        node = checkpoint.node
+        if node not in self._records:
+            return
+        self._ghosts[node] = None
+        self._demote(node)
+        while len(self._ghosts) > self.max_ghosts:
+            self.node_forgotten(next(iter(self._ghosts)))
+
+    def add_above(self, known: Node) -> None:
+        if known in self._ghosts:
+            self._demote(known)
+
+    def node_branched(self, node: Node) -> None:
+        record = self._records.get(node)
+        if record is not None:
+            self._reclassify(record)
+
+    def node_forgotten(self, node: Node) -> None:
+        record = self._records.pop(node, None)
+        if record is not None:
+            self._count_time(record)
+            self._ghosts.pop(node, None)
+
+    # -- what is asked -------------------------------------------------------------------------------------------
+
+    def recorded_origin(self, node: Node) -> Origin | None:
+        record = self._records.get(node)
+        return record.origin if record is not None else None
+
+    def records(self) -> list[tuple[Node, bool]]:
+        strays = [(node, True) for node in self._ghosts if node not in self._records]
+        return strays + [(record.node, node in self._ghosts) for node, record in self._records.items()]
+
+    def refresh(self, ranked: Collection[Checkpoint]) -> list[Checkpoint]:
+        due = list(ranked) if self.refresh_due(len(ranked)) else []
+        while self._young and self._young[0][0] + YOUNG <= self.now:
+            due.append(self._young.popleft()[1])
+        return due
+
+    def refresh_due(self, num_ranked: int) -> bool:
+        """Whether it is time for `num_ranked` checkpoints to be ranked anew, since all have grown older; now and then
+        it learns from what has been counted."""
+        if self.now < self._rank_at:
+            return False
+        self._rank_at = self.now + max(1, num_ranked // RANKED_PER_REQUEST)
+        if self.now >= self._learn_at:
+            self._learn_at = self.now + max(MIN_REFRESH_INTERVAL, num_ranked // 4)
+            self._learn()
+        return True
+
+    def _learn(self) -> None:
+        records = list(self._records.values())
+        rows = np.array([record.row for record in records], np.int64)
+        since = np.array([record.since for record in records], np.float64)
+        noted = np.array([record.noted for record in records], np.float64)
+        self.table.all_at_risk(rows, noted - since, self.now - since)
+        for record in records:
+            record.noted = self.now
+        self.table.refresh()
+
+    def _demote(self, node: Node) -> None:
+        """The hits of the ghost at `node` fall to the next shallower checkpoint."""
+        record = self._records[node]
+        child = self._demoted_child(record)
+        record.demoted_child = None
+        above = next_above(node)
+        heir = self._records.get(above.node) if above is not None else None
+        if heir is not None and self.parts.inheritance:
+            rivals = (record, child, self._demoted_child(heir))
+            heir.demoted_child = max((each for each in rivals if each is not None), key=self._own_chance)
+
+    def _demoted_child(self, record: ReuseStats) -> ReuseStats | None:
+        """The demoted child of `record`, as long as it is a ghost."""
+        child = record.demoted_child
+        if child is not None and (child.node not in self._ghosts or self._records[child.node] is not child):
+            record.demoted_child = child = None
+        return child
+
+    def _own_chance(self, record: ReuseStats) -> float:
+        return self.table.index(record.row, self.now - record.since)
+
+    def _reclassify(self, record: ReuseStats) -> None:
+        """The kind of `record` or the number of its branches is another."""
+        record.branches = max(record.branches, len(record.node.children))
+        self._count_time(record)
+        record.row = self.table.row(record.class_key())
+
+    def _count_time(self, record: ReuseStats) -> None:
+        """Count the time without use up to now."""
+        self.table.at_risk(record.row, record.noted - record.since, self.now - record.since)
+        record.noted = self.now
+
+
+class LeastRecentlyUsed(ValuePerByte):
+    """Drops what has not been used for the longest time. Chances are learned all the same, to be shown (`GET
+    /cache`)."""
+
+    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
         return float(facts.last_used)
 
 
-class ValuePerByte:
-    """Drops what saves the least per byte that it keeps: chance of a use x tokens saved by it / bytes freed.
-
-    With the chance as a rate, at its best over all times to wait, this is what one byte earns per request. It is the
-    rule of DESIGN section 4, and what "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen and
-    Cidon, NSDI 2018) ranks by, for objects that save different amounts.
-    """
-
-    def priority(self, facts: CheckpointFacts) -> float:
-        return facts.chance * facts.saved_tokens / max(1, facts.freed_bytes)
-
-
-Entry = tuple[int, float, int, Checkpoint]
-
-
-class EvictionQueue:
-    """Checkpoints by priority: those on probation first, those that a client holds last. O(log n) a push or pop.
-
-    A heap whose outdated entries are passed over when they come up, and swept when they outnumber the live ones.
-    """
-
-    def __init__(self, policy: Eviction) -> None:
-        self._policy = policy
-        self._heap: list[Entry] = []
-        self._live: dict[int, Checkpoint] = {}
-        self._unproven: set[int] = set()
-        self._version = 0
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    @property
-    def num_on_probation(self) -> int:
-        """How many are on probation and were never hit: they go first."""
-        return len(self._unproven)
-
-    def __contains__(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.version in self._live
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._live.values())
-
-    def push(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> None:
-        """Put a checkpoint in, or in a new place."""
-        self.remove(checkpoint)
-        self._version += 1
-        checkpoint.version = self._version
-        self._live[self._version] = checkpoint
-        first, priority = self.place(facts)
-        if first == 0:
-            self._unproven.add(self._version)
-        heapq.heappush(self._heap, (first, priority, self._version, checkpoint))
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [entry for entry in self._heap if entry[2] in self._live]
-            heapq.heapify(self._heap)
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint out; no matter if it is not in."""
-        self._live.pop(checkpoint.version, None)
-        self._unproven.discard(checkpoint.version)
-
-    def pop(self) -> Checkpoint | None:
-        """The next to go, taken out; None when there is none."""
-        while self._heap:
-            _, _, version, checkpoint = heapq.heappop(self._heap)
-            if version in self._live:
-                self.remove(checkpoint)
-                return checkpoint
-        return None
-
-    def goes_before_all(self, facts: CheckpointFacts) -> bool:
-        """Whether a checkpoint that is not in, or no more, of which this is known would be the next to go."""
-        while self._heap and self._heap[0][2] not in self._live:
-            heapq.heappop(self._heap)
-        return not self._heap or self.place(facts) <= self._heap[0][:2]
-
-    def place(self, facts: CheckpointFacts) -> tuple[int, float]:
-        """Where a checkpoint of which this is known stands: the least goes first."""
-        earned = not facts.kind.on_probation or facts.hits > 0
-        return 2 if facts.held else int(earned), self._policy.priority(facts)
-
-
-def eviction_for(name: str) -> Eviction:
-    """The policy that `--eviction` names."""
+def eviction_for(name: str) -> EvictionPolicy:
+    """A new policy of the kind that `--eviction` names. Raises ValueError for an unknown name."""
     match name:
         case "lru":
             return LeastRecentlyUsed()

@@ -1,4 +1,4 @@
-"""How soon things of a kind are used again: hazard rates by age, learned online, and the index that ranks them.
+"""How soon checkpoints of a class are used again: hazard rates by age, learned online, and the index that ranks them.
 
 A *class* is a short tuple, from the general to the particular; it is a row of the table, and so is each of its
 beginnings. A row knows hits and time at risk by age. What a row has not seen enough of it takes from the row above it.
@@ -37,9 +37,15 @@ def _bins(ages: Floats) -> NDArray[np.intp]:
 
 
 class HazardTable:
-    """Hits and time at risk by class and age. Ages and times in requests; `refresh` makes what was noted count."""
+    """Hits and time at risk by class and age. Ages and times in requests; `index` follows
+    what was counted at the next `refresh`."""
 
-    def __init__(self, max_classes: int = 4096) -> None:
+    def __init__(
+        self, max_classes: int = 4096, *, ages: bool = True, neighbours: bool = True, gittins: bool = True
+    ) -> None:
+        """At most `max_classes` rows. The switches are on but in benchmarks: `ages`: rates by age, not one for all
+        ages; `neighbours`: what was seen at ages nearby counts as well; `gittins`: the index, not the present rate."""
+        self._ages, self._neighbours, self._gittins = ages, neighbours, gittins
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
@@ -71,11 +77,11 @@ class HazardTable:
         return row
 
     def hit(self, row: int, age: float) -> None:
-        """Something of class `row` was used at `age`."""
+        """Count a use at `age` of a checkpoint of class `row`."""
         self._hits[row, _bin(age)] += 1
 
     def at_risk(self, row: int, since: float, until: float) -> None:
-        """Something of class `row` went from age `since` to age `until` and was not used."""
+        """Count that a checkpoint of class `row` went from age `since` to age `until` without a use."""
         position = _bin(since)
         while since < until:
             end = until if position == BINS - 1 else min(until, float(_EDGES[position + 1]))
@@ -99,7 +105,8 @@ class HazardTable:
         self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
 
     def index(self, row: int, age: float) -> float:
-        """The chance per request of something of class `row` being used, at its best: see `refresh`."""
+        """Expected uses per request of a checkpoint of class `row` at `age`, for the best time to keep it: see
+        `refresh`."""
         while row >= len(self._index):
             row = self._parents[row]  # not refreshed since it was made
         return self._index[row][_bin(age)]
@@ -117,7 +124,8 @@ class HazardTable:
         if hits[0].sum() > MAX_HITS:
             self._hits /= 2
             self._risk /= 2
-        self._index = _gittins(self._hazards(hits, risk)).tolist()
+        hazards = self._hazards(hits, risk)
+        self._index = (_gittins(hazards) if self._gittins and self._ages else hazards).tolist()
 
     def _summed(self, number: int) -> tuple[Floats, Floats]:
         """Each row with all rows below it."""
@@ -135,9 +143,15 @@ class HazardTable:
         too (a kernel estimate, as in Ramlau-Hansen, "Smoothing counting process intensities by means of kernel
         functions", Ann. Stat. 11, 1983).
         """
-        near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
+        if not self._ages:
+            hits = np.repeat(hits.sum(axis=1, keepdims=True), BINS, axis=1)
+            risk = np.repeat(risk.sum(axis=1, keepdims=True), BINS, axis=1)
+        near_hits, near_risk = hits, risk
+        if self._neighbours and self._ages:
+            near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
         hazards = np.empty_like(hits)
-        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / _PRIOR)
+        prior = _PRIOR if self._ages else np.full(BINS, 1e-3)
+        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / prior)
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cairn.cache.lease import Lease, Namespace
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.types import Clock
 
 INTERVAL_SECONDS = 10.0
@@ -27,7 +27,7 @@ _NOT_LOST = (Reason.NONE, Reason.DISABLED, Reason.NEVER_SEEN)
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class LookupRecord:
     """One request as it was admitted, in tokens of its prompt. `at`: a clock reading in seconds. `namespace`: 0 for
     prompts without a salt, else a number that stands for one."""
 
@@ -68,7 +68,8 @@ class LostPrefix:
 
 
 class PrefixNames:
-    """Names that tell nothing but whether two prefixes are the same. `key`: at most 64 bytes, random unless given."""
+    """Names prefixes by keyed digests: equal for equal prefixes, and otherwise opaque. `key`: at most 64 bytes, random
+    unless given."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(16) if key is None else key
@@ -81,13 +82,13 @@ class PrefixNames:
 
 
 class Journal:
-    """Written by the cache's door when a request is admitted, read by the view. One thread only."""
+    """Records of lookups, written when a request is admitted and read by the view. Not thread-safe."""
 
     def __init__(self, clock: Clock, names: PrefixNames | None = None) -> None:
         self.clock = clock
         self.names = names or PrefixNames()
         self.intervals: deque[Interval] = deque(maxlen=_INTERVALS)
-        self.visits: deque[Visit] = deque(maxlen=_VISITS)
+        self.visits: deque[LookupRecord] = deque(maxlen=_VISITS)
         self.floor = 0
         """No prefix that is not listed has cost more tokens than this."""
         self._count = 0
@@ -95,35 +96,35 @@ class Journal:
         self._namespaces: OrderedDict[Namespace, int] = OrderedDict()
         self._numbered = 0
 
-    def admitted(self, lease: Lease) -> None:
-        """A request goes on from the lookup that gave `lease`, for the first time."""
-        now, lost, namespace = self.clock.now(), lease.lost, self.number(lease.namespace)
+    def admitted(self, sequence: SequenceBlocks) -> None:
+        """Record the lookup of `sequence`, whose request begins to run."""
+        now, lost, namespace = self.clock.now(), sequence.lost, self.number(sequence.namespace)
         if not self.intervals or now >= self.intervals[-1].start + INTERVAL_SECONDS:
             self.intervals.append(Interval(now // INTERVAL_SECONDS * INTERVAL_SECONDS))
         interval = self.intervals[-1]
         interval.requests += 1
-        interval.prompt += lease.num_prompt_tokens
-        interval.hit += lease.hit - lease.received
-        interval.received += lease.received
+        interval.prompt += sequence.num_prompt_tokens
+        interval.hit += sequence.hit - sequence.received
+        interval.received += sequence.received
         interval.lost.update(lost)
         self._count += 1
         self.visits.append(
-            Visit(
+            LookupRecord(
                 number=self._count,
                 at=now,
                 namespace=namespace,
-                prompt=lease.num_prompt_tokens,
-                hit=lease.hit - lease.received,
-                received=lease.received,
-                matched=lease.matched,
-                reason=lease.reason,
+                prompt=sequence.num_prompt_tokens,
+                hit=sequence.hit - sequence.received,
+                received=sequence.received,
+                matched=sequence.matched,
+                reason=sequence.reason,
                 lost=lost,
             )
         )
-        self._charge(lease, namespace, now)
+        self._charge(sequence, namespace, now)
 
     def number(self, namespace: Namespace) -> int:
-        """What stands for a namespace: 0 for the plain one. One not met for long may get another number."""
+        """The number that stands for a namespace: 0 for the plain one. One not met for long may get another number."""
         if namespace.cache_salt is None and not namespace.adapter:
             return 0
         number = self._namespaces.get(namespace)
@@ -140,13 +141,13 @@ class Journal:
         """The prefixes that have cost most tokens, the costliest first."""
         return sorted(self._prefixes.values(), key=lambda prefix: -prefix.tokens)[:count]
 
-    def _charge(self, lease: Lease, namespace: int, now: float) -> None:
-        position = lease.hit
-        for end, reason in (*lease.missed, (lease.num_prompt_tokens, lease.reason)):
+    def _charge(self, sequence: SequenceBlocks, namespace: int, now: float) -> None:
+        position = sequence.hit
+        for end, reason in (*sequence.missed, (sequence.num_prompt_tokens, sequence.reason)):
             if end <= position:
                 continue
             if reason not in _NOT_LOST:
-                last = lease.keys[max(0, end - NAMED_TOKENS) : end]
+                last = sequence.keys[max(0, end - NAMED_TOKENS) : end]
                 self._add(end, np.ascontiguousarray(last).tobytes(), namespace, reason, end - position, now)
             position = end
 

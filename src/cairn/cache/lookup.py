@@ -1,4 +1,4 @@
-"""What a lookup may use, and why it could not use more."""
+"""Lookups: what is cached of a prompt, what of it may be used, and why it is not more."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -6,14 +6,22 @@ from itertools import chain
 
 import numpy as np
 
-from cairn.cache.checkpoint import Checkpoint, Origin
-from cairn.cache.key_run import Sought
+from cairn.cache.checkpoint import Origin
+from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.layout import CacheLayout
-from cairn.cache.lease import Lease, Namespace, PageTable, Stretch
-from cairn.cache.placement import Placement
+from cairn.cache.placement import PlacementPolicy
 from cairn.cache.reasons import Reason
-from cairn.cache.reuse import Reuse
-from cairn.cache.tree import Node, Walk, path_pages, walk
+from cairn.cache.sequence_blocks import (
+    KeyBuffer,
+    MissReport,
+    MissSpan,
+    Namespace,
+    PageTable,
+    PageTables,
+    PrefixMatch,
+    SequenceBlocks,
+)
+from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, walk
 from cairn.keys import common_tokens
 from cairn.types import Keys
 
@@ -26,7 +34,7 @@ _MAX_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Which runs and checkpoints a request may use. Only exact mode is choosy (DESIGN section 6).
+    """Which nodes and checkpoints a request may use: all of them, but in exact mode by their origin.
 
     `num_prompt_tokens`: what it computes by prefill; a request that was preempted (`resumed`) goes on behind it with
     what its own decode steps have built, and nobody else's.
@@ -55,11 +63,12 @@ class Acceptance:
                     return checkpoint
         return None
 
-    def deepest_known(self, found: Walk) -> Reuse | None:
-        """The record of the deepest checkpoint on the path that may be restored, or might if it were still there."""
+    def deepest_known(self, found: Walk, eviction: EvictionPolicy) -> Node | None:
+        """The node of the deepest checkpoint on the path that may be restored, or might if it were still there."""
         for node in chain(reversed(found.beyond), reversed(found.path)):
-            if node.reuse is not None and node.end <= found.seen and self._accepts(node.reuse.origin, node.end, None):
-                return node.reuse
+            origin = eviction.recorded_origin(node)
+            if origin is not None and node.end <= found.seen and self._accepts(origin, node.end, None):
+                return node
         return None
 
     def _accepts(self, origin: Origin, position: int, maker: str | None) -> bool:
@@ -75,15 +84,16 @@ class Acceptance:
 
 
 class Finder:
-    """Goes down a tree along prompts. `exact`: as `Acceptance` has it.
+    """Looks prompts up in a tree. `exact`: as `Acceptance` has it; `eviction` says where checkpoints are known.
 
     What was found is kept for as long as the trees stay as they are: a request that waits for room asks in every step.
     """
 
-    def __init__(self, layout: CacheLayout, exact: bool) -> None:
+    def __init__(self, layout: CacheLayout, exact: bool, eviction: EvictionPolicy) -> None:
         self._layout = layout
         self._exact = exact
-        self._kept: dict[tuple[Namespace, str, int | None], Lease] = {}
+        self._eviction = eviction
+        self._kept: dict[tuple[Namespace, str, int | None], SequenceBlocks] = {}
         self._version = 0
 
     def find(
@@ -94,8 +104,8 @@ class Finder:
         keys: Keys,
         request_id: str,
         resumed_from: int | None,
-    ) -> Lease:
-        """The lease of what is usable of `keys` below `root` (None: nothing), which refers to nothing yet. `version`
+    ) -> SequenceBlocks:
+        """The sequence of what is usable of `keys` below `root` (None: nothing), which refers to nothing yet. `version`
         is another one when anything in the trees is. The others as in `PrefixCache.lookup`."""
         if version != self._version or len(self._kept) >= _MAX_KEPT:
             self._kept.clear()
@@ -108,52 +118,53 @@ class Finder:
 
     def _find(
         self, root: Node | None, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None
-    ) -> Lease:
+    ) -> SequenceBlocks:
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = Acceptance(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
-        found = walk(root, Sought(keys), may.run_end()) if root is not None else Walk()
+        found = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
         if self._layout.state_bytes == 0 and hit < min(found.matched, length - 1):
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
             hit, checkpoint = min(found.matched, length - 1), None
-        return Lease(
+        return SequenceBlocks(
             purpose=f"running {request_id}" if resumed_from is None else f"resuming {request_id}",
             request_id=request_id,
             namespace=namespace,
             num_prompt_tokens=num_prompt_tokens,
-            hit=hit,
-            matched=found.matched,
-            seen=found.seen,
-            reason=Reason.DISABLED,
-            checkpoint=checkpoint,
-            groups=self._layout.groups,
-            tables=tuple(
-                PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))
-                for index, group in enumerate(self._layout.groups)
+            match=PrefixMatch(
+                hit=hit,
+                matched=found.matched,
+                seen=found.seen,
+                checkpoint=checkpoint,
+                restore=checkpoint.pages if checkpoint is not None else None,
+                known=may.deepest_known(found, self._eviction),
+                divergence=found.divergence(),
             ),
+            misses=MissReport(Reason.DISABLED, walk=found),
+            blocks=PageTables(
+                self._layout.groups,
+                tuple(
+                    PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))
+                    for index, group in enumerate(self._layout.groups)
+                ),
+            ),
+            tokens=KeyBuffer(keys),
             node=found.path[-1] if found.path else None,
             decode_from=num_prompt_tokens if self._exact else length,
-            _keys=keys,
-            num_tokens=length,
             committed=found.matched,
-            restore=checkpoint.pages if checkpoint is not None else None,
-            walk=found,
-            known=may.deepest_known(found),
-            left=found.left_before_end(),
-            ways=found.ways_on(),
         )
 
 
-def missed(
-    placement: Placement,
-    lease: Lease,
+def miss_reasons(
+    placement: PlacementPolicy,
+    sequence: SequenceBlocks,
     found: Walk,
-    running: Iterable[Lease],
+    running: Iterable[SequenceBlocks],
     roots: Mapping[Namespace, Node],
-) -> tuple[Stretch, ...]:
-    """Why each prompt token behind `lease.hit` was not hit: stretches that follow one another from the hit to the
+) -> tuple[MissSpan, ...]:
+    """Why each prompt token behind `sequence.hit` was not hit: spans that follow one another from the hit to the
     prompt's end, ascending. O(nodes behind the hit).
 
     hit ........... matched ........ seen ............ computed now ....... n
@@ -161,21 +172,21 @@ def missed(
 
     A checkpoint that is gone says why, and would have saved what is above it, down to the next one that is gone.
     """
-    length, position = lease.num_prompt_tokens, lease.hit
+    length, position = sequence.num_prompt_tokens, sequence.hit
     if position >= length:
         return ()
-    stretches = _known(placement, lease, found)
+    spans = _known(placement, sequence, found)
     seen = max(position, min(found.seen, length))
-    computed = min(_being_computed(lease, max(seen, position + 1), running), length)
+    computed = min(_being_computed(sequence, max(seen, position + 1), running), length)
     unkept = Reason.IN_PROGRESS if computed else Reason.NO_CHECKPOINT
-    ends = [(end, unkept if reason is None else reason) for end, reason in stretches]
+    ends = [(end, unkept if reason is None else reason) for end, reason in spans]
     if computed > seen:
         ends.append((computed, Reason.IN_PROGRESS))
     position = max(seen, computed)
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
-    plain = Namespace(lease.namespace.adapter)
-    root = roots.get(plain) if lease.namespace != plain and position < length else None
-    if root is not None and (elsewhere := walk(root, Sought(lease.keys[:length])).seen) > position:
+    plain = Namespace(sequence.namespace.adapter)
+    root = roots.get(plain) if sequence.namespace != plain and position < length else None
+    if root is not None and (elsewhere := walk(root, TokenKey(sequence.keys[:length])).seen) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
     if position < length:
@@ -184,18 +195,18 @@ def missed(
     return tuple(end for end, after in zip(ends, [*ends[1:], None], strict=True) if after is None or end[1] != after[1])
 
 
-def _known(placement: Placement, lease: Lease, found: Walk) -> list[tuple[int, Reason | None]]:
-    """The stretches up to where the prompt was ever seen; None: the keys and values are there, and no checkpoint is or
+def _known(placement: PlacementPolicy, sequence: SequenceBlocks, found: Walk) -> list[tuple[int, Reason | None]]:
+    """The spans up to where the prompt was ever seen; None: the keys and values are there, and no checkpoint is or
     was."""
-    length = lease.num_prompt_tokens
-    if found.seen <= lease.hit:
+    length = sequence.num_prompt_tokens
+    if found.seen <= sequence.hit:
         return []
-    short = lease.num_tokens < placement.min_cacheable or found.seen < placement.min_shared
-    stretches: list[tuple[int, Reason | None]] = []
+    short = sequence.num_tokens < placement.min_cacheable or found.seen < placement.min_shared
+    spans: list[tuple[int, Reason | None]] = []
     gone: Reason | None = None
-    # a node that may be read in part stands in both lists, which makes two stretches with one end and one reason
+    # a node that may be read in part stands in both lists, which makes two spans with one end and one reason
     for node in chain(reversed(found.beyond), reversed(found.path)):
-        if node.end <= lease.hit:
+        if node.end <= sequence.hit:
             break
         if node.loss is not None and node.end <= found.seen:
             gone = node.loss
@@ -205,22 +216,22 @@ def _known(placement: Placement, lease: Lease, found: Walk) -> list[tuple[int, R
         elif gone is None and not node.resident:
             reason = Reason.EVICTED
         if node.start < length:
-            stretches.append((min(node.end, found.seen, length), reason))
-    return stretches[::-1]
+            spans.append((min(node.end, found.seen, length), reason))
+    return spans[::-1]
 
 
-def _being_computed(lease: Lease, least: int, running: Iterable[Lease]) -> int:
+def _being_computed(sequence: SequenceBlocks, least: int, running: Iterable[SequenceBlocks]) -> int:
     """The longest prefix, of at least `least` tokens, that this prompt shares with one that is still in prefill; 0 if
     there is none. Compares no more than `_MAX_COMPARED` tokens."""
-    longest, compared, keys = 0, 0, lease.keys
+    longest, compared, keys = 0, 0, sequence.keys
     for other in running:
-        if other is lease or other.committed >= other.num_prompt_tokens:
+        if other is sequence or other.committed >= other.num_prompt_tokens:
             continue
         # it has to go on where the longest so far ends, which one look tells of nearly all that do not
         last = max(longest, least - 1)
         if last >= len(keys) or compared >= _MAX_COMPARED:
             break
-        if other.num_tokens <= last or other.keys[last] != keys[last] or other.namespace != lease.namespace:
+        if other.num_tokens <= last or other.keys[last] != keys[last] or other.namespace != sequence.namespace:
             continue
         shared = common_tokens(keys, other.keys, _MAX_COMPARED - compared)
         compared += shared + 1

@@ -1,4 +1,4 @@
-"""The pool: page numbers, how often each is referred to, and which are free."""
+"""The pool of pages: reference counts by page number, and the free list."""
 
 import numpy as np
 from numpy.typing import NDArray

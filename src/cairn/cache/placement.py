@@ -1,13 +1,18 @@
-"""Where a prompt's state is kept: one small object behind the `Placement` protocol, chosen by `--mamba-cache-mode`.
+"""Where a prompt's state is kept: one small object behind the `PlacementPolicy` protocol, chosen by
+`--mamba-cache-mode`.
 
 A policy sees facts of one prompt and answers with positions inside the chunk at hand; it never asks for another
 scheduling step or a smaller chunk.
 """
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cairn.cache.checkpoint import Kind
 from cairn.step import GRID
@@ -17,9 +22,10 @@ __all__ = [
     "Align",
     "All",
     "Auto",
+    "DivergenceStats",
     "Granular",
     "Junction",
-    "Placement",
+    "PlacementPolicy",
     "PromptFacts",
     "Wanted",
     "hold_positions",
@@ -35,13 +41,27 @@ MAX_GRID, MAX_IDLE_GRID = 64, 256
 DENSE_TOKENS = 32_768
 """A prompt of up to so many tokens gets every grid point while idle memory holds twice as many."""
 
+MAX_DIVERGENCES = 512
+"""Branches that are remembered."""
+
+MIN_DIVERGENCES, MIN_DIVERGENCES_IDLE = 8, 2
+"""Before so many nothing is predicted; and before so many where memory is idle, so that a wrong guess costs nothing."""
+
+MAX_DISTANCE_GROUPS = 48
+"""Distances that come up seldom are put into so many groups."""
+
+MIN_SHARE = 0.02
+"""A position is named if it saves this share of what there is to save."""
+
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
     """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
     seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
-    continued from, how many checkpoint files idle memory has room for, and where it is likely to be left by
-    later ones, because prompts before it were (the likeliest first)."""
+    continued from, how many checkpoint files idle memory has room for, and where later prompts are
+    predicted to diverge from it (the likeliest first)."""
 
     num_tokens: int
     hit: int
@@ -50,7 +70,7 @@ class PromptFacts:
     boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     idle_files: int = 0
-    foretold: tuple[int, ...] = ()
+    predicted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class Wanted:
     hold_seconds: int = 0
 
 
-class Placement(Protocol):
+class PlacementPolicy(Protocol):
     """Chooses checkpoint positions."""
 
     min_cacheable: int
@@ -157,6 +177,10 @@ class Auto:
     keeps_answer_end = True
     step_tokens: int | None = None
 
+    def __init__(self, offsets: bool = True) -> None:
+        """`offsets` False, in benchmarks: no position is kept because prompts are predicted to diverge there."""
+        self._offsets = offsets
+
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
         wanted, holds = self._earned(facts), hold_positions(facts.boundaries, facts.exact)
         stride = _grid_stride(facts.num_tokens, facts.idle_files)
@@ -168,7 +192,7 @@ class Auto:
         return Wanted(position, Kind.GRID) if position % _grid_stride(position, facts.idle_files) == 0 else None
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
-        kinds = _by_worth(facts)
+        kinds = _by_worth(facts if self._offsets else replace(facts, predicted=()))
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
         if facts.exact:
@@ -196,7 +220,7 @@ def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
         kinds.setdefault(position, Kind.IMAGE_END)
     if facts.hit < facts.seen < n:
         kinds.setdefault(facts.seen, Kind.JUNCTION)
-    for position in facts.foretold:
+    for position in facts.predicted:
         kinds.setdefault(position, Kind.OFFSET)
     for end in ends:
         kinds.setdefault(end.position, Kind.INNER_END)
@@ -221,7 +245,7 @@ def _grid_stride(num_tokens: int, idle_files: int) -> int:
     return GRID * max(1, -(-num_tokens // (GRID * most)))
 
 
-def placement_for(mode: str, block_size: int, exact: bool) -> Placement:
+def placement_for(mode: str, block_size: int, exact: bool) -> PlacementPolicy:
     """The policy that `--mamba-cache-mode` names. `none` is not a policy: it switches the cache off."""
     match mode:
         case "align":
@@ -235,3 +259,84 @@ def placement_for(mode: str, block_size: int, exact: bool) -> Placement:
         case "auto":
             return Auto()
     raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, granular, junction or auto")
+
+
+class DivergenceStats:
+    """Where the next prompt is likely to diverge: the distances, in tokens, from the ends of prompts back to the points
+    where later prompts have diverged from them.
+
+    A prompt that diverges from a known path for the first time makes a junction, and the state there comes too late for
+    it: only the third prompt that goes that way hits. But prompts of one make diverge at like distances from their ends
+    (an instruction that is always last, a question behind a document), so the positions can be predicted.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=MAX_DIVERGENCES)
+        self._distances: Ints = np.empty(0, np.int64)
+        self._counts: Ints = np.empty(0, np.int64)
+        self._exactly: Ints = np.empty(0, np.int64)
+        """The bits of a position that count: all of them, or those from `GRID`, a power of two, on."""
+        self._new = 0
+
+    def observe_divergence(self, distance: int) -> None:
+        """A prompt diverged from an earlier one `distance` tokens before that one's end."""
+        self._recent.append(distance)
+        self._new += 1
+
+    def predict(self, num_tokens: int, hit: int, most: int) -> list[int]:
+        """At most `most` positions in (hit, num_tokens) that save the most tokens, the best first, if a prompt of
+        `num_tokens` tokens of which `hit` are cached diverges from those before it as they did. `most` is 1 where
+        memory is not idle.
+
+        A branch at b is served by the deepest position p <= b and saves p - hit. Each position is chosen for what it
+        adds to those before it (the greedy rule for such coverage; Nemhauser, Wolsey and Fisher, 1978). Distances that
+        come up often count to the token, others to the 64-token grid, where a state costs nothing to take.
+        """
+        if len(self._recent) < (MIN_DIVERGENCES if most == 1 else MIN_DIVERGENCES_IDLE):
+            return []
+        if self._new >= MIN_DIVERGENCES or 2 * self._new > len(self._recent):
+            self._sum_up()
+        branches = (num_tokens - self._distances) & self._exactly
+        ahead = branches > hit
+        branches, weights = branches[ahead], self._counts[ahead]
+        if not len(branches):
+            return []
+        order = branches.argsort()
+        branches, weights = branches[order], weights[order]
+        saved = branches - hit
+        worth = MIN_SHARE * float(saved @ weights)
+        # alone, a position serves all branches from it on
+        gains = saved * weights[::-1].cumsum()[::-1]
+        best = int(gains.argmax())
+        if gains[best] <= worth:
+            return []
+        first = int(branches[best])
+        return [first, *self._further(branches, weights, hit, first, most, worth)] if most > 1 else [first]
+
+    @staticmethod
+    def _further(branches: Ints, weights: Ints, hit: int, first: int, most: int, worth: float) -> list[int]:
+        """The positions behind `first` in the order of `predict`."""
+        candidates = np.unique(branches)
+        served = np.where(first <= branches, first, hit)
+        chosen: list[int] = []
+        while len(chosen) < most - 1:
+            gains = (np.maximum(candidates[:, None] - served, 0) * (candidates[:, None] <= branches)) @ weights
+            best = int(gains.argmax())
+            if gains[best] <= worth:
+                break
+            position = int(candidates[best])
+            chosen.append(position)
+            served = np.where(position <= branches, np.maximum(served, position), served)
+        return chosen
+
+    def _sum_up(self) -> None:
+        """Distances that come up often one by one, the others in steps, so that there are not too many."""
+        self._new = 0
+        distances, counts = np.unique(np.array(self._recent), return_counts=True)
+        often = counts >= max(4, len(self._recent) // 32)
+        seldom = np.repeat(distances[~often], counts[~often])
+        # as many in each group, each at the furthest from the end, so that none of it lies before the branch
+        groups = np.array_split(seldom, min(MAX_DISTANCE_GROUPS, len(seldom))) if len(seldom) else []
+        self._distances = np.concatenate([distances[often], *(group[-1:] for group in groups)])
+        self._counts = np.concatenate([counts[often], np.array([len(group) for group in groups], np.int64)])
+        self._exactly = np.where(np.arange(len(self._distances)) < np.count_nonzero(often), -1, -GRID)

@@ -1,10 +1,15 @@
-"""Why a prompt's cached part is not longer: a closed list. Each token that was not hit has exactly one reason, and a
-request the first of its tokens' reasons."""
+"""Why a prompt's cached part is not longer: a closed list, and a hint for each reason. Each token that was not hit has
+exactly one reason, and a request the first of its tokens' reasons."""
 
 from collections.abc import Container
+from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Reason", "first_reason"]
+from cairn.step import GRID
+
+__all__ = ["HintFacts", "Reason", "first_reason", "hint"]
+
+_GIB = 1 << 30
 
 
 class Reason(StrEnum):
@@ -33,5 +38,46 @@ class Reason(StrEnum):
 
 
 def first_reason(reasons: Container[Reason]) -> Reason:
-    """The one that speaks for them all; NONE for none."""
+    """The first of `Reason` that is in `reasons`; NONE if none is."""
     return next((reason for reason in Reason if reason in reasons), Reason.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class HintFacts:
+    """What a hint depends on. `all_bytes`: bytes of a pool that would have kept all that is still remembered. `auto`:
+    the placement mode is `auto`. `min_shared`: the shortest shared prefix that can be hit, in tokens."""
+
+    all_bytes: int
+    auto: bool
+    exact: bool
+    min_shared: int
+
+
+def hint(reason: Reason, depth: int, facts: HintFacts) -> str:
+    """What would have saved the tokens that were lost below token `depth` of a prefix, in one line."""
+    match reason:
+        case Reason.NO_CHECKPOINT:
+            if not facts.auto:
+                return "--mamba-cache-mode auto keeps states where prompts part"
+            at = depth // GRID * GRID if facts.exact else depth
+            return f"a breakpoint (cache_control) at token {at:,}"
+        case Reason.EVICTED:
+            return f"a pool of about {_gib(facts.all_bytes)} would hold all that is remembered as dropped"
+        case Reason.PREEMPTED:
+            return "a larger pool (--kv-cache-memory-bytes) or fewer requests at a time (--max-num-seqs)"
+        case Reason.IN_PROGRESS:
+            return "sending it once the first request with this prefix has been answered"
+        case Reason.NAMESPACE:
+            return "the same cache_salt, or none: the plain namespace has it"
+        case Reason.TOO_SHORT:
+            return f"a shared prefix of at least {facts.min_shared:,} tokens"
+        case Reason.REMOTE_FAILED:
+            return "a transfer that arrives: the log says what failed"
+        case Reason.DISABLED:
+            return "a prefix cache that is switched on"
+        case Reason.NEVER_SEEN | Reason.NONE:
+            return "nothing: it is new"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -7,7 +7,11 @@ A node covers tokens [start, end) of every path through it and lists, per attent
 A node that starts inside a page lists that page, too: its own copy, which holds the last tokens of its parent as
 well, or the parent's page itself where the same request wrote on. Along a path the page of the deepest node wins.
 
-A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children.
+A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children. A checkpoint
+hangs at a node's end.
+
+Key tokens take four bytes each where that is enough (vocabulary ids and the numbers of images), else eight. A node has
+one width for all its tokens, so that comparing it with a prompt of the same width is one memcmp.
 """
 
 import sys
@@ -15,21 +19,70 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cairn.cache.checkpoint import Checkpoint
-from cairn.cache.key_run import Sought, common_prefix, widen
+from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
-from cairn.cache.reuse import Reuse
+from cairn.keys import common_tokens
 from cairn.types import Keys, Pages
+
+NARROW, WIDE = 4, 8
+_NARROW_TOKENS = np.iinfo(np.int32)
+
+
+def _fit_narrow(keys: Keys) -> bool:
+    if not len(keys):
+        return True
+    # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
+    bits = int(np.bitwise_or.reduce(keys))
+    if bits >= 0:
+        return bits <= _NARROW_TOKENS.max
+    return int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
+
+
+def to_int64(raw: bytes, num_tokens: int, first: int = 0, end: int | None = None) -> Keys:
+    """Tokens [first, end) of the `num_tokens` tokens in `raw`, shape [n]."""
+    return _tokens(raw, num_tokens)[first:end].astype(np.int64)
+
+
+class TokenKey:
+    """Key tokens that are looked up or added. `raw`: their bytes, `width` (4 or 8) a token. `tokens`: the same as an
+    array, shape [n]. Made in O(n)."""
+
+    __slots__ = ("raw", "tokens", "width")
+
+    def __init__(self, keys: Keys) -> None:
+        narrow = _fit_narrow(keys)
+        self.width = NARROW if narrow else WIDE
+        self.raw = bytearray(self.width * len(keys))
+        self.tokens = np.frombuffer(self.raw, np.int32) if narrow else np.frombuffer(self.raw, np.int64)
+        # into the place where they are needed, for a prompt has up to a million bytes
+        np.copyto(self.tokens, keys, casting="unsafe")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def slice_raw(self, start: int, end: int) -> bytes:
+        """The bytes of tokens [start, end), as a node keeps them."""
+        return bytes(memoryview(self.raw)[start * self.width : end * self.width])
+
+
+def common_prefix(raw: bytes, num_tokens: int, key: TokenKey, position: int) -> int:
+    """How many of the `num_tokens` tokens in `raw` equal those of `key` from `position` on."""
+    return common_tokens(_tokens(raw, num_tokens), key.tokens[position:])
+
+
+def _tokens(raw: bytes, num_tokens: int) -> NDArray[np.int32] | NDArray[np.int64]:
+    return np.frombuffer(raw, np.int32) if len(raw) == num_tokens * NARROW else np.frombuffer(raw, np.int64)
 
 
 class Node:
-    """One run of key tokens. `raw` is their bytes, as `cairn.cache.key_run` has them.
+    """Key tokens [start, end) of every path through here. `raw`: their bytes, four or eight a token.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
-    `locks` counts the leases whose path goes through here. `loss` is why the checkpoint at `end` is gone. `reuse` is
-    the record of the checkpoint that is or was there. `prompt_end`: where the prompt ended that this run came with.
+    `locks` counts the sequences whose path goes through here. `loss` is why the checkpoint at `end` is gone.
+    `prompt_end`: where the prompt ended that added this node.
     """
 
     __slots__ = (
@@ -44,7 +97,6 @@ class Node:
         "prompt_end",
         "raw",
         "resident_children",
-        "reuse",
         "start",
     )
 
@@ -61,7 +113,6 @@ class Node:
         self.decode_by: str | None = None
         self.locks = 0
         self.loss: Reason | None = None
-        self.reuse: Reuse | None = None
         self.prompt_end = 0
 
     @property
@@ -77,26 +128,26 @@ class Node:
         return int.from_bytes(self.raw[: len(self.raw) // self.num_tokens], sys.byteorder, signed=True)
 
     def keys(self, first: int = 0, end: int | None = None) -> Keys:
-        """Its key tokens [first, end), counted from its own start; as slices have it."""
-        return widen(self.raw, self.end - self.start, first, end)
+        """Its key tokens [first, end), counted from its own start, as a slice: shape [n], int64."""
+        return to_int64(self.raw, self.end - self.start, first, end)
 
     @property
     def children(self) -> "Collection[Node]":
-        """Those that go on from its end."""
+        """The nodes that continue from its end."""
         below = self._below
         if below is None:
             return ()
         return below.values() if isinstance(below, dict) else (below,)
 
     def child(self, key: int) -> "Node | None":
-        """The one that begins with this key token."""
+        """The child that begins with this key token, or None."""
         below = self._below
         if isinstance(below, dict):
             return below.get(key)
         return below if below is not None and below.key() == key else None
 
     def adopt(self, node: "Node") -> None:
-        """List `node`, in the place of the one that begins with the same key token."""
+        """Add `node` to the children, in the place of the one that begins with the same key token."""
         below, key = self._below, node.key()
         if isinstance(below, dict):
             below[key] = node
@@ -106,7 +157,7 @@ class Node:
             self._below = {below.key(): below, key: node}
 
     def disown(self, node: "Node") -> None:
-        """List `node` no more."""
+        """Remove `node` from the children."""
         below = self._below
         if not isinstance(below, dict):
             assert below is node
@@ -115,6 +166,45 @@ class Node:
         del below[node.key()]
         if len(below) == 1:
             (self._below,) = below.values()
+
+
+class Checkpoint:
+    """A file of pages with the state at the end of `node`, from which prompts resume. `maker`: the request that
+    computed it.
+
+    `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
+    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
+    from then on.
+    """
+
+    __slots__ = (
+        "held_until",
+        "hits",
+        "hold_seconds",
+        "kind",
+        "last_used",
+        "maker",
+        "node",
+        "origin",
+        "pages",
+        "version",
+    )
+
+    def __init__(self, node: "Node", pages: Pages, kind: Kind, origin: Origin, maker: str) -> None:
+        self.node = node
+        self.pages = pages
+        self.kind = kind
+        self.origin = origin
+        self.maker = maker
+        self.hits = 0
+        self.last_used = 0
+        self.version = 0
+        self.held_until: float | None = None
+        self.hold_seconds = 0
+
+    @property
+    def position(self) -> int:
+        return self.node.end
 
 
 @dataclass(slots=True)
@@ -130,43 +220,36 @@ class Walk:
     matched: int = 0
     seen: int = 0
 
-    def ways_on(self) -> int:
-        """How many ways on are known from where the prompt leaves what was seen."""
-        last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
-        if last is None:
-            return 0
-        return 1 if self.seen < last.end else len(last.children)
-
-    def left_before_end(self) -> int:
-        """How far before its end the prompt that was here first was left inside a run, where nobody left it before; 0
-        if it was not."""
+    def divergence(self) -> int:
+        """Tokens between the end of the prompt that was here first and the point inside a node where this one diverges
+        from it, as nobody did before; 0 if it does not."""
         last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
         if last is None or self.seen >= last.end:
             return 0
         return max(0, last.prompt_end - self.seen)
 
 
-def walk(root: Node, sought: Sought, usable: Callable[[Node], int] | None = None) -> Walk:
-    """Follow `sought` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
+def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None) -> Walk:
+    """Follow `key` down from `root`. `usable(node)` says up to which position its keys and values may be used; None:
     all of them."""
-    octets, width, length = sought.octets, sought.width, len(sought)
+    raw_key, width, length = key.raw, key.width, len(key)
     path: list[Node] = []
     beyond: list[Node] = []
     node, position, matched = root, 0, 0
     while position < length:
         below = node._below
-        child = below.get(int(sought.tokens[position])) if isinstance(below, dict) else below
+        child = below.get(int(key.tokens[position])) if isinstance(below, dict) else below
         if child is None:
             break
         end, raw = child.end, child.raw
         # nearly every node is matched whole, and these lines are most of what a lookup costs
-        whole = octets.startswith(raw, position * width) and len(raw) == (end - position) * width
+        whole = raw_key.startswith(raw, position * width) and len(raw) == (end - position) * width
         if whole and usable is None and matched == position and child.pages is not None:
             path.append(child)
             node, position, matched = child, end, end
             continue
         if not whole:
-            end = position + common_prefix(raw, end - position, sought, position)
+            end = position + common_prefix(raw, end - position, key, position)
             whole = end == child.end
             if end == position:
                 break
@@ -236,3 +319,11 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
     node.raw, node.start, node.parent = node.raw[cut:], at, upper
     upper.adopt(node)
     return upper, shared
+
+
+def next_above(node: Node) -> Checkpoint | None:
+    """The next shallower checkpoint on the path to `node`."""
+    above = node.parent
+    while above is not None and above.checkpoint is None:
+        above = above.parent
+    return above.checkpoint if above is not None else None

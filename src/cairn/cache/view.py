@@ -142,7 +142,7 @@ class VisitView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheView:
     """All of it. Newest first: `visits`; oldest first: `history`; costliest first: `lost`; `unlisted_tokens`: no prefix
-    that is not in the books has cost more."""
+    that is not listed has cost more."""
 
     enabled: bool
     pool: PoolView

@@ -10,7 +10,7 @@ import torch
 from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
-from cairn.cache.placement import Placement, placement_for
+from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
@@ -100,7 +100,7 @@ def build_core(
 
 
 def _plain_info(
-    config: EngineConfig, opened: OpenModel, layout: CacheLayout, placement: Placement | None, sizes: MemorySizes
+    config: EngineConfig, opened: OpenModel, layout: CacheLayout, placement: PlacementPolicy | None, sizes: MemorySizes
 ) -> EngineInfo:
     """What can be told before anything is loaded. Raises ConfigError for a pool or a length that does not fit."""
     return EngineInfo(
@@ -225,7 +225,7 @@ def _image_keys(runner: Runner, opened: OpenModel, tokenizer: ModelTokenizer) ->
     return None if runner.vision is None or token is None else ImageKeys(token, tower_identity(opened.folder))
 
 
-def _placement(config: EngineConfig) -> Placement | None:
+def _placement(config: EngineConfig) -> PlacementPolicy | None:
     if not config.enable_prefix_caching or config.mamba_cache_mode == "none":
         return None
     return placement_for(config.mamba_cache_mode, config.block_size, config.exact)

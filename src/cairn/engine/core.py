@@ -190,11 +190,11 @@ class Core:
         books = self._scheduler.books
         cache, transfers = books.cache, books.transfers
         audit(cache)
-        if not books.requests and (cache.leases or cache.held):
-            raise AuditError(f"{len(cache.leases)} leases are open with no request running")
+        if not books.requests and (cache.sequences or cache.step_pins):
+            raise AuditError(f"{len(cache.sequences)} leases are open with no request running")
         outside = len(transfers.offers) + len(transfers.quarantine)
-        if not books.requests and len(cache.holds) != outside:
-            raise AuditError(f"{len(cache.holds)} holds with {outside} transfers open and no request running")
+        if not books.requests and len(cache.pins) != outside:
+            raise AuditError(f"{len(cache.pins)} pins with {outside} transfers open and no request running")
         self._audits += 1
 
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
@@ -206,7 +206,7 @@ class Core:
         """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
         pages are held."""
         cache = self._scheduler.books.cache
-        held = cache.num_held_pages()
+        held = cache.num_pinned_pages()
         if not held:
             cache.clear()
             if self._events is not None:

@@ -48,10 +48,10 @@ def engine_stats(
 ) -> EngineStats:
     """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
     cache, counters, transfers = books.cache, books.counters, books.transfers
-    held, hits, received = cache.num_held_pages(), cache.counters.hits, cache.counters.received
+    held, hits, received = cache.num_pinned_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
-    cache.residents.let_expired_go()
+    cache.checkpoints.let_expired_go()
     return EngineStats(
         num_running=len(books.running),
         num_waiting=books.num_waiting,
@@ -59,8 +59,8 @@ def engine_stats(
         free_pages=cache.pool.num_free,
         held_pages=held,
         cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
-        held_checkpoints=len(cache.residents.held),
-        open_leases=len(cache.leases),
+        held_checkpoints=len(cache.checkpoints.held),
+        open_leases=len(cache.sequences),
         prefix_cache_queries=cache.counters.queries,
         prefix_cache_hits=hits,
         prompt_tokens=counters.prompt_tokens,
@@ -76,9 +76,9 @@ def engine_stats(
         audits=audits,
         reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
         lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
-        checkpoints_taken={kind.value: count for kind, count in cache.residents.taken.items()},
+        checkpoints_taken={kind.value: count for kind, count in cache.checkpoints.taken.items()},
         checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
-        checkpoints_evicted={kind.value: count for kind, count in cache.residents.evicted.items()},
+        checkpoints_evicted={kind.value: count for kind, count in cache.checkpoints.evicted.items()},
         external_prefix_cache_queries=counters.external_queries,
         external_prefix_cache_hits=counters.external_hits,
         leased_pages=0 if transfer is None else transfer.port.num_leased,

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from cairn.cache.block_names import KeyName
+from cairn.cache.events import KeyName
 from cairn.engine.contract import ImageInput
 from cairn.errors import InvalidRequest
 from cairn.step import Image
@@ -60,7 +60,7 @@ class ImageKeys:
         return keys, tuple(found)
 
     def name(self, key: int) -> KeyName | None:
-        """See `cairn.cache.block_names.Contents`."""
+        """See `cairn.cache.events.Contents`."""
         run = self._run_of(key)
         return None if run is None else KeyName(run.digest, run.base - key, self.token)
 

@@ -8,7 +8,7 @@ from math import isfinite
 import msgspec
 import numpy as np
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import (
     MAX_ALLOWED_TOKENS,
     MAX_ANSWERS,

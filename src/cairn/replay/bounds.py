@@ -7,9 +7,8 @@ no cache of whatever size has more to offer.
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.key_run import Sought
 from cairn.cache.layout import CacheLayout
-from cairn.cache.tree import Node, split, walk
+from cairn.cache.tree import Node, TokenKey, split, walk
 from cairn.replay.traces import Ids, Trace
 
 __all__ = ["footprint_bytes", "unlimited_hits"]
@@ -26,7 +25,7 @@ class Paths:
 
     def shared(self, path: Ids) -> int:
         """The longest prefix of `path` (shape [u]) that is there, in units."""
-        return walk(self.root, _sought(path)).seen
+        return walk(self.root, _token_key(path)).seen
 
     def add(self, path: Ids, answer: Ids) -> None:
         """Add a prompt's path and the answer behind it; a node ends where the prompt does."""
@@ -36,22 +35,22 @@ class Paths:
 
     def chain(self, path: Ids, answer: Ids) -> list[Node]:
         """The nodes along a path that has been added, in order."""
-        return walk(self.root, _sought(np.concatenate([path, answer]))).beyond
+        return walk(self.root, _token_key(np.concatenate([path, answer]))).beyond
 
     def _add(self, path: Ids) -> None:
-        sought = _sought(path)
-        found = walk(self.root, sought)
+        key = _token_key(path)
+        found = walk(self.root, key)
         node = found.beyond[-1] if found.beyond else self.root
         if found.seen < node.end:
             node = split(node, found.seen, ())[0]
         if found.seen < len(path):
-            child = Node(node, sought.run(found.seen, len(path)), found.seen, len(path))
+            child = Node(node, key.slice_raw(found.seen, len(path)), found.seen, len(path))
             node.adopt(child)
             self.num_units += child.num_tokens
 
 
-def _sought(path: Ids) -> Sought:
-    return Sought(path.astype(np.int64, copy=False))
+def _token_key(path: Ids) -> TokenKey:
+    return TokenKey(path.astype(np.int64, copy=False))
 
 
 def unlimited_hits(trace: Trace) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ def tree_memory(cache: PrefixCache) -> TreeMemory:
     """Count it, in O(objects). The pool's one number a page, leases and observers are not the tree's."""
     block = cache.layout.block_size
     nodes = ghosts = page_runs = key_bytes = 0
-    stack = list(cache.residents.roots.values())
+    stack = list(cache.tree.roots.values())
     while stack:
         node = stack.pop()
         nodes += 1
@@ -42,11 +42,19 @@ def tree_memory(cache: PrefixCache) -> TreeMemory:
 
 
 def _reachable_bytes(cache: PrefixCache) -> int:
-    outside = [cache, cache.pool, cache.layout, cache.counters, cache.leases, cache.holds, cache.held]
-    # what only carries news, and what tells the time
-    outside += [value for name, value in _fields(cache.residents.runs) if name.strip("_") in ("observer", "clock")]
+    outside: list[object] = [
+        cache,
+        cache.pool,
+        cache.layout,
+        cache.counters,
+        cache.sequences,
+        cache.pins,
+        cache.step_pins,
+    ]
+    # what only carries news
+    outside += [observer for observer in cache.tree.observers if observer is not cache.policy.eviction]
     seen, total = {id(each) for each in outside}, 0
-    stack: list[object] = [cache.residents, cache.policy]
+    stack: list[object] = [cache.checkpoints, cache.policy]
     while stack:
         found = stack.pop()
         if id(found) in seen or isinstance(found, _SHARED):
@@ -57,7 +65,3 @@ def _reachable_bytes(cache: PrefixCache) -> int:
         if isinstance(found, np.ndarray) and found.base is not None:
             stack.append(found.base)
     return total
-
-
-def _fields(owner: object) -> list[tuple[str, object]]:
-    return list(vars(owner).items()) if hasattr(owner, "__dict__") else []

@@ -1,4 +1,5 @@
-"""A trace through the shipped cache: the same lookup, extend, want, commit and release that the scheduler makes.
+"""A trace through the shipped cache: the same lookup, extend, reserve_checkpoint, commit and release that the scheduler
+makes.
 
 Each request is a process of a discrete-event simulation. A request of a server's log is scheduled, computed and
 finished at the times in the log, concurrently with the others. A request of another trace has no timeline: it is served
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.lease import Lease, Namespace
 from cairn.cache.placement import PromptFacts, Wanted
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.replay.bounds import Paths
 from cairn.replay.event_queue import WAIT_FOR_ROOM, EventQueue, Process
 from cairn.replay.timed_cache import ReplayOutcome, TimedCache
@@ -41,7 +42,7 @@ class ReplayRequest:
     request: TraceRequest
     keys: Keys
     num_prompt: int
-    lease: Lease | None = None
+    lease: SequenceBlocks | None = None
     facts: PromptFacts | None = None
     num_tokens: int = 0
     position: int = 0
@@ -88,7 +89,7 @@ class Replay:
             yield since + sequence.delay
             if forced > sequence.position and sequence.lease is not None:
                 with self._timed.inside:
-                    self.cache.want_always(sequence.lease, forced)
+                    self.cache.force_checkpoint(sequence.lease, forced)
             while max(computed, sequence.position) < end:
                 computed = yield from self._prefill(sequence, max(computed, sequence.position), end)
         self._release_step_pages(sequence)
@@ -149,7 +150,7 @@ class Replay:
                 self._receive_pages(lease, request.timeline.received_end)
                 for when, position in request.timeline.forced_checkpoints:
                     if when < request.timeline.scheduled_time and position > lease.hit:
-                        cache.want_always(lease, position)
+                        cache.force_checkpoint(lease, position)
             if request.is_parallel_sample and not resumed and lease.restore is not None and lease.hit == len(keys):
                 # it starts from what was held for it, which is no hit that the cache learns from
                 looked_up, lease = lease, cache.branch(lease, lease.restore, name)
@@ -166,13 +167,13 @@ class Replay:
             self._count(sequence, lease.hit, lease.received, lease.lost)
         return True
 
-    def _receive_pages(self, lease: Lease, position: int) -> None:
+    def _receive_pages(self, lease: SequenceBlocks, position: int) -> None:
         """Take in another server's pages and state, if they reach beyond the hit."""
         length = lease.num_prompt_tokens
-        if lease.hit < position <= length and self.cache.want_always(lease, length) is not None:
+        if lease.hit < position <= length and self.cache.force_checkpoint(lease, length) is not None:
             self.cache.received(lease, position, length, position)
 
-    def _recompute(self, sequence: ReplayRequest, lease: Lease) -> None:
+    def _recompute(self, sequence: ReplayRequest, lease: SequenceBlocks) -> None:
         """Compute what the request had computed before it was preempted, from the hit on."""
         reached, sequence.position = sequence.position, lease.hit
         while sequence.position < reached:
@@ -212,13 +213,13 @@ class Replay:
         last = end >= sequence.num_prompt and first_token_time > self._events.now
         return first_token_time if last else math.nextafter(self._events.now, math.inf)
 
-    def _reserve_checkpoints(self, sequence: ReplayRequest, lease: Lease, start: int, end: int) -> list[int]:
+    def _reserve_checkpoints(self, sequence: ReplayRequest, lease: SequenceBlocks, start: int, end: int) -> list[int]:
         """Positions in the chunk (start, end] of the prompt that have a reserved checkpoint."""
         placement, facts = self.cache.policy.placement, sequence.facts
         assert facts is not None
         kept = [position for position in lease.files if start < position <= end]
         wanted = placement.in_prefill(facts, start, end) if placement is not None and start < end else []
-        return kept + [want.position for want in wanted if self.cache.want(lease, want) is not None]
+        return kept + [want.position for want in wanted if self.cache.reserve_checkpoint(lease, want) is not None]
 
     def _decode(self, sequence: ReplayRequest, since: float) -> Process:
         """Generate the answer as far as there is room for it, with the checkpoints of the placement policy.
@@ -260,7 +261,7 @@ class Replay:
         """Keep a checkpoint of the answer if there is room for it."""
         lease = sequence.lease
         with self._timed.inside:
-            wanted = lease is not None and self.cache.want(lease, want) is not None
+            wanted = lease is not None and self.cache.reserve_checkpoint(lease, want) is not None
         if wanted and sequence.request.timeline is not None:
             yield math.nextafter(self._events.now, math.inf)
         if wanted and lease is not None and sequence.lease is lease:
@@ -290,13 +291,13 @@ class Replay:
         if sequence.lease is not None and sequence.lease.transient:
             self._step += 1
             with self._timed.inside:
-                self.cache.hold_until(self._step, sequence.lease)
+                self.cache.pin_until(self._step, sequence.lease)
                 self.cache.step_applied(self._step)
 
-    def _apply_step(self, lease: Lease, num_tokens: int, kept: list[int]) -> None:
+    def _apply_step(self, lease: SequenceBlocks, num_tokens: int, kept: list[int]) -> None:
         """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `kept`."""
         self._step += 1
-        self.cache.hold_until(self._step, lease)
+        self.cache.pin_until(self._step, lease)
         self._timed.note_use()
         self.cache.commit(lease, num_tokens, kept)
         self.cache.step_applied(self._step)
@@ -311,7 +312,7 @@ class Replay:
         with self._timed.inside:
             self._apply_step(lease, position, [])
             if position > lease.hit and size < own and cache.policy.placement is not None:
-                if cache.want(lease, Wanted(position, Kind.PREEMPTION)) is not None:
+                if cache.reserve_checkpoint(lease, Wanted(position, Kind.PREEMPTION)) is not None:
                     self._apply_step(lease, position, [position])
             cache.release(lease, Reason.PREEMPTED)
         del self._running[sequence.index]
@@ -327,7 +328,9 @@ class Replay:
             at_end = policy.placement is not None and policy.placement.keeps_answer_end and not policy.exact
             wanted = at_end and well and position > sequence.num_prompt
             return (
-                [position] if wanted and self.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None else []
+                [position]
+                if wanted and self.cache.reserve_checkpoint(lease, Wanted(position, Kind.ANSWER_END)) is not None
+                else []
             )
 
     def _release(self, sequence: ReplayRequest, saved: list[int]) -> None:

@@ -117,8 +117,8 @@ class TimedCache:
 
     def ended(self) -> ReplayOutcome:
         """The outcome, with what the cache itself has counted."""
-        outcome, residents = self.outcome, self.cache.residents
-        outcome.taken, outcome.evicted = residents.taken, residents.evicted
+        outcome, checkpoints = self.outcome, self.cache.checkpoints
+        outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
         outcome.used = self.cache.counters.used
         outcome.seconds = self.inside.seconds
         outcome.tree = tree_memory(self.cache)

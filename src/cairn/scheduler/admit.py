@@ -1,6 +1,6 @@
 """Into a slot: from the queue by a lookup, or with what has been fetched; the restore, and the first chunk."""
 
-from cairn.cache.lease import Lease
+from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.books import Books
 from cairn.scheduler.fetch import cancel_slow_fetch, give_way, note_failure, note_overtaking
@@ -61,7 +61,7 @@ def admit(books: Books, builder: PlanBuilder) -> None:
             if give_way(books, before=request):
                 continue
             cancel_slow_fetch(books)
-        if books.running or books.ending or books.cache.held or books.transfers.is_open:
+        if books.running or books.ending or books.cache.step_pins or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
         while books.branches.give_way():
@@ -113,19 +113,19 @@ def _try(books: Books, builder: PlanBuilder, request: Request) -> bool:
     return False
 
 
-def _lookup(books: Books, request: Request) -> Lease:
+def _lookup(books: Books, request: Request) -> SequenceBlocks:
     spec = request.spec
     resumed_from = request.num_prompt_tokens if request.resumed else None
     # what is handed over is the state at the prompt's end: a deeper one would pass it by
     keys = spec.prompt if spec.hand_over else request.keys()
-    passed_by = spec.prompt_logprobs is not None and not request.output
-    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, passed_by, probe=True)
+    bypass = spec.prompt_logprobs is not None and not request.output
+    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)
     for token in request.output[len(keys) - request.num_prompt_tokens :]:
         lease.append(token)
     return lease
 
 
-def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lease) -> bool:
+def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: SequenceBlocks) -> bool:
     """Plan the request's first share; False if it has to go on waiting."""
     if lease.hit == request.num_known:
         _explain(books, request, lease)
@@ -152,7 +152,7 @@ def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lea
     if copies is None or not set_aside(books, request, lease):
         return False
     if books.branches.wants_state(request):
-        books.cache.want_always(lease, request.num_prompt_tokens)
+        books.cache.force_checkpoint(lease, request.num_prompt_tokens)
     _take(books, builder, request, lease)
     if decodes:
         builder.copies += copies
@@ -163,13 +163,13 @@ def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: Lea
     return True
 
 
-def _explain(books: Books, request: Request, lease: Lease) -> None:
+def _explain(books: Books, request: Request, lease: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
     books.cache.explain(lease)
     note_failure(request, lease)
 
 
-def _take(books: Books, builder: PlanBuilder, request: Request, lease: Lease) -> None:
+def _take(books: Books, builder: PlanBuilder, request: Request, lease: SequenceBlocks) -> None:
     if request.phase is Phase.WAITING:
         note_overtaking(books, request)
         books.waiting.remove(request)

@@ -118,7 +118,7 @@ class Books:
             self.cache.release(request.lease, loss)
             request.lease = None
         if request.handed is not None:
-            self.cache.let_go(request.handed)
+            self.cache.unpin(request.handed)
             request.handed = None
         self.leave_slot(request)
 

@@ -13,8 +13,8 @@ branches are requests like any others.
 
 from dataclasses import dataclass
 
-from cairn.cache.lease import Hold, Lease
 from cairn.cache.prefix_cache import PrefixCache
+from cairn.cache.sequence_blocks import PagePin, SequenceBlocks
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Request, Trunk
 
@@ -23,8 +23,8 @@ from cairn.scheduler.request import Request, Trunk
 class _Held:
     """What a trunk's branches start from."""
 
-    lease: Lease
-    state: Hold
+    lease: SequenceBlocks
+    state: PagePin
 
 
 class Branches:
@@ -34,7 +34,7 @@ class Branches:
         self._cache = cache
         self._waiting = waiting
         self._parked: dict[Trunk, Request] = {}  # by trunk, its leader
-        self._states: dict[Trunk, Hold] = {}
+        self._states: dict[Trunk, PagePin] = {}
         self._held: dict[Trunk, _Held] = {}
 
     @property
@@ -66,8 +66,8 @@ class Branches:
         if pages is None and position in lease.files:
             pages = lease.files[position].pages
         if pages is not None:
-            self._states[request.trunk] = self._cache.hold(f"prompt end of {request.id}", pages, for_requests=True)
-            self._cache.settle_file(lease, position)
+            self._states[request.trunk] = self._cache.pin(f"prompt end of {request.id}", pages, for_requests=True)
+            self._cache.transfer_checkpoint(lease, position)
 
     def let_start(self, leader: Request) -> None:
         """The prompt of `leader` is computed and committed: the others come into the queue."""
@@ -85,7 +85,7 @@ class Branches:
         trunk = request.trunk
         return trunk is not None and trunk in self._held and request in trunk.branches
 
-    def lease(self, request: Request) -> Lease | None:
+    def lease(self, request: Request) -> SequenceBlocks | None:
         """A lease of its own on what is held for it; None where it has to look its prompt up."""
         held = self._held.get(request.trunk) if request.trunk is not None and self.holds_for(request) else None
         return None if held is None else self._cache.branch(held.lease, held.state.pages, request.id)
@@ -134,4 +134,4 @@ class Branches:
             self._cache.release(held.lease)
             state = held.state
         if state is not None:
-            self._cache.let_go(state)
+            self._cache.unpin(state)

@@ -6,7 +6,7 @@ somebody who knows their digests asks.
 
 import numpy as np
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.books import Books
 from cairn.scheduler.hand_over import promised_pages
 from cairn.scheduler.lease_quota import num_leases
@@ -46,7 +46,7 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     state = lease.restore if lease.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
     of_use = position > asked.start and (state is not None or cache.layout.state_bytes == 0)
-    pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(position)])
+    pages = np.concatenate([np.zeros(0, np.int32), *lease.blocks.pages_upto(position)])
     offer = Offer(purpose, name, keys[:position], pages, () if state is None else (HeldCheckpoint(lease.hit, state),))
     promised, num_more = promised_pages(books)
     has_room = num_leases(books) < books.transfers.quota.max_leases
@@ -55,6 +55,6 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     else:
         reference = side.answer(asked.ask, offer)
         if reference is not None:
-            hold = cache.hold(f"asked for by {purpose}", offer.all_pages)
+            hold = cache.pin(f"asked for by {purpose}", offer.all_pages)
             books.transfers.offers[reference] = Leased(hold, client=None)
     cache.discard(lease)

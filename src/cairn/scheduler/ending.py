@@ -66,7 +66,7 @@ def settle(books: Books, request: Request) -> None:
         and max(lease.hit, request.prefill_until) < position <= request.num_known
         and not request.saved
     )
-    if wanted and books.cache.want(lease, Wanted(position, Kind.ANSWER_END)) is not None:
+    if wanted and books.cache.reserve_checkpoint(lease, Wanted(position, Kind.ANSWER_END)) is not None:
         request.saved = True
         request.save_at = position
         return

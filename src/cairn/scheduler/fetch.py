@@ -12,8 +12,8 @@ import logging
 
 import numpy as np
 
-from cairn.cache.lease import Lease
 from cairn.cache.reasons import Reason
+from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Phase, Request, Source
 from cairn.scheduler.transfers import Fetch, content_name
@@ -52,7 +52,7 @@ def start_pulls(books: Books) -> bool:
 def _is_alone(books: Books, request: Request) -> bool:
     """Whether nothing is going to make room for its fetch: cached pages cannot give way to it, and have to be computed
     in smaller shares."""
-    if books.running or books.ending or books.cache.held or books.transfers.is_open:
+    if books.running or books.ending or books.cache.step_pins or books.transfers.is_open:
         return False
     return next(books.waiting.plain.before(request), None) is None
 
@@ -88,7 +88,7 @@ def _start(books: Books, request: Request, source: Source) -> bool:
         return False
     cache.explain(lease)
     copies = cache.extend(lease, length)
-    file = cache.want_always(lease, length) if copies is not None else None
+    file = cache.force_checkpoint(lease, length) if copies is not None else None
     if copies is None or file is None:
         cache.discard(lease)
         return False
@@ -111,9 +111,9 @@ def _pages_before(books: Books, request: Request) -> int:
     return num_pages
 
 
-def _want(request: Request, source: Source, lease: Lease, file: Pages) -> Want | ContentWant:
+def _want(request: Request, source: Source, lease: SequenceBlocks, file: Pages) -> Want | ContentWant:
     length, start = request.num_prompt_tokens, _first_token(lease)
-    pages = lease.span(start, length)[0] if lease.groups and start < length else np.zeros(0, np.int32)
+    pages = lease.blocks.span(start, length)[0] if lease.blocks.groups and start < length else np.zeros(0, np.int32)
     if source.nonce is not None:
         return _promised(request, source, source.nonce, start, pages, file)
     return ContentWant(
@@ -130,11 +130,11 @@ def _want(request: Request, source: Source, lease: Lease, file: Pages) -> Want |
     )
 
 
-def _first_token(lease: Lease) -> int:
+def _first_token(lease: SequenceBlocks) -> int:
     """Where reading begins: at the page that holds the first token that is not here."""
-    if lease.matched >= lease.num_tokens or not lease.groups:
+    if lease.matched >= lease.num_tokens or not lease.blocks.groups:
         return lease.num_tokens
-    tokens_per_page = lease.groups[0].tokens_per_page
+    tokens_per_page = lease.blocks.groups[0].tokens_per_page
     return lease.matched // tokens_per_page * tokens_per_page
 
 
@@ -219,9 +219,9 @@ def _quarantine(books: Books, pull: PullId, request: Request) -> None:
     assert lease is not None
     start, length = _first_token(lease), request.num_prompt_tokens
     pages = [lease.files[length].pages]
-    if lease.groups and start < length:
-        pages += lease.span(start, length)
-    books.transfers.quarantine[pull] = books.cache.hold(f"quarantined after {request.id}", np.concatenate(pages))
+    if lease.blocks.groups and start < length:
+        pages += lease.blocks.span(start, length)
+    books.transfers.quarantine[pull] = books.cache.pin(f"quarantined after {request.id}", np.concatenate(pages))
 
 
 def abandon(books: Books, request: Request) -> None:
@@ -237,7 +237,7 @@ def abandon(books: Books, request: Request) -> None:
 def pages_free(books: Books, free: PagesFree) -> None:
     hold = books.transfers.quarantine.pop(free.pull, None)
     if hold is not None:
-        books.cache.let_go(hold)
+        books.cache.unpin(hold)
 
 
 def cancel_slow_fetch(books: Books) -> None:
@@ -268,7 +268,7 @@ def give_way(books: Books, before: Request | None = None) -> bool:
     return True
 
 
-def note_failure(request: Request, lease: Lease) -> None:
+def note_failure(request: Request, lease: SequenceBlocks) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
     if request.remote_failed and lease.hit < request.num_prompt_tokens:
         lease.blame(Reason.REMOTE_FAILED)

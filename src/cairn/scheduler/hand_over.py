@@ -6,7 +6,7 @@ cache off, so a prompt that is computed can always be handed over.
 
 import numpy as np
 
-from cairn.cache.lease import Lease
+from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.books import Books
 from cairn.scheduler.request import Offered, Request
 from cairn.scheduler.transfers import Leased, content_name
@@ -50,12 +50,12 @@ def num_pages(books: Books, request: Request) -> int:
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
 
 
-def _to_lease(books: Books, request: Request, lease: Lease) -> tuple[Pages, int]:
+def _to_lease(books: Books, request: Request, lease: SequenceBlocks) -> tuple[Pages, int]:
     """Which of the pages in `lease` will be handed over with the request's prompt, and how many others. A page that is
     shared in part is copied before anything is written behind what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
-    stays = lease.copied or length + request.spec.max_tokens - 1 <= lease.matched
-    for group, table in zip(lease.groups, lease.tables, strict=True):
+    stays = lease.blocks.copied or length + request.spec.max_tokens - 1 <= lease.matched
+    for group, table in zip(lease.blocks.groups, lease.tables, strict=True):
         shared = min(lease.matched, length) // group.tokens_per_page
         pages.append(table.pages[: group.pages_for(length) if stays else shared])
     if request.handed is not None:
@@ -68,14 +68,14 @@ def _to_lease(books: Books, request: Request, lease: Lease) -> tuple[Pages, int]
     return known, num_pages(books, request) - len(known)
 
 
-def needs_file(request: Request, lease: Lease) -> bool:
+def needs_file(request: Request, lease: SequenceBlocks) -> bool:
     """Whether a file for the state at the prompt's end has to be set aside."""
     return request.spec.hand_over and lease.hit < request.num_prompt_tokens
 
 
-def set_aside(books: Books, request: Request, lease: Lease) -> bool:
+def set_aside(books: Books, request: Request, lease: SequenceBlocks) -> bool:
     """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
-    return not needs_file(request, lease) or books.cache.want_always(lease, request.num_prompt_tokens) is not None
+    return not needs_file(request, lease) or books.cache.force_checkpoint(lease, request.num_prompt_tokens) is not None
 
 
 def hold_state(books: Books, request: Request) -> None:
@@ -85,9 +85,9 @@ def hold_state(books: Books, request: Request) -> None:
         return
     if lease.hit == position:
         assert lease.restore is not None
-        request.handed = books.cache.hold(f"state of {request.id}", lease.restore)
+        request.handed = books.cache.pin(f"state of {request.id}", lease.restore)
     elif position in lease.files:
-        request.handed = books.cache.hold(f"state of {request.id}", lease.files[position].pages)
+        request.handed = books.cache.pin(f"state of {request.id}", lease.files[position].pages)
 
 
 def offer(books: Books, request: Request) -> None:
@@ -95,7 +95,7 @@ def offer(books: Books, request: Request) -> None:
     lease, side, state = request.lease, books.transfers.side, request.handed
     assert lease is not None and side is not None and state is not None
     length = request.num_prompt_tokens
-    pages = np.concatenate([np.zeros(0, np.int32), *lease.pages_upto(length)])
+    pages = np.concatenate([np.zeros(0, np.int32), *lease.blocks.pages_upto(length)])
     made = Offer(
         request_id=request.id,
         name=content_name(request),
@@ -105,12 +105,12 @@ def offer(books: Books, request: Request) -> None:
     )
     reference = side.offer(made)
     request.offered = Offered(made, reference)
-    hold = books.cache.hold(f"handed over by {request.id}", made.all_pages)
+    hold = books.cache.pin(f"handed over by {request.id}", made.all_pages)
     books.transfers.offers[reference] = Leased(hold, request.spec.client)
 
 
 def lease_ended(books: Books, ended: LeaseEnded) -> None:
     leased = books.transfers.offers.pop(ended.remote_request_id, None)
     if leased is not None:
-        books.cache.let_go(leased.hold)
+        books.cache.unpin(leased.hold)
         books.counters.expired_offers += ended.state == "expired"

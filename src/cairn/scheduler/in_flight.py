@@ -17,8 +17,8 @@ sooner by itself: a leader has come at least as far as the cache goes.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cairn.cache.lease import Lease
 from cairn.cache.prefix_cache import PrefixCache
+from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.keys import common_tokens
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Phase, Request
@@ -119,7 +119,7 @@ class InFlight:
             del self._leading[leader]
         self._compared = 0
 
-    def holds_back(self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], Lease]) -> bool:
+    def holds_back(self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], SequenceBlocks]) -> bool:
         """Whether `request`, whose turn it is, waits for one that runs. `lookup`: as for its admission."""
         if request in self._waits:
             return True
@@ -141,13 +141,13 @@ class InFlight:
         self._cache.discard(lease)
         return request in self._waits
 
-    def leaves_room(self, request: Request, lease: Lease, num_files: int) -> bool:
+    def leaves_room(self, request: Request, lease: SequenceBlocks, num_files: int) -> bool:
         """Whether the pages that have been put by for those before `request` are there besides its own, which are to
         hold all that is known of it and `num_files` files."""
         put_by = sum(wait.pages for other, wait in self._waits.items() if other.turn < request.turn)
         if not put_by:
             return True
-        need = put_by + lease.missing_pages(request.num_known)
+        need = put_by + lease.blocks.missing_pages(request.num_known)
         return self._cache.could_free(lease, need + num_files * self._cache.layout.pages_per_checkpoint)
 
     def started(self, request: Request) -> None:
@@ -230,7 +230,7 @@ class InFlight:
     def _ask(self, leader: Request, position: int) -> bool:
         """Set a file aside for the leader's state there; False if there is no room for it."""
         assert leader.lease is not None
-        if self._cache.want_always(leader.lease, position) is None:
+        if self._cache.force_checkpoint(leader.lease, position) is None:
             return False
         self._leading[leader].asked.add(position)
         return True

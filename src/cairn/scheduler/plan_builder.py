@@ -91,7 +91,7 @@ class PlanBuilder:
         lease, start = request.lease, request.num_scheduled
         assert lease is not None
         added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(self._decodes))
-        token = lease.token_at(start) if start < lease.num_tokens else SAMPLED
+        token = int(lease.keys[start]) if start < lease.num_tokens else SAMPLED
         self._decodes.append((request.slot, start, token, lease.kv_write_from))
         self._added_row(added)
         return added

@@ -26,7 +26,7 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
         is_oldest = books.running.head is request
         victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
         if victims:
-            preempt(books, victims[-1], request, request.lease.missing_pages(num_tokens))
+            preempt(books, victims[-1], request, request.lease.blocks.missing_pages(num_tokens))
         elif younger or books.ending or request.in_flight:
             return None
         elif books.transfers.is_open:
@@ -59,7 +59,7 @@ def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int
     position = victim.num_computed
     worth_it = position > lease.hit and size < own and position not in lease.files
     if worth_it and cache.make_room(needed_pages + size):
-        if cache.want(lease, Wanted(position, Kind.PREEMPTION)) is not None:
+        if cache.reserve_checkpoint(lease, Wanted(position, Kind.PREEMPTION)) is not None:
             victim.save_at = position
             victim.to(Phase.PREEMPTING)
             books.running.remove(victim)

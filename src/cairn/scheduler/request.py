@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cairn.cache.lease import Hold, Lease, Namespace
 from cairn.cache.placement import PromptFacts
+from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.step import GRID, Image, Logprobs, TokenMask
 from cairn.transfer.contract import Offer, PullEnded
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
@@ -190,9 +190,9 @@ class Request:
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
     slot: int = -1
-    lease: Lease | None = None
+    lease: SequenceBlocks | None = None
     facts: PromptFacts | None = None
-    first: Lease | None = None
+    first: SequenceBlocks | None = None
     num_computed: int = 0
     num_scheduled: int = 0
     prefill_until: int = 0
@@ -214,7 +214,7 @@ class Request:
     failure: str | None = None
     refused: bool = False
     no_lease_room_since: float | None = None
-    handed: Hold | None = None
+    handed: PagePin | None = None
     offered: Offered | None = None
     trunk: Trunk | None = None
     scores: list[Logprobs] = field(default_factory=list)

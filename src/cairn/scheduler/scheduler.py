@@ -196,7 +196,7 @@ class Scheduler:
             self.books.observer.planned(builder)
         for scheduled in builder.scheduled:
             if scheduled.request.lease is not None:
-                self.books.cache.hold_until(builder.step, scheduled.request.lease)
+                self.books.cache.pin_until(builder.step, scheduled.request.lease)
         empty = not builder.scheduled and not any(flying.scheduled for flying in self._flying)
         self._stalled = empty and self.books.transfers.is_open
         self._flying.append(builder)

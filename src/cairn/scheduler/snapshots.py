@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cairn.cache.placement import Placement, Wanted
+from cairn.cache.placement import PlacementPolicy, Wanted
 from cairn.scheduler.books import Books
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.step import Save, Snapshot
@@ -35,7 +35,7 @@ def add_snapshots(books: Books, builder: PlanBuilder) -> None:
         lease = scheduled.request.lease
         assert lease is not None
         for wanted in _wanted(books, placement, scheduled):
-            if (pages := books.cache.want(lease, wanted)) is not None:
+            if (pages := books.cache.reserve_checkpoint(lease, wanted)) is not None:
                 _add(builder, scheduled, wanted.position, pages)
 
 
@@ -53,7 +53,7 @@ def _add_for_others(books: Books, builder: PlanBuilder, scheduled: ScheduledSequ
             _add(builder, scheduled, position, files[position].pages)
 
 
-def _wanted(books: Books, placement: Placement, scheduled: ScheduledSequence) -> Iterable[Wanted]:
+def _wanted(books: Books, placement: PlacementPolicy, scheduled: ScheduledSequence) -> Iterable[Wanted]:
     facts = scheduled.request.facts
     assert facts is not None
     if not scheduled.is_decode:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cairn.cache.lease import Hold
+from cairn.cache.sequence_blocks import PagePin
 from cairn.scheduler.request import Request, Source
 from cairn.step import PageCopy
 from cairn.transfer.contract import ContentName, NamedImage, PullId, SchedulerSide
@@ -52,7 +52,7 @@ class Fetch:
 class Leased:
     """What is held for another server. `client`: whose hand-over it is, None of what was asked for by content."""
 
-    hold: Hold
+    hold: PagePin
     client: str | None
 
 
@@ -70,7 +70,7 @@ class Transfers:
     quota: LeaseQuota = field(default_factory=LeaseQuota)
     fetching: dict[PullId, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
-    quarantine: dict[PullId, Hold] = field(default_factory=dict)
+    quarantine: dict[PullId, PagePin] = field(default_factory=dict)
     offers: dict[str, Leased] = field(default_factory=dict)
 
     @property

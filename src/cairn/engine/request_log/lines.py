@@ -23,7 +23,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from cairn.cache.lease import Namespace
+from cairn.cache.sequence_blocks import Namespace
 from cairn.types import Keys
 
 BLOCK_HASH_BITS = 52

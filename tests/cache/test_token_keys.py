@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.cache.key_run import NARROW, WIDE, Sought, common_prefix
 from cairn.cache.layout import AttentionGroup
-from cairn.cache.tree import Node, split, walk
+from cairn.cache.tree import NARROW, WIDE, Node, TokenKey, common_prefix, split, walk
 
 EDGES = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
 """Some of these have the lower four bytes of others."""
@@ -22,19 +21,19 @@ def keys(tokens):
 @pytest.mark.parametrize("token", EDGES)
 def test_a_run_is_narrow_where_all_of_it_fits(token):
     fits = -(2**31) <= token < 2**31
-    made = Sought(keys([5, token, 7]))
+    made = TokenKey(keys([5, token, 7]))
     assert made.width == (NARROW if fits else WIDE) and made.tokens.tolist() == [5, token, 7]
-    assert made.run(1, 3) == made.tokens[1:].tobytes()
+    assert made.slice_raw(1, 3) == made.tokens[1:].tobytes()
 
 
 def test_a_run_of_nothing():
-    nothing = Sought(keys([]))
-    assert len(nothing) == 0 and nothing.run(0, 0) == b""
+    nothing = TokenKey(keys([]))
+    assert len(nothing) == 0 and nothing.slice_raw(0, 0) == b""
 
 
 def test_every_other_key_of_an_array():
-    assert Sought(keys([1, 2**40, 2, 2**40])[::2]).tokens.tolist() == [1, 2]
-    assert Sought(keys([1, 2, 2**40, 4])[::2]).tokens.tolist() == [1, 2**40]
+    assert TokenKey(keys([1, 2**40, 2, 2**40])[::2]).tokens.tolist() == [1, 2]
+    assert TokenKey(keys([1, 2, 2**40, 4])[::2]).tokens.tolist() == [1, 2**40]
 
 
 def common(ours, theirs):
@@ -45,9 +44,9 @@ def common(ours, theirs):
 
 @given(sequences, sequences, st.integers(0, 3))
 def test_the_common_prefix_is_that_of_the_numbers(ours, theirs, position):
-    sought = Sought(keys(ours))
-    raw = Sought(keys(theirs)).run(0, len(theirs))
-    assert common_prefix(raw, len(theirs), sought, position) == common(ours[position:], theirs)
+    key = TokenKey(keys(ours))
+    raw = TokenKey(keys(theirs)).slice_raw(0, len(theirs))
+    assert common_prefix(raw, len(theirs), key, position) == common(ours[position:], theirs)
 
 
 class Tree:
@@ -57,13 +56,13 @@ class Tree:
         self.root = Node(None, b"", 0, 0)
 
     def add(self, tokens):
-        sought = Sought(keys(tokens))
-        found = walk(self.root, sought)
+        key = TokenKey(keys(tokens))
+        found = walk(self.root, key)
         node = found.path[-1] if found.path else self.root
         if found.seen < node.end:
             node, _ = split(node, found.seen, (AttentionGroup("full", 1),))
         if found.seen < len(tokens):
-            child = Node(node, sought.run(found.seen, len(tokens)), found.seen, len(tokens))
+            child = Node(node, key.slice_raw(found.seen, len(tokens)), found.seen, len(tokens))
             child.pages = (np.arange(found.seen, len(tokens), dtype=np.int32),)
             node.adopt(child)
 
@@ -83,7 +82,7 @@ def test_a_tree_of_both_widths_finds_what_a_list_finds(added, random):
         tree.add(tokens)
     for tokens in [*added, [random.choice(EDGES) for _ in range(5)]]:
         longest = max(common(tokens, other) for other in added)
-        found = walk(tree.root, Sought(keys(tokens)))
+        found = walk(tree.root, TokenKey(keys(tokens)))
         assert found.seen == found.matched == longest
         assert [token for node in found.path for token in node.keys().tolist()][:longest] == tokens[:longest]
     for node in tree.nodes():

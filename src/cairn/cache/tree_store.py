@@ -1,43 +1,63 @@
-"""The books of the trees' runs of tokens: whose pages are referred to, which can go, and which are only remembered.
+"""Node bookkeeping of the radix trees: page reference counts, unreachable nodes, ghosts (keys kept without pages).
 
-A run without a checkpoint at or below it can never be hit: it is *barren*, unless somebody is writing below it. A run
-that was dropped stays as a *ghost* for a while: its key tokens alone, a thousandth of its bytes, say what was lost.
+A node without a checkpoint at or below it can never be hit: it is *unreachable*, unless somebody is writing below it. A
+node that was dropped stays as a *ghost* for a while: its key tokens alone, a thousandth of its bytes, say what was
+lost.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from cairn.cache.events import TreeObserver
 from cairn.cache.layout import CacheLayout
-from cairn.cache.lease import Namespace
 from cairn.cache.pages import PagePool
-from cairn.cache.reuse import ReuseBook
+from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import Node, split
 from cairn.types import Pages
 
 
-class Runs:
+class TreeObserver:
+    """Is told of changes to the trees, right after they have happened, and must not change them. All methods do nothing
+    here."""
+
+    def root_added(self, root: Node, namespace: Namespace) -> None:
+        """`root` is new."""
+
+    def root_forgotten(self, root: Node) -> None:
+        """`root` had nothing below it any more, and is gone."""
+
+    def node_changed(self, node: Node) -> None:
+        """The node has got or lost its pages or its checkpoint."""
+
+    def node_split(self, upper: Node, lower: Node) -> None:
+        """`upper` is new and took over the first tokens of `lower`."""
+
+    def node_branched(self, node: Node) -> None:
+        """The node has one child more."""
+
+    def node_forgotten(self, node: Node) -> None:
+        """The node, a ghost, is gone from the tree."""
+
+
+class TreeStore:
     """The nodes of all namespaces, the references they hold on pages, and the ghosts among them.
 
-    `ghost_tokens` bounds what is remembered of dropped runs, in key tokens of 4 or 8 bytes. `observer` is told of what
-    comes and goes. `reuse` has the records that stand at nodes. `barren`: the longest unused first. `version` is
-    another one when any node is.
+    `max_ghost_tokens` bounds what is remembered of dropped nodes, in key tokens of 4 or 8 bytes. `unreachable`: the
+    longest unused first. `version` changes whenever a node does.
     """
 
     def __init__(
-        self, layout: CacheLayout, pool: PagePool, reuse: ReuseBook, ghost_tokens: int, observer: TreeObserver | None
+        self, layout: CacheLayout, pool: PagePool, max_ghost_tokens: int, observers: tuple[TreeObserver, ...] = ()
     ) -> None:
         self.roots: dict[Namespace, Node] = {}
-        self.barren: OrderedDict[Node, None] = OrderedDict()
+        self.unreachable: OrderedDict[Node, None] = OrderedDict()
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         self.num_ghost_tokens = 0
         self.version = 0
         self._names: dict[Node, Namespace] = {}
         self._layout = layout
         self._pool = pool
-        self._reuse = reuse
-        self._ghost_limit = ghost_tokens
-        self._observer = observer
+        self._max_ghost_tokens = max_ghost_tokens
+        self.observers = observers
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
@@ -56,8 +76,8 @@ class Runs:
         if root is None:
             root = self.roots[namespace] = Node(None, b"", 0, 0)
             self._names[root] = namespace
-            if self._observer is not None:
-                self._observer.root_added(root, namespace)
+            for observer in self.observers:
+                observer.root_added(root, namespace)
         return root
 
     def add(
@@ -67,19 +87,20 @@ class Runs:
         node = Node(parent, raw, parent.end, end)
         node.prompt_end = prompt_end
         parent.adopt(node)
-        if parent.reuse is not None:
-            self._reuse.changed(parent.reuse)
+        for observer in self.observers:
+            observer.node_branched(parent)
         self.fill(node, pages, decode_by)
         return node
 
     def fill(self, node: Node, pages: tuple[Pages, ...], decode_by: str | None) -> None:
-        """Give `node` other pages: a new node, a ghost that comes back, or a run that was computed anew."""
+        """Give `node` other pages: those of a new node, of a ghost that comes back, or of tokens that were computed
+        anew."""
         for new in pages:
             self._pool.acquire(new)
         if node.pages is None:
             assert node.parent is not None
             node.parent.resident_children += 1
-            self.barren.pop(node.parent, None)
+            self.unreachable.pop(node.parent, None)
             if node in self.ghosts:
                 del self.ghosts[node]
                 self.num_ghost_tokens -= node.num_tokens
@@ -87,25 +108,25 @@ class Runs:
             for old in node.pages:
                 self._pool.release(old)
         node.pages, node.decode_by, node.loss = pages, decode_by, None
-        self._list_if_barren(node)
+        self._list_if_unreachable(node)
         self.changed(node)
 
-    def cut(self, node: Node, at: int) -> Node:
-        """Cut `node` at token `at`; returns the upper part, the lower one stays the same object."""
+    def split(self, node: Node, at: int) -> Node:
+        """Split `node` at token `at`; returns the upper part, the lower one stays the same object."""
         self.version += 1
         upper, shared = split(node, at, self._layout.groups)
         for pages in shared:
             self._pool.acquire(pages)
         if node in self.ghosts:
             self.ghosts[upper] = None
-        if self._observer is not None:
-            self._observer.node_cut(upper, node)
+        for observer in self.observers:
+            observer.node_split(upper, node)
         return upper
 
     def lock(self, node: Node, below: Node | None = None) -> None:
-        """One more lease goes through `node` and all above it, down from `below` if that is given: what is above has
-        its lock already."""
-        self.barren.pop(node, None)  # those above have a resident child, so they are in no danger
+        """Lock `node` and all above it for one sequence; only those below `below`, if that is given, because the others
+        are locked already."""
+        self.unreachable.pop(node, None)  # those above have a resident child, so they are in no danger
         step: Node | None = node
         while step is not below:
             assert step is not None
@@ -113,23 +134,23 @@ class Runs:
             step = step.parent
 
     def unlock(self, node: Node) -> None:
-        """One lease less goes through `node` and all above it."""
+        """Unlock `node` and all above it for one sequence."""
         step: Node | None = node
         while step is not None:
             step.locks -= 1
             top, step = step, step.parent
         self._forget_root(top)
-        self.note_if_barren(node)
+        self.note_if_unreachable(node)
 
     def changed(self, node: Node) -> None:
-        """The pages or the checkpoint of `node` are others: whoever observes is told."""
+        """Tell the observers that `node` has other pages or another checkpoint."""
         self.version += 1
-        if self._observer is not None:
-            self._observer.node_changed(node)
+        for observer in self.observers:
+            observer.node_changed(node)
 
     # -- what goes -----------------------------------------------------------------------------------------------
 
-    def is_barren(self, node: Node) -> bool:
+    def is_unreachable(self, node: Node) -> bool:
         """Whether nothing can ever be hit in `node`, and nobody is writing below it."""
         return (
             node.parent is not None
@@ -139,38 +160,38 @@ class Runs:
             and node.locks == 0
         )
 
-    def note_if_barren(self, node: Node) -> None:
-        """Put `node` last among the barren runs if it is one of them. Where runs have no pages (no attention), it is
-        dropped at once, because no want of pages would ever end it."""
-        self._list_if_barren(node)
-        while self.barren and not self._layout.groups:
-            self._drop(next(iter(self.barren)))
+    def note_if_unreachable(self, node: Node) -> None:
+        """Put `node` last among the unreachable nodes if it is one of them. Where nodes have no pages (no attention),
+        it is dropped at once, because no lack of pages would ever drop it."""
+        self._list_if_unreachable(node)
+        while self.unreachable and not self._layout.groups:
+            self._drop(next(iter(self.unreachable)))
 
-    def drop_barren(self, num_pages: int) -> bool:
+    def drop_unreachable(self, num_pages: int) -> bool:
         """Drop what can never be hit until `num_pages` pages are free. False if that is not enough."""
         while self._pool.num_free < num_pages:
-            if not self.barren:
+            if not self.unreachable:
                 return False
-            self._drop(next(iter(self.barren)))
+            self._drop(next(iter(self.unreachable)))
         return True
 
-    def _list_if_barren(self, node: Node) -> None:
-        if self.is_barren(node):
-            self.barren[node] = None
-            self.barren.move_to_end(node)
+    def _list_if_unreachable(self, node: Node) -> None:
+        if self.is_unreachable(node):
+            self.unreachable[node] = None
+            self.unreachable.move_to_end(node)
 
     def _drop(self, node: Node) -> None:
         assert node.pages is not None and node.parent is not None
-        del self.barren[node]
+        del self.unreachable[node]
         for pages in node.pages:
             self._pool.release(pages)
         node.pages = None
         node.parent.resident_children -= 1
-        self._list_if_barren(node.parent)
+        self._list_if_unreachable(node.parent)
         self.ghosts[node] = None
         self.num_ghost_tokens += node.num_tokens
         self.changed(node)
-        while self.num_ghost_tokens > self._ghost_limit:
+        while self.num_ghost_tokens > self._max_ghost_tokens:
             self._forget(next(iter(self.ghosts)))
 
     def _forget(self, ghost: Node) -> None:
@@ -181,8 +202,8 @@ class Runs:
         stack = [ghost]
         while stack:
             node = stack.pop()
-            if node.reuse is not None:
-                self._reuse.forget(node.reuse)
+            for observer in self.observers:
+                observer.node_forgotten(node)
             del self.ghosts[node]
             self.num_ghost_tokens -= node.num_tokens
             stack.extend(node.children)
@@ -190,5 +211,5 @@ class Runs:
     def _forget_root(self, node: Node) -> None:
         if node.parent is None and not node.children and node.locks == 0:
             del self.roots[self._names.pop(node)]
-            if self._observer is not None:
-                self._observer.root_forgotten(node)
+            for observer in self.observers:
+                observer.root_forgotten(node)

@@ -1,0 +1,186 @@
+"""What each part of the learned eviction policy is worth on request traces: the ablation of docs/benchmarks.md.
+
+    python -m benchmarks.ablation FOLDER [--traces NAMES] [--shares SHARES] [--policies NAMES] [--layout NAME]
+                                  [--json FILE] [--plot FILE]
+
+Every trace in FOLDER (`*.jsonl`, `*.jsonl.gz`; of either form that `cairn replay` reads) goes through the shipped
+cache at each share of its footprint: with the whole policy (`all`), with parts of it off (`-ages`, `-young-lineage`),
+and with other eviction policies in its place (`lru`; `gdsf`, or `gdsf:256` with another half-life in requests).
+`offline` is the schedule that knows the future, over whose hit rate the others' are told. Replays are deterministic,
+so rows that are in the JSON file already are not computed again: a long ablation can be run trace by trace.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gdsf import HALF_LIFE, DecayedFrequency
+from benchmarks.offline_line import OFFLINE, offline_hits
+from rich.console import Console
+from rich.table import Table
+
+from cairn.cache.eviction import LeastRecentlyUsed, PolicyParts, ValuePerByte
+from cairn.cache.placement import Auto
+from cairn.cache.prefix_cache import CachePolicy
+from cairn.replay.bounds import footprint_bytes
+from cairn.replay.layouts import layout_for
+from cairn.replay.replay import Replay
+from cairn.replay.timed_cache import TimedCache
+from cairn.replay.traces import Trace, read_trace
+
+ALL = "all"
+OFFSETS = "offsets"
+"""The part of the placement policy that learns: positions where prompts are predicted to diverge."""
+
+PARTS = (*(field.name for field in fields(PolicyParts)), OFFSETS)
+POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "gdsf", "lru")
+SHARES = (0.05, 0.10)
+MAX_NUM_BATCHED_TOKENS = 8192
+
+Row = dict[str, Any]
+Key = tuple[str, str, float, str]
+
+
+class ThreadTime:
+    """The seconds that this thread has computed: whatever else the machine does is not the cache's."""
+
+    def now(self) -> float:
+        return time.thread_time()
+
+
+def cache_policy(name: str) -> CachePolicy:
+    """The policy that `name` means. Raises SystemExit for an unknown one."""
+    if name == "lru":
+        return CachePolicy(Auto(), LeastRecentlyUsed())
+    if name.partition(":")[0] == "gdsf":
+        return CachePolicy(Auto(), DecayedFrequency(float(name.partition(":")[2] or HALF_LIFE)))
+    off = [] if name == ALL else name.removeprefix("-").split("-")
+    if unknown := [part for part in off if part not in PARTS]:
+        raise SystemExit(f"--policies: {name!r} names {unknown[0]!r}, not one of {', '.join(PARTS)}")
+    parts = PolicyParts(**{part: False for part in off if part != OFFSETS})
+    return CachePolicy(Auto(offsets=OFFSETS not in off), ValuePerByte(parts))
+
+
+def replayed(trace: Trace, share: float, layout_name: str, name: str) -> Row:
+    """One trace through the cache at a budget of `share` of its footprint."""
+    layout = layout_for(layout_name)
+    budget = int(footprint_bytes(trace, layout) * share)
+    row: Row = {"layout": layout_name, "trace": trace.name, "share": share, "policy": name}
+    prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests if not request.is_parallel_sample)
+    if name == OFFLINE:
+        return row | {"token_hit_rate": int(offline_hits(trace, layout, budget).sum()) / prompt_tokens}
+    timed = TimedCache(layout, budget, cache_policy(name), ThreadTime(), MAX_NUM_BATCHED_TOKENS)
+    outcome = Replay(timed).run(trace)
+    return row | {
+        "token_hit_rate": outcome.hit_tokens / prompt_tokens,
+        "prefill_tokens": outcome.prefill_tokens,
+        "microseconds_per_request": outcome.microseconds_per_request,
+    }
+
+
+def key_of(row: Row) -> Key:
+    return row["layout"], row["trace"], row["share"], row["policy"]
+
+
+def ratios(rows: list[Row]) -> dict[tuple[str, float], dict[str, float]]:
+    """(policy, share) -> trace -> hit rate over that of `offline`, for the traces whose offline line is there."""
+    offline = {key_of(row)[:3]: row["token_hit_rate"] for row in rows if row["policy"] == OFFLINE}
+    found: dict[tuple[str, float], dict[str, float]] = {}
+    for row in rows:
+        reference = offline.get(key_of(row)[:3])
+        if row["policy"] != OFFLINE and reference:
+            found.setdefault((row["policy"], row["share"]), {})[row["trace"]] = row["token_hit_rate"] / reference
+    return found
+
+
+def show(rows: list[Row]) -> None:
+    """For each share hit/offline of `all`, and what every other policy adds to that, trace by trace and as the mean."""
+    found, console = ratios(rows), Console(width=220)
+    for share in sorted({share for policy, share in found if policy == ALL}):
+        whole = found[ALL, share]
+        names = sorted(whole)
+        table = Table("policy", *names, "mean", title=f"hit/offline at {share:.0%}, and the difference of the others")
+        for policy in sorted({policy for policy, at in found if at == share}, key=lambda name: (name != ALL, name)):
+            by_trace = found[policy, share]
+            if set(names) <= set(by_trace):
+                values = [by_trace[name] - (0.0 if policy == ALL else whole[name]) for name in names]
+                sign = "" if policy == ALL else "+"
+                table.add_row(policy, *(f"{value:{sign}.4f}" for value in [*values, sum(values) / len(values)]))
+        console.print(table)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """What the mean of hit/offline loses without each part, in hundredths, the worst first; a bar for each share."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    found = ratios(rows)
+    shares = sorted({share for _, share in found})
+    means = {key: sum(by_trace.values()) / len(by_trace) for key, by_trace in found.items()}
+    losses = {
+        policy: [100 * (means[ALL, share] - means[policy, share]) for share in shares]
+        for policy in {policy for policy, _ in found} - {ALL}
+        if all(found.get((policy, share), {}).keys() == found[ALL, share].keys() for share in shares)
+    }
+    names = sorted(losses, key=lambda name: sum(losses[name]))
+    figure = Figure(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(shares)
+    for place, share in enumerate(shares):
+        at = [row + (place - (len(shares) - 1) / 2) * height for row in range(len(names))]
+        bars = axes.barh(at, [losses[name][place] for name in names], height, label=f"budget {share:.0%}")
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="mean of hit / offline that is lost without it, in hundredths", xscale="log")
+    axes.margins(x=0.1)
+    axes.legend(frameon=False, loc="lower right")
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="traces, as `cairn replay` reads them")
+    parser.add_argument("--traces", type=words, help="their file names without .jsonl; all of the folder unless given")
+    parser.add_argument("--shares", type=lambda text: tuple(map(float, words(text))), default=SHARES)
+    parser.add_argument(
+        "--policies",
+        type=words,
+        default=POLICIES,
+        help="as --policies=-ages,-young-lineage,lru; default: each by itself",
+    )
+    parser.add_argument("--layout", default="nemotron-3-nano")
+    parser.add_argument("--json", type=Path, help="keep the rows here, those that are there already included")
+    parser.add_argument("--plot", type=Path, help="write a PNG or SVG of all rows here")
+    arguments = parser.parse_args()
+    paths = sorted(path for path in arguments.folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+    if arguments.traces is not None:
+        paths = [path for path in paths if path.name.split(".jsonl")[0] in arguments.traces]
+    if not paths:
+        raise SystemExit(f"no traces in {arguments.folder}: it has to hold files that end in .jsonl or .jsonl.gz")
+    rows: list[Row] = []
+    if arguments.json is not None and arguments.json.exists():
+        rows = json.loads(arguments.json.read_text())
+    known = {key_of(row) for row in rows}
+    for path in paths:
+        trace = read_trace(path)
+        for share in arguments.shares:
+            for name in arguments.policies:
+                if (arguments.layout, trace.name, share, name) not in known:
+                    rows.append(replayed(trace, share, arguments.layout, name))
+                    if arguments.json is not None:
+                        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A baseline for the learned eviction policy: Greedy-Dual-Size-Frequency with frequencies that decay."""
+
+from math import log2
+
+from cairn.cache.checkpoint import NO_LINEAGE, Lineage
+from cairn.cache.eviction import CheckpointFacts, EvictionPolicy
+from cairn.cache.tree import Checkpoint, Node
+
+__all__ = ["DecayedFrequency"]
+
+HALF_LIFE = 64.0
+"""Requests after which a use counts half: of 32 to 4,096 the one that does best on five of the traces."""
+
+
+class DecayedFrequency(EvictionPolicy):
+    """Drops what has the least decayed frequency x tokens saved / bytes freed, as in Cherkasova, "Improving WWW proxies
+    performance with Greedy-Dual-Size-Frequency caching policy" (HP Labs, 1998), with a decay in place of its inflating
+    clock. It learns nothing of classes and remembers nothing of what was dropped.
+
+    All frequencies decay alike, so their order stays while nothing is used: ranks are logarithms, at request 0.
+    """
+
+    def __init__(self, half_life: float = HALF_LIFE) -> None:
+        self._half_life = half_life
+        self._now = 0
+        self._uses: dict[Node, tuple[float, int]] = {}
+        """The frequency of the checkpoint at a node, and the request at which it was that."""
+
+    def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
+        self._now += 1
+        return NO_LINEAGE
+
+    def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
+        self._uses.setdefault(checkpoint.node, (1.0, self._now))
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        frequency, since = self._uses[checkpoint.node]
+        self._uses[checkpoint.node] = (1.0 + frequency * 2.0 ** ((since - self._now) / self._half_life), self._now)
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        del self._uses[checkpoint.node]
+
+    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
+        frequency, since = self._uses[checkpoint.node]
+        return log2(frequency * facts.saved_tokens / max(1, facts.freed_bytes)) + since / self._half_life

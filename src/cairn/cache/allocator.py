@@ -1,0 +1,300 @@
+"""What running sequences take from pool and tree, and what they give back: pages for tokens to come, files for
+checkpoints, and what was computed as nodes and checkpoints of the tree; and who refers to pages besides the tree."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint_store import CheckpointStore
+from cairn.cache.layout import CacheLayout
+from cairn.cache.pages import PagePool
+from cairn.cache.placement import Wanted
+from cairn.cache.sequence_blocks import PagePin, PageTable, PendingFile, SequenceBlocks
+from cairn.cache.tree import Node, TokenKey, common_prefix
+from cairn.step import GRID, PageCopy
+from cairn.types import Pages
+
+MAX_PREDICTED = 4
+"""Predicted positions of a prompt that are kept while memory is idle or holds checkpoints on probation; one
+otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAllocator:
+    """Allocates pages and checkpoint files of the pool for sequences, and drops cached ones to make room. `enabled`
+    False: the cache is off, and only checkpoints for another server get a file."""
+
+    layout: CacheLayout
+    pool: PagePool
+    checkpoints: CheckpointStore
+    enabled: bool
+
+    def allocate(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
+        """Allocate pages up to `num_tokens` tokens. Returns the page copies that have to be made before tokens are
+        written, or None when there is no room; then only cached pages may have been dropped."""
+        blocks = sequence.blocks
+        need = blocks.missing_pages(num_tokens)
+        if need == 0 and blocks.copied:
+            return []
+        shared = self._to_copy(sequence, num_tokens)
+        if not self.checkpoints.make_room(need + len(shared)):
+            return None
+        copies = [self._copy_on_write(sequence, table, index) for table, index in shared]
+        blocks.copied = blocks.copied or num_tokens > sequence.matched
+        for group, table in zip(self.layout.groups, blocks.tables, strict=True):
+            missing = group.pages_for(num_tokens) - table.length
+            if missing > 0:
+                table.append(self.pool.allocate(missing))
+        return copies
+
+    def missing_pages(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+        """How many pages `allocate` would take."""
+        return sequence.blocks.missing_pages(num_tokens) + len(self._to_copy(sequence, num_tokens))
+
+    def _to_copy(self, sequence: SequenceBlocks, num_tokens: int) -> list[tuple[PageTable, int]]:
+        """The tables whose page that holds token `matched` has to be copied before so many tokens are written."""
+        if sequence.blocks.copied or num_tokens <= sequence.matched:
+            return []
+        return [
+            (table, sequence.matched // group.tokens_per_page)
+            for group, table in zip(self.layout.groups, sequence.tables, strict=True)
+            if sequence.matched % group.tokens_per_page
+        ]
+
+    def _copy_on_write(self, sequence: SequenceBlocks, table: PageTable, index: int) -> PageCopy:
+        # page `index` holds tokens of the tree up to `matched`; its other tokens may be somebody's already
+        assert index == table.length - 1
+        source = table.pages[index : index + 1].copy()
+        target = self.pool.allocate(1)
+        if table.num_shared == table.length:
+            self.pool.acquire(source)
+        table.replace_last(int(target[0]))
+        sequence.transient.append(source)
+        return PageCopy(int(source[0]), int(target[0]))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
+        """Allocate a file for the checkpoint at `wanted.position`. Returns its pages, or None if there is no room or
+        the position has a file already.
+
+        Checkpoints on probation take free pages only, and only while a quarter of the pool is free.
+        """
+        if wanted.position in sequence.files:
+            pending = sequence.files[wanted.position]
+            pending.hold_seconds = max(pending.hold_seconds, wanted.hold_seconds)
+            return None
+        if not self.enabled:
+            return None
+        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.hold_seconds:
+            return None
+        size = self.layout.pages_per_checkpoint
+        if wanted.kind.on_probation:
+            if 4 * self.pool.num_free < self.pool.num_pages or self.pool.num_free < size:
+                return None
+        elif not self.checkpoints.make_room(size):
+            return None
+        pages = self.pool.allocate(size)
+        sequence.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
+        return pages
+
+    def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
+        """Allocate a file for the state at `position`, whatever the policy says. Returns its pages, those that it has
+        already included, or None if there is no room."""
+        if position in sequence.files:
+            return sequence.files[position].pages
+        size = self.layout.pages_per_checkpoint
+        if not self.checkpoints.make_room(size):
+            return None
+        pages = self.pool.allocate(size)
+        sequence.files[position] = PendingFile(pages, Kind.PROMPT_END, forced=True)
+        return pages
+
+    def transfer_checkpoint(self, sequence: SequenceBlocks, position: int) -> None:
+        """Give up the file at `position`, which is filled and which somebody else holds, if the cache is off: no commit
+        will take it from the sequence then."""
+        if not self.enabled and position in sequence.files:
+            self.pool.release(sequence.files.pop(position).pages)
+
+    def num_idle_files(self) -> int:
+        """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
+        return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
+
+    def max_predicted(self, num_idle_files: int) -> int:
+        """How many predicted positions of a prompt may be kept."""
+        unproven = num_idle_files + self.checkpoints.queue.num_on_probation
+        return MAX_PREDICTED if unproven >= 2 * MAX_PREDICTED else 1
+
+
+@dataclass(frozen=True, slots=True)
+class TreeWriter:
+    """Enters what sequences have computed into the trees. `exact`: keys and values that prefill has computed replace
+    those of decode steps."""
+
+    checkpoints: CheckpointStore
+    exact: bool
+
+    def commit(self, sequence: SequenceBlocks, num_tokens: int, kept: Iterable[int]) -> None:
+        """Enter the first `num_tokens` tokens of `sequence` and its filled files at positions `kept`: every lookup may
+        find them from now on."""
+        tree = self.checkpoints.tree
+        if num_tokens > sequence.committed:
+            node = self._insert(sequence, num_tokens)
+            old, before, sequence.node, sequence.committed = sequence.node, sequence.committed, node, num_tokens
+            if old is not None and old.end == before:
+                tree.lock(node, below=old)
+            else:
+                tree.lock(node)
+                if old is not None:
+                    tree.unlock(old)
+        at, positions = sequence.node, sorted(kept, reverse=True)
+        for position in positions:
+            at = self._node_at(sequence, position, at)
+            self._attach(sequence, position, at)
+        if positions and sequence.match.known is not None:
+            self.checkpoints.eviction.add_above(sequence.match.known)
+
+    def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
+        tree = self.checkpoints.tree
+        if sequence.node is not None and sequence.node.end == sequence.committed:
+            node = sequence.node
+        else:
+            node = tree.root(sequence.namespace)
+        position = base = node.end
+        new = TokenKey(sequence.keys[base:upto])
+        while position < upto:
+            decoded = position >= sequence.decode_from
+            stop = upto if decoded else min(upto, sequence.decode_from)
+            maker = sequence.request_id if decoded else None
+            child = node.child(int(new.tokens[position - base]))
+            if child is None:
+                run = new.slice_raw(position - base, stop - base)
+                node = tree.add(
+                    node, run, stop, sequence.blocks.span(position, stop), maker, sequence.num_prompt_tokens
+                )
+                position = stop
+                continue
+            end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))
+            if end < child.end:
+                child = tree.split(child, end)
+            # a sequence that has locked a node reads its pages
+            better = self.exact and child.decode_by is not None and not decoded and not child.locks
+            if child.pages is None or better:
+                tree.fill(child, sequence.blocks.span(position, end), maker)
+            node, position = child, end
+        return node
+
+    def _node_at(self, sequence: SequenceBlocks, position: int, node: Node | None) -> Node:
+        """The node of the committed path that ends at `position`, cut if need be; it is `node` or above it."""
+        while node is not None and node.start >= position:
+            node = node.parent
+        assert node is not None and node.start < position <= node.end, f"{position} is not on the committed path"
+        return self.checkpoints.tree.split(node, position) if position < node.end else node
+
+    def _attach(self, sequence: SequenceBlocks, position: int, node: Node) -> None:
+        """Hang the file wanted for `position` at the end of `node`."""
+        file = sequence.files.pop(position)
+        origin = _origin(sequence, position)
+        if not self.checkpoints.attach(
+            node, file.pages, file.kind, origin, sequence.request_id, sequence.match.lineage
+        ):
+            self.checkpoints.pool.release(file.pages)
+        assert node.checkpoint is not None
+        if file.hold_seconds and self.checkpoints.hold(node.checkpoint, file.hold_seconds):
+            sequence.held.add(position)
+
+
+def _origin(sequence: SequenceBlocks, position: int) -> Origin:
+    if position > sequence.decode_from:
+        return Origin.DECODE
+    return Origin.TAIL if position % GRID else Origin.GRID
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPages:
+    """Who refers to pages besides the tree: open sequences and pins, by identity, and the pages that each unapplied
+    step still names."""
+
+    pool: PagePool
+    sequences: dict[int, SequenceBlocks] = field(default_factory=dict)
+    pins: dict[int, PagePin] = field(default_factory=dict)
+    steps: dict[int, list[Pages]] = field(default_factory=dict)
+
+    def open(self, sequence: SequenceBlocks) -> None:
+        """Acquire what a new sequence needs: the pages of its own, and the file of its hit."""
+        self.sequences[id(sequence)] = sequence
+        for table in sequence.tables:
+            self.pool.acquire(table.own)
+        if sequence.checkpoint is not None:
+            self.pool.acquire(sequence.checkpoint.pages)
+            sequence.transient.append(sequence.checkpoint.pages)
+
+    def close(self, sequence: SequenceBlocks) -> None:
+        """Release everything that a sequence refers to."""
+        assert not sequence.closed, f"released twice: {sequence.purpose}"
+        sequence.closed = True
+        del self.sequences[id(sequence)]
+        for table in sequence.tables:
+            self.pool.release(table.own)
+        for pages in [file.pages for file in sequence.files.values()] + sequence.transient:
+            self.pool.release(pages)
+        sequence.files.clear()
+        sequence.transient.clear()
+
+    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+        """Keep `pages`, which are distinct and in use, until `unpin`."""
+        pin = PagePin(purpose, pages.copy(), for_requests)
+        self.pool.acquire(pin.pages)
+        self.pins[id(pin)] = pin
+        return pin
+
+    def unpin(self, pin: PagePin) -> None:
+        """Release pinned pages."""
+        del self.pins[id(pin)]
+        self.pool.release(pin.pages)
+
+    def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
+        """What `sequence` needs for step `step` alone is the step's from now on."""
+        if sequence.transient:
+            self.steps.setdefault(step, []).extend(sequence.transient)
+            sequence.transient = []
+
+    def step_applied(self, step: int) -> None:
+        """Let go of what step `step` named."""
+        for pages in self.steps.pop(step, ()):
+            self.pool.release(pages)
+
+    def by_requests(self) -> list[Pages]:
+        """The page lists of sequences, of the nodes that they have locked and of pins for requests, some pages perhaps
+        in several.
+
+        A locked node may keep pages that its sequence does not read: the copy that a deeper node has taken the place
+        of, or what somebody else has computed as well.
+        """
+        held = [table.pages for sequence in self.sequences.values() for table in sequence.tables]
+        locked: set[Node] = set()
+        for sequence in self.sequences.values():
+            held += [file.pages for file in sequence.files.values()] + sequence.transient
+            node = sequence.node
+            while node is not None and node not in locked:
+                locked.add(node)
+                held += node.pages or ()
+                node = node.parent
+        return held + [pin.pages for pin in self.pins.values() if pin.for_requests]
+
+    def by_transfers(self) -> list[Pages]:
+        """The page lists of all other pins."""
+        return [pin.pages for pin in self.pins.values() if not pin.for_requests]
+
+    def by_steps(self) -> list[Pages]:
+        """The page lists of steps that have not been applied."""
+        return [pages for held in self.steps.values() for pages in held]
+
+    def num_distinct(self, lists: Iterable[Pages]) -> int:
+        """How many distinct pages are in `lists`."""
+        named = np.zeros(self.pool.num_pages, bool)
+        for numbers in lists:
+            named[numbers] = True
+        return int(named.sum())

@@ -1,0 +1,343 @@
+"""The checkpoints of all trees in the order in which they go, and how room is made.
+
+When room is needed, nodes without a checkpoint at or below them go first, the longest unused before others; then
+checkpoints: those on probation that were never hit, others as the eviction policy ranks them, and last those that
+clients hold. Dropping a checkpoint may make nodes unreachable.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from math import inf
+
+from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage, Origin
+from cairn.cache.eviction import CheckpointFacts, EvictionPolicy
+from cairn.cache.layout import CacheLayout
+from cairn.cache.pages import PagePool
+from cairn.cache.reasons import Reason
+from cairn.cache.tree import Checkpoint, Node, next_above
+from cairn.cache.tree_store import TreeStore
+from cairn.types import Clock, Pages
+
+HELD_SHARE = 0.25
+"""Most of the pool that held checkpoints may keep, with the keys and values below them: what is held is of no use to
+other clients, and a pool full of it would leave the eviction policy nothing to choose from."""
+
+
+Entry = tuple[int, float, int, Checkpoint]
+
+
+class EvictionQueue:
+    """Checkpoints by priority: those on probation first, those that a client holds last. O(log n) a push or pop.
+
+    A heap whose outdated entries are passed over when they come up, and swept when they outnumber the live ones.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._heap: list[Entry] = []
+        self._live: dict[int, Checkpoint] = {}
+        self._unproven: set[int] = set()
+        self._version = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_on_probation(self) -> int:
+        """How many checkpoints are on probation and were never hit."""
+        return len(self._unproven)
+
+    def __contains__(self, checkpoint: object) -> bool:
+        return isinstance(checkpoint, Checkpoint) and checkpoint.version in self._live
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._live.values())
+
+    def push(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> None:
+        """Put a checkpoint in, or move it to its new place."""
+        self.remove(checkpoint)
+        self._version += 1
+        checkpoint.version = self._version
+        self._live[self._version] = checkpoint
+        first, priority = self._place(checkpoint, facts)
+        if first == 0:
+            self._unproven.add(self._version)
+        heapq.heappush(self._heap, (first, priority, self._version, checkpoint))
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if entry[2] in self._live]
+            heapq.heapify(self._heap)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint out, if it is in."""
+        self._live.pop(checkpoint.version, None)
+        self._unproven.discard(checkpoint.version)
+
+    def pop(self) -> Checkpoint | None:
+        """Take out the checkpoint that goes next and return it; None if there is none."""
+        while self._heap:
+            _, _, version, checkpoint = heapq.heappop(self._heap)
+            if version in self._live:
+                self.remove(checkpoint)
+                return checkpoint
+        return None
+
+    def goes_first(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
+        """Whether a checkpoint that is not in, with these facts, would be the next to go."""
+        while self._heap and self._heap[0][2] not in self._live:
+            heapq.heappop(self._heap)
+        return not self._heap or self._place(checkpoint, facts) <= self._heap[0][:2]
+
+    def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[int, float]:
+        """Its place in the queue: the least goes first."""
+        earned = not facts.kind.on_probation or facts.hits > 0
+        return 2 if facts.held else int(earned), self._policy.priority(checkpoint, facts)
+
+
+class HeldCheckpoints:
+    """Checkpoints that clients hold: they go after all others until their time is over. A hold keeps the checkpoint's
+    file and the tokens of its path; tokens on the paths of several are counted once."""
+
+    def __init__(self, layout: CacheLayout, num_pages: int, clock: Clock) -> None:
+        """`num_pages`: those of the whole pool."""
+        self.quota = int(num_pages * HELD_SHARE)
+        self._layout = layout
+        self._clock = clock
+        self._held: dict[Checkpoint, None] = {}
+        self._next_end = inf
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._held)
+
+    def take(self, checkpoint: Checkpoint, seconds: int) -> bool:
+        """Hold `checkpoint` for `seconds` from now, longer if it is held for longer. False if that is beyond the quota;
+        then nothing has changed."""
+        if checkpoint not in self._held and self.num_pages(checkpoint) > self.quota:
+            return False
+        self._held[checkpoint] = None
+        checkpoint.hold_seconds = max(checkpoint.hold_seconds, seconds)
+        self.renew(checkpoint)
+        return True
+
+    def renew(self, checkpoint: Checkpoint) -> None:
+        """Start the time of a held checkpoint anew."""
+        if checkpoint in self._held:
+            checkpoint.held_until = self._clock.now() + checkpoint.hold_seconds
+            self._next_end = min(self._next_end, checkpoint.held_until)
+
+    def replace(self, old: Checkpoint, new: Checkpoint) -> None:
+        """`new` takes the place of `old`, which is at the same node, with what is left of its time."""
+        if old in self._held:
+            new.hold_seconds, new.held_until = old.hold_seconds, old.held_until
+            self.forget(old)
+            self._held[new] = None
+
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """End the hold of a checkpoint, if there is one."""
+        self._held.pop(checkpoint, None)
+        checkpoint.held_until, checkpoint.hold_seconds = None, 0
+
+    def expired(self) -> list[Checkpoint]:
+        """End the holds whose time is over. Returns their checkpoints."""
+        now = self._clock.now()
+        if now < self._next_end:
+            return []
+        over = [checkpoint for checkpoint in self._held if (checkpoint.held_until or 0.0) <= now]
+        for checkpoint in over:
+            self.forget(checkpoint)
+        self._next_end = min((checkpoint.held_until or 0.0 for checkpoint in self._held), default=inf)
+        return over
+
+    def num_pages(self, *more: Checkpoint) -> int:
+        """Pages that those held, and `more`, keep together; a partly filled page counts by its tokens."""
+        counted: set[Node] = set()
+        tokens = 0
+        checkpoints = {*self._held, *more}
+        for checkpoint in checkpoints:
+            node = checkpoint.node
+            while node.parent is not None and node not in counted:
+                counted.add(node)
+                tokens += node.num_tokens
+                node = node.parent
+        return len(checkpoints) * self._layout.pages_per_checkpoint + self._layout.pages_for(tokens)
+
+
+class CheckpointStore:
+    """The checkpoints at the nodes of `tree`: `queue` has their order, `held` which of them clients hold.
+
+    `taken` and `evicted`: how many there were so far, by kind. `clock` says when what a client holds is let go.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, pool: PagePool, tree: TreeStore, eviction: EvictionPolicy, clock: Clock
+    ) -> None:
+        self.tree = tree
+        self.eviction = eviction
+        self.queue = EvictionQueue(eviction)
+        self.held = HeldCheckpoints(layout, pool.num_pages, clock)
+        self.taken: Counter[Kind] = Counter()
+        self.evicted: Counter[Kind] = Counter()
+        self._layout = layout
+        self.pool = pool
+        self._tick = 0
+        eviction.start(pool.num_pages // layout.pages_per_checkpoint)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a lookup may find something else."""
+        return self.tree.version + self.eviction.version
+
+    # -- what comes and goes -------------------------------------------------------------------------------------
+
+    def attach(
+        self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage = NO_LINEAGE
+    ) -> bool:
+        """Hang a checkpoint file at the end of `node`, taking over the caller's reference to its pages.
+
+        False if one hangs there already that serves as well; then the caller keeps its pages.
+        """
+        old = node.checkpoint
+        if old is not None:
+            if old.origin is not Origin.DECODE or origin is Origin.DECODE:
+                self._end_probation(old, kind)
+                return False
+            self.pool.release(old.pages)
+        node.checkpoint = checkpoint = Checkpoint(node, pages, kind, origin, maker)
+        node.loss = None
+        self.tree.unreachable.pop(node, None)
+        self.taken[kind] += 1
+        self.eviction.add(checkpoint, lineage)
+        if old is not None:
+            self.queue.remove(old)
+            self.held.replace(old, checkpoint)
+        self._touch(checkpoint)
+        self._rank(next_above(node))
+        self.tree.changed(node)
+        return True
+
+    def make_room(self, num_pages: int) -> bool:
+        """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
+        tree, queue = self.tree, self.queue
+        if tree.drop_unreachable(num_pages):
+            return True
+        passed: list[Checkpoint] = []
+        self.let_expired_go()
+        for aged in self.eviction.refresh(queue):
+            self._rank(aged)
+        while not tree.drop_unreachable(num_pages):
+            checkpoint = queue.pop()
+            if checkpoint is None:
+                break
+            if self.pool.counts[checkpoint.pages[0]] > 1:
+                # a step that has not been applied reads the file: dropping it would free nothing
+                passed.append(checkpoint)
+                continue
+            facts = self.facts(checkpoint)
+            if queue.goes_first(checkpoint, facts):
+                self._drop(checkpoint)
+            else:
+                # it is worth more than when it was ranked: what was above it has gone since
+                queue.push(checkpoint, facts)
+        for checkpoint in passed:
+            queue.push(checkpoint, self.facts(checkpoint))
+        return self.pool.num_free >= num_pages
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        """Drop a checkpoint that is out of the queue. What is above it is worth more from now on, which is seen when
+        its turn comes."""
+        node = checkpoint.node
+        node.checkpoint, node.loss = None, Reason.EVICTED
+        self.eviction.drop(checkpoint)
+        self.held.forget(checkpoint)
+        self.evicted[checkpoint.kind] += 1
+        self.pool.release(checkpoint.pages)
+        self.tree.note_if_unreachable(node)
+        self.tree.changed(node)
+
+    # -- use -----------------------------------------------------------------------------------------------------
+
+    def begin_request(self, known: Node | None, hit: Checkpoint | None, new_tokens: int) -> Lineage:
+        """A request begins to run that resumes from `hit`. `known` and `new_tokens` as in `EvictionPolicy`."""
+        lineage = self.eviction.begin_request(known, new_tokens)
+        if known is not None and known.checkpoint is not hit:
+            self._rank(known.checkpoint)
+        return lineage
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """Note that a request resumes from a checkpoint, unless that was dropped meanwhile."""
+        if checkpoint in self.queue:
+            checkpoint.hits += 1
+            self.eviction.use(checkpoint)
+            self._touch(checkpoint)
+
+    def _touch(self, checkpoint: Checkpoint) -> None:
+        self._tick += 1
+        checkpoint.last_used = self._tick
+        self.queue.push(checkpoint, self.facts(checkpoint))
+
+    def _end_probation(self, checkpoint: Checkpoint, kind: Kind) -> None:
+        """A checkpoint was made once more, as one of `kind`, which may end its probation."""
+        if checkpoint.kind.on_probation and not kind.on_probation:
+            checkpoint.kind = kind
+            self.eviction.change_kind(checkpoint)
+            self._touch(checkpoint)
+
+    # -- what clients hold ---------------------------------------------------------------------------------------
+
+    def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
+        """Hold a checkpoint for `seconds` from now. Returns False, and changes nothing, if the quota is used up."""
+        self.let_expired_go()
+        if not self.held.take(checkpoint, seconds):
+            return False
+        self.queue.push(checkpoint, self.facts(checkpoint))
+        return True
+
+    def renew(self, node: Node | None, upto: int) -> None:
+        """Start the time anew of the held checkpoints on the path to `node`, which was hit up to token `upto`."""
+        self.let_expired_go()
+        while node is not None and self.held:
+            if node.checkpoint is not None and node.end <= upto:
+                self.held.renew(node.checkpoint)
+            node = node.parent
+
+    def let_expired_go(self) -> None:
+        """End the holds whose time is over."""
+        for checkpoint in self.held.expired():
+            self.queue.push(checkpoint, self.facts(checkpoint))
+
+    # -- rank ----------------------------------------------------------------------------------------------------
+
+    def facts(self, checkpoint: Checkpoint) -> CheckpointFacts:
+        """What the eviction policy may know of a checkpoint that is in the tree."""
+        node = checkpoint.node
+        above = next_above(node)
+        # by place: it is asked for some twenty times a request, and names take as long again
+        return CheckpointFacts(
+            checkpoint.kind,
+            node.end - (above.node.end if above is not None else 0),
+            pages_freed(self._layout, checkpoint) * self._layout.page_bytes,
+            checkpoint.hits,
+            checkpoint.last_used,
+            checkpoint.held_until is not None,
+        )
+
+    def _rank(self, checkpoint: Checkpoint | None) -> None:
+        """Put a checkpoint where it now belongs, if it waits to be dropped."""
+        if checkpoint is not None and checkpoint in self.queue:
+            self.queue.push(checkpoint, self.facts(checkpoint))
+
+
+def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
+    """How many pages dropping a checkpoint gives: those of its file and, where nothing below needs them, those of the
+    tokens up to the next branch or checkpoint above."""
+    node = checkpoint.node
+    pages = len(checkpoint.pages)
+    if node.resident_children == 0:
+        top = node
+        while top.parent is not None and top.parent.resident_children <= 1 and top.parent.checkpoint is None:
+            top = top.parent
+        pages += layout.pages_for(node.end) - layout.pages_for(top.start)
+    return pages

@@ -1,0 +1,390 @@
+"""What one running request has of the pool and the tree.
+
+    tokens   0 ........... c ............ m ............... num_tokens
+             cached          keys and       computed and
+             (hit)           values shared  written here
+
+Pages of tokens below m belong to the tree and are only read; the lock on their nodes keeps them, so that a long hit
+need not count each. Those from m on are this sequence's alone. Where m falls inside a page, that page is copied before
+the first write.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage
+from cairn.cache.layout import AttentionGroup
+from cairn.cache.reasons import Reason, first_reason
+from cairn.cache.tree import Checkpoint, Node, Walk
+from cairn.types import Keys, Pages
+
+__all__ = [
+    "KeyBuffer",
+    "MissReport",
+    "MissSpan",
+    "Namespace",
+    "PagePin",
+    "PageTable",
+    "PageTables",
+    "PendingFile",
+    "PrefixMatch",
+    "SequenceBlocks",
+]
+
+MissSpan = tuple[int, Reason]
+"""Tokens up to this position, from where the span before it ends, and why they were not hit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Which root a prompt belongs to. Prompts of different namespaces never share anything."""
+
+    adapter: str = ""
+    cache_salt: str | None = None
+
+
+class PageTable:
+    """The page list of one attention group of one sequence; grows at the end, in amortised O(1).
+
+    The first `num_shared` pages are those of nodes that the sequence has locked, which keeps them; to the others the
+    sequence refers itself. `num_sent`: entries that plans have told the runner, and that have not changed since.
+    """
+
+    __slots__ = ("_pages", "length", "num_sent", "num_shared")
+
+    def __init__(self, pages: Pages, num_shared: int = 0) -> None:
+        self._pages = pages
+        self.length = len(pages)
+        self.num_shared = num_shared
+        self.num_sent = 0
+
+    @property
+    def pages(self) -> Pages:
+        """A view, shape [length]; later growth does not change it."""
+        return self._pages[: self.length]
+
+    @property
+    def own(self) -> Pages:
+        """The pages that the sequence itself refers to."""
+        return self._pages[self.num_shared : self.length]
+
+    def append(self, pages: Pages) -> None:
+        """Add pages at the end."""
+        end = self.length + len(pages)
+        if end > len(self._pages):
+            grown = np.empty(max(end, 2 * len(self._pages), 8), np.int32)
+            grown[: self.length] = self.pages
+            self._pages = grown
+        self._pages[self.length : end] = pages
+        self.length = end
+
+    def replace_last(self, page: int) -> None:
+        """Put another page in the last place, leaving arrays that were handed out as they are."""
+        self._pages = self._pages.copy()
+        self._pages[self.length - 1] = page
+        self.num_shared = min(self.num_shared, self.length - 1)
+        self.num_sent = min(self.num_sent, self.length - 1)
+
+    def take_changes(self) -> tuple[int, Pages]:
+        """The entries that the runner does not know yet: the index of the first one, and all from there on. They count
+        as sent from now on."""
+        first, self.num_sent = self.num_sent, self.length
+        return first, self._pages[first : self.length]
+
+
+@dataclass(slots=True)
+class PendingFile:
+    """A checkpoint file that a plan has named and no commit has attached yet. `hold_seconds`: how long the client asks
+    to hold it. `forced`: it was asked for whatever the policy says."""
+
+    pages: Pages
+    kind: Kind
+    hold_seconds: int = 0
+    forced: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePin:
+    """Pages that are kept whatever becomes of tree and sequences: another server reads them, or a link may still write
+    to them. `for_requests`: requests of this server are going to start from them instead."""
+
+    purpose: str
+    pages: Pages
+    for_requests: bool = False
+
+
+class PageTables:
+    """The page tables of one sequence, one for each attention group. `copied`: the page that tokens from `matched` on
+    are written into is the sequence's own."""
+
+    __slots__ = ("copied", "groups", "tables")
+
+    def __init__(self, groups: tuple[AttentionGroup, ...], tables: tuple[PageTable, ...]) -> None:
+        self.groups = groups
+        self.tables = tables
+        self.copied = False
+
+    @property
+    def pages(self) -> tuple[Pages, ...]:
+        """Per group the pages of the tokens so far."""
+        return tuple(table.pages for table in self.tables)
+
+    def pages_upto(self, num_tokens: int) -> tuple[Pages, ...]:
+        """Per group the pages of the first `num_tokens` tokens."""
+        return tuple(
+            table.pages[: group.pages_for(num_tokens)] for group, table in zip(self.groups, self.tables, strict=True)
+        )
+
+    def span(self, start: int, end: int) -> tuple[Pages, ...]:
+        """Per group the pages that tokens [start, end) touch, copies."""
+        return tuple(
+            table.pages[start // group.tokens_per_page : group.pages_for(end)].copy()
+            for group, table in zip(self.groups, self.tables, strict=True)
+        )
+
+    def missing_pages(self, num_tokens: int) -> int:
+        """How many pages `num_tokens` tokens need beyond those held."""
+        num_pages = 0
+        for group, table in zip(self.groups, self.tables, strict=True):
+            missing = group.pages_for(num_tokens) - table.length
+            if missing > 0:
+                num_pages += missing
+        return num_pages
+
+
+class KeyBuffer:
+    """Key tokens of a prompt and what is appended to it, in amortised O(1) a token."""
+
+    __slots__ = ("_keys", "num_tokens")
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self.num_tokens = len(keys)
+
+    @property
+    def keys(self) -> Keys:
+        """All of them, shape [num_tokens]."""
+        return self._keys[: self.num_tokens]
+
+    def append(self, token: int) -> None:
+        """One more key token, sampled or replayed."""
+        if self.num_tokens == len(self._keys):
+            grown = np.empty(len(self._keys) * 5 // 4 + 64, np.int64)
+            grown[: self.num_tokens] = self._keys
+            self._keys = grown
+        self._keys[self.num_tokens] = token
+        self.num_tokens += 1
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """How far a lookup knew the prompt, in tokens: `hit` <= `matched` are c and m above, `seen` >= `matched` the
+    longest prefix that was ever known.
+
+    `checkpoint`: that of the hit; `restore`: the file to go on from; `received`: how much of `hit` came from another
+    server. `known`: the node of the deepest checkpoint that is or was on the path; `divergence`: tokens between the end
+    of the prompt that was here first and the point where this one diverges, 0 if it does not or is not the first;
+    `lineage`: what all that says of this request, once it runs.
+    """
+
+    hit: int
+    matched: int
+    seen: int
+    checkpoint: Checkpoint | None = None
+    restore: Pages | None = None
+    received: int = 0
+    known: Node | None = None
+    divergence: int = 0
+    lineage: Lineage = NO_LINEAGE
+
+
+@dataclass(slots=True)
+class MissReport:
+    """Why the prompt's tokens behind the hit were not hit. `spans` follow one another from the hit on; tokens that they
+    do not reach have `reason`, which speaks for all. `walk`: what a probe has found, until it is explained."""
+
+    reason: Reason
+    spans: tuple[MissSpan, ...] = ()
+    walk: Walk | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceBlocks:
+    """The pages, tokens and checkpoint files of one running request, from its lookup on. `purpose` names
+    the request for messages.
+
+    `tokens`: the prompt, of `num_prompt_tokens` key tokens, and what was appended. `node`: the deepest node that is
+    locked for it. `committed`: tokens that are in the tree. `decode_from`: tokens from here on were, or will be,
+    computed by decode steps. `files`: checkpoint files by position, until they are committed. `transient`: pages that
+    only the next step needs. `held`: positions of checkpoints that are held because this request's client asked for it.
+    """
+
+    purpose: str
+    request_id: str
+    namespace: Namespace
+    num_prompt_tokens: int
+    match: PrefixMatch
+    misses: MissReport
+    blocks: PageTables
+    tokens: KeyBuffer
+    node: Node | None
+    decode_from: int
+    committed: int = 0
+    files: dict[int, PendingFile] = field(default_factory=dict)
+    transient: list[Pages] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    closed: bool = False
+
+    # -- how far the prompt was known ----------------------------------------------------------------------------
+
+    @property
+    def hit(self) -> int:
+        """Tokens that need not be computed."""
+        return self.match.hit
+
+    @property
+    def matched(self) -> int:
+        """Tokens whose keys and values are shared with the tree."""
+        return self.match.matched
+
+    @property
+    def seen(self) -> int:
+        """Tokens that were known at some time."""
+        return self.match.seen
+
+    @property
+    def kv_write_from(self) -> int:
+        """The first token whose keys and values are written."""
+        return self.match.matched
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint of the hit."""
+        return self.match.checkpoint
+
+    @property
+    def restore(self) -> Pages | None:
+        """The file to go on from."""
+        return self.match.restore
+
+    @property
+    def received(self) -> int:
+        """Tokens of the hit that came from another server."""
+        return self.match.received
+
+    def receive(self, num_tokens: int, hit: int, restore: Pages | None) -> None:
+        """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the file
+        `restore` has the state there, None where none is needed."""
+        match = self.match
+        match.restore, match.checkpoint = restore, None
+        match.received, match.hit = hit - match.hit, hit
+        match.matched, match.seen = max(match.matched, num_tokens), max(match.seen, num_tokens)
+        if match.hit == self.num_tokens or self.misses.spans:
+            self.explain(self.misses.spans)
+
+    # -- why it was not known further ----------------------------------------------------------------------------
+
+    @property
+    def reason(self) -> Reason:
+        """The reason that speaks for all that was not hit."""
+        return self.misses.reason
+
+    @property
+    def missed(self) -> tuple[MissSpan, ...]:
+        """Why the prompt's tokens behind the hit were not hit; what the spans do not reach has `reason`."""
+        return self.misses.spans
+
+    @property
+    def lost(self) -> dict[Reason, int]:
+        """Prompt tokens that were not hit, by why: each counts once, and together with `hit` they are the prompt."""
+        lost: dict[Reason, int] = {}
+        position = self.hit
+        for end, reason in (*self.missed, (self.num_prompt_tokens, self.reason)):
+            if end > position:
+                lost[reason] = lost.get(reason, 0) + end - position
+                position = end
+        return lost
+
+    def explain(self, spans: tuple[MissSpan, ...]) -> None:
+        """Set the miss spans, and `reason` to the first of `Reason` that has cost tokens of the prompt."""
+        self.misses.spans = spans
+        self.misses.reason = first_reason({reason for end, reason in spans if end > self.hit})
+
+    def blame(self, reason: Reason) -> None:
+        """Give one reason for all that was not hit."""
+        self.misses.spans, self.misses.reason = (), reason
+
+    # -- tokens and pages ----------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and what was appended to it."""
+        return self.tokens.num_tokens
+
+    @property
+    def keys(self) -> Keys:
+        """The prompt and what was appended to it, shape [num_tokens]."""
+        return self.tokens.keys
+
+    def append(self, token: int) -> None:
+        """One more key token, sampled or replayed."""
+        self.tokens.append(token)
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]:
+        """The page table of each attention group."""
+        return self.blocks.tables
+
+    @property
+    def pages(self) -> tuple[Pages, ...]:
+        """Per group the pages of the tokens so far."""
+        return self.blocks.pages
+
+    # -- others like it ------------------------------------------------------------------------------------------
+
+    def copy(self) -> "SequenceBlocks":
+        """A copy of a sequence that has only been looked up."""
+        # field by field, which takes a sixth of the time that dataclasses.replace does
+        match, misses = self.match, self.misses
+        return SequenceBlocks(
+            self.purpose,
+            self.request_id,
+            self.namespace,
+            self.num_prompt_tokens,
+            PrefixMatch(
+                match.hit,
+                match.matched,
+                match.seen,
+                match.checkpoint,
+                match.restore,
+                match.received,
+                match.known,
+                match.divergence,
+                match.lineage,
+            ),
+            MissReport(misses.reason, misses.spans, misses.walk),
+            PageTables(self.blocks.groups, tuple(PageTable(table.pages, table.length) for table in self.tables)),
+            KeyBuffer(self.keys),
+            self.node,
+            self.decode_from,
+            self.committed,
+        )
+
+    def branch(self, state: Pages, request_id: str) -> "SequenceBlocks":
+        """A sequence like this one that ends with the prompt, where it goes on from the file `state`. Nothing is
+        counted for it yet."""
+        length = self.num_prompt_tokens
+        return SequenceBlocks(
+            purpose=f"branch {request_id}",
+            request_id=request_id,
+            namespace=self.namespace,
+            num_prompt_tokens=length,
+            match=PrefixMatch(length, length, length, restore=state),
+            misses=MissReport(Reason.NONE),
+            blocks=PageTables(self.blocks.groups, tuple(map(PageTable, self.blocks.pages_upto(length)))),
+            tokens=KeyBuffer(self.keys[:length]),
+            node=self.node,
+            decode_from=length,
+            committed=min(self.committed, length),
+        )
