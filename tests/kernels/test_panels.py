@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu import panels
-from cairn.kernels.cpu.panels import GROUP, GROUPS_OF_ITEM, PANEL, product_of_panels, rows_of_group, to_panels
+from cairn.kernels import cpu
+from cairn.kernels.cpu import panels, products
+from cairn.kernels.cpu.panels import GROUP, PANEL, SEGMENT, cut_rows, parts_of, product_of_panels, to_panels
 from kernels.comparison import same_bits
 
 pytestmark = pytest.mark.skipif(not panels.has_instructions(torch.bfloat16), reason="not on this CPU")
@@ -20,7 +21,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((x.shape[0] + 1, weight.shape[0]), torch.nan, dtype=dtype)
-    product_of_panels(x, to_panels(weight), bias, out[:-1])
+    product_of_panels(x, to_panels(weight), bias, out[:-1], parts_of(x.shape[0]))
     assert out[-1].isnan().all()
     return out[:-1]
 
@@ -35,9 +36,7 @@ def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(
-    "rows", [*range(1, GROUP + 2), 2 * GROUP, 2 * GROUP + 1, GROUP * GROUPS_OF_ITEM, GROUP * GROUPS_OF_ITEM + 1, 400]
-)
+@pytest.mark.parametrize("rows", [*range(1, GROUP + 2), 2 * GROUP, 2 * GROUP + 1, SEGMENT, SEGMENT + 1, 400])
 def test_any_number_of_rows(rows: int, biased: bool, dtype: torch.dtype) -> None:
     x, weight = drawn(rows, 70), drawn(2 * PANEL + 5, 70, seed=1)
     bias = drawn(2 * PANEL + 5, seed=2) if biased else None
@@ -90,11 +89,43 @@ def test_a_panel_has_its_outputs_side_by_side(dtype: torch.dtype) -> None:
         assert not row[10:].any()
 
 
-def test_groups_are_few_and_none_is_empty() -> None:
-    for rows in range(1, 5_000):
-        group = rows_of_group(rows)
-        groups = -(-rows // GROUP)
-        assert group <= GROUP and -(-rows // group) == groups and (groups - 1) * group < rows
+@pytest.mark.parametrize("counts", [[n] for n in (1, 12, 13, 192, 193, 385, 4_000)] + [[0, 5, 0, 200, 13], [3] * 40])
+def test_rows_are_cut_into_few_parts_of_like_size(counts: list[int]) -> None:
+    parts = cut_rows(torch.tensor(counts).cumsum(0), sum(counts))
+    segments, groups = parts.segments.tolist(), parts.groups.tolist()
+    first = 0
+    for matrix, count in enumerate(counts):
+        mine = [segment for segment in segments if segment[0] == matrix]
+        assert len(mine) == -(-count // SEGMENT)
+        for _, begin, rows, group in mine:
+            assert begin == first and 0 < rows <= SEGMENT and group == -(-rows // -(-rows // GROUP)) <= GROUP
+            for row in range(0, rows, group):
+                assert groups.pop(0) == [begin + row, min(group, rows - row)]
+            first += rows
+        assert not mine or max(each[2] for each in mine) - min(each[2] for each in mine) <= 1
+    assert first == sum(counts) and not groups
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_rows_of_experts_are_what_each_experts_product_gives(quantized: bool) -> None:
+    """Experts without rows, with one and with more than a segment; rows gathered, and in order."""
+    counts = [0, 1, SEGMENT + 9, 0, 14]
+    weight, x = drawn(len(counts), PANEL + 7, 70, seed=1), drawn(60, 70)
+    packed = (cpu.pack_int8 if quantized else cpu.pack)(weight)
+    assert packed.layout == "panels"
+    ends, total = torch.tensor(counts).cumsum(0), sum(counts)
+    order = torch.randint(60, (total,), generator=torch.Generator().manual_seed(2))
+    rows = products.ExpertRows(order, ends, cut_rows(ends, total))
+    begins = [end - count for end, count in zip(ends.tolist(), counts, strict=True)]
+    wanted = torch.cat(
+        [
+            products.product(x[order[begin : begin + count]], packed, None, expert)
+            for expert, (begin, count) in enumerate(zip(begins, counts, strict=True))
+        ]
+    )
+    assert same_bits(products.expert_products(x, packed, rows, total), wanted)
+    in_order = products.ExpertRows(None, ends, rows.parts)
+    assert same_bits(products.expert_products(x[order], packed, in_order, total), wanted)
 
 
 @pytest.mark.parametrize(

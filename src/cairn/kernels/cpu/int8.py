@@ -16,17 +16,16 @@ from numba.core import types as numba_types
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, INT, jit, kernel
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, I64, INT, jit, kernel
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
     PANEL,
-    SUMS_OF_ITEM,
-    add_item,
+    SUMS_OF_SEGMENT,
+    RowParts,
+    add_segment,
     has_instructions,
-    items_of,
-    place_of_item,
-    rows_of_group,
-    to_panels,
+    parts_of,
+    stacked_panels,
     words_at,
 )
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, store
@@ -73,81 +72,129 @@ def pack_int8(weight: Tensor) -> Int8Weight:
             f"{MAX_INPUTS}; leave --quantization out"
         )
     step_work().packed_bytes += weight.numel()
-    matrices, scales, zeros = [], [], []
-    for matrix in weight.unbind() if weight.dim() == 3 else (weight,):
+    stack = weight if weight.dim() == 3 else weight[None]
+    scales = torch.empty(stack.shape[:2])
+    zeros = torch.empty(stack.shape[:2], dtype=torch.int32)
+    numbers = []
+    for matrix, scale, zero in zip(stack, scales, zeros, strict=True):
         wide = matrix.float()
-        scales.append(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(_TINY)))
-        numbers = wide.div_(scales[-1][:, None]) if wide is not matrix else wide / scales[-1][:, None]
-        numbers = numbers.round_().to(torch.int8)
-        zeros.append(numbers.sum(dim=1, dtype=torch.int32).mul_(ZERO_POINT))
-        matrices.append(to_panels(numbers) if layout == "panels" else reorder_int8(numbers))
-    return Int8Weight(weight.shape, weight.dtype, tuple(matrices), tuple(scales), tuple(zeros), layout)
+        scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(_TINY)))
+        numbers.append(wide.div(scale[:, None]).round_().to(torch.int8))
+        zero.copy_(numbers[-1].sum(dim=1, dtype=torch.int32)).mul_(ZERO_POINT)
+    matrices = stacked_panels(numbers) if layout == "panels" else tuple(map(reorder_int8, numbers))
+    return Int8Weight(weight.shape, weight.dtype, matrices, scales.unbind(), zeros.unbind(), layout)
 
 
 def int8_product(
     x: Tensor, weight: Int8Weight, bias: Tensor | None, expert: int, dtype: torch.dtype | None = None
 ) -> Tensor:
     """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
-    (rows, inputs), outputs = x.shape, weight.shape[-2]
+    rows, outputs = x.shape[0], weight.shape[-2]
     out = x.new_empty(rows, outputs, dtype=dtype or x.dtype)
     if not rows:
         return out
-    matrix, channel_scales = weight.matrices[expert], weight.scales[expert]
-    panels = weight.layout == "panels"
-    group = rows_of_group(rows) if panels else 1
-    height, width = (rows, -(-inputs // 4) * 4) if panels else (height_of(rows), inputs)
-    numbers = torch.empty(height, width, dtype=torch.uint8)
-    scales = torch.empty(rows)
+    if weight.layout == "panels":
+        int8_product_of_panels(x, weight, bias, out, parts_of(rows), expert=expert)
+        return out
+    numbers, scales = torch.empty(height_of(rows), x.shape[1], dtype=torch.uint8), torch.empty(rows)
     _quantize_rows[x.dtype](
-        -(-rows // group),
+        rows,
         x.numel() // 4,
+        0,
+        0,
+        0,
+        0,
         x.data_ptr(),
         x.stride(0),
         numbers.data_ptr(),
         scales.data_ptr(),
-        rows,
-        group,
-        inputs,
-        width,
+        *numbers.shape[1:] * 2,
     )
-    added = (0 if bias is None else bias.data_ptr()), bias is not None
-    if panels:
-        _multiply_int8[x.dtype, out.dtype](
-            *items_of(rows, matrix),
-            numbers.data_ptr(),
-            matrix.data_ptr(),
-            scales.data_ptr(),
-            channel_scales.data_ptr(),
-            weight.zeros[expert].data_ptr(),
-            *added,
-            out.data_ptr(),
-            rows,
-            group,
-            matrix.shape[1],
-            outputs,
-        )
-    else:
-        sums = scaled_int8_sums(numbers, matrix, channel_scales)
-        _scale_rows[x.dtype, out.dtype](
-            rows, out.numel() // 4, sums.data_ptr(), scales.data_ptr(), *added, out.data_ptr(), outputs
-        )
+    sums = scaled_int8_sums(numbers, weight.matrices[expert], weight.scales[expert])
+    _scale_rows[x.dtype, out.dtype](
+        rows,
+        out.numel() // 4,
+        sums.data_ptr(),
+        scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        bias is not None,
+        out.data_ptr(),
+        outputs,
+    )
     return out
 
 
-@kernel({dtype: (x, INT, _U8, F32, INT, INT, INT, INT) for dtype, x in ELEMENTS.items()})
+def int8_product_of_panels(
+    x: Tensor,
+    weight: Int8Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    parts: RowParts,
+    order: Tensor | None = None,
+    expert: int = 0,
+) -> None:
+    """As `product_of_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
+    panels, inputs = weight.matrices[expert], x.shape[1]
+    numbers = torch.empty(out.shape[0], 4 * panels.shape[1], dtype=torch.uint8)
+    scales = torch.empty(out.shape[0])
+    _quantize_rows[x.dtype](
+        parts.groups.shape[0],
+        numbers.numel() // 4,
+        parts.groups.data_ptr(),
+        True,
+        0 if order is None else order.data_ptr(),
+        order is not None,
+        x.data_ptr(),
+        x.stride(0),
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        inputs,
+        numbers.shape[1],
+    )
+    _multiply_int8[x.dtype, out.dtype](
+        parts.segments.shape[0] * panels.shape[0],
+        parts.cost(panels),
+        parts.segments.data_ptr(),
+        panels.shape[0],
+        numbers.data_ptr(),
+        panels.data_ptr(),
+        scales.data_ptr(),
+        weight.scales[expert].data_ptr(),
+        weight.zeros[expert].data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        bias is not None,
+        out.data_ptr(),
+        panels.shape[1],
+        out.shape[1],
+    )
+
+
+@kernel({dtype: (I32, INT, I64, INT, x, INT, _U8, F32, INT, INT) for dtype, x in ELEMENTS.items()})
 def _quantize_rows(
-    begin: int, end: int, x: Any, row: int, out: Any, scales: Any, rows: int, group: int, inputs: int, width: int
+    begin: int,
+    end: int,
+    groups: Any,
+    in_groups: int,
+    order: Any,
+    has_order: int,
+    x: Any,
+    row: int,
+    out: Any,
+    scales: Any,
+    inputs: int,
+    width: int,
 ) -> None:
     """In groups, as `panels` has them, four numbers of a row to a word and `width` of them with those that are filled
-    up; groups of one are plain rows. A row's scale is NaN where one of its numbers is, and so is all that comes of the
-    row."""
+    up; or, an item a row, as plain rows. A row's scale is NaN where one of its numbers is, and so is all that comes of
+    the row."""
     buffer = np.zeros(width, np.uint8)
     for item in range(begin, end):
-        first = item * group
-        count = min(group, rows - first)
+        first, count = np.int64(item), np.int64(1)
+        if in_groups:
+            first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
         target = words_at(advance(out, first * width))
         for i in range(count):
-            source = advance(x, (first + i) * row)
+            source = advance(x, (order[first + i] if has_order else first + i) * row)
             most = np.uint32(0)
             for j in range(inputs):
                 # Without its sign, the larger number has the larger bits, and NaN the largest.
@@ -157,16 +204,10 @@ def _quantize_rows(
             scale = _TINY if scale < _TINY else scale
             scales[first + i] = scale
             factor = np.float32(1) / scale
-            if group == 1:
-                plain = advance(out, first * width)
-                for j in range(inputs):
-                    plain[j] = _whole_number(load(source, j) * factor)
-                for j in range(inputs, width):
-                    plain[j] = np.uint8(0)
-            else:
-                numbers = pointer_to(buffer)
-                for j in range(inputs):
-                    numbers[j] = _whole_number(load(source, j) * factor)
+            numbers = pointer_to(buffer) if in_groups else advance(out, item * width)
+            for j in range(inputs):
+                numbers[j] = _whole_number(load(source, j) * factor)
+            if in_groups:
                 words = words_at(numbers)
                 for word in range(width // 4):
                     target[word * count + i] = words[word]
@@ -182,7 +223,7 @@ def _whole_number(x: Any) -> Any:
 
 @kernel(
     {
-        (dtype, out_dtype): (I32, I32, F32, F32, I32, x, INT, out, INT, INT, INT, INT)
+        (dtype, out_dtype): (I32, INT, I32, I32, F32, F32, I32, x, INT, out, INT, INT)
         for dtype, x in ELEMENTS.items()
         for out_dtype, out in ELEMENTS.items()
         if out_dtype in (dtype, torch.float32)
@@ -191,6 +232,8 @@ def _whole_number(x: Any) -> Any:
 def _multiply_int8(
     begin: int,
     end: int,
+    segments: Any,
+    num_panels: int,
     x: Any,
     panels: Any,
     scales: Any,
@@ -199,19 +242,21 @@ def _multiply_int8(
     bias: Any,
     has_bias: int,
     out: Any,
-    rows: int,
-    group: int,
     words: int,
     outputs: int,
 ) -> None:
-    buffer = np.empty(SUMS_OF_ITEM + LANES, np.int32)
+    buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.int32)
     sums = aligned(buffer)
     for item in range(begin, end):
-        first, count, panel, columns = place_of_item(item, rows, group, outputs)
-        add_item(advance(x, first * words), advance(panels, panel * words), sums, count, group, words)
-        factors, zero, added = advance(channel_scales, panel), advance(zeros, panel), advance(bias, panel)
+        panel = item % num_panels
+        segment = advance(segments, item // num_panels * 4)
+        matrix, first, count = np.int64(segment[0]), np.int64(segment[1]), np.int64(segment[2])
+        add_segment(x, panels, sums, segment, panel, num_panels, words)
+        column, columns = panel * PANEL, min(PANEL, outputs - panel * PANEL)
+        factors = advance(channel_scales, matrix * outputs + column)
+        zero, added = advance(zeros, matrix * outputs + column), advance(bias, column)
         for i in range(count):
-            source, target = advance(sums, i * PANEL), advance(out, (first + i) * outputs + panel)
+            source, target = advance(sums, i * PANEL), advance(out, (first + i) * outputs + column)
             scale = scales[first + i]
             if has_bias:
                 for j in range(columns):

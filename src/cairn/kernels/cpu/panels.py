@@ -6,13 +6,16 @@
 A word is 32 bits of an output or of a row: two inputs in bfloat16, four in int8. A panel has the weights of 32 outputs,
 one word of each beside the others. Rows come in groups of at most 12, in which the words of the rows lie side by side,
 too. A tile, one group times one panel, keeps its sums in registers: panels and groups are the packed operands of Goto
-and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4. A weight is read from memory
-once for 192 rows, and few rows are multiplied as fast as the weights come.
+and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4. A segment is at most 16 groups:
+a weight is read from memory once for it, and few rows are multiplied as fast as the weights come. Rows of several
+experts, each with its matrix, are segments of one product.
 
 Each sum is taken in the order of its inputs: a row has the same bits whatever rows it is multiplied with.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import llvmlite.binding
@@ -23,7 +26,7 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, I32, INT, intrinsic, jit, kernel
+from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, I32, I64, INT, intrinsic, jit, kernel
 from cairn.kernels.cpu.scalars import advance, load, store
 from cairn.kernels.cpu.vectors import LANES, aligned, prefetch_line
 
@@ -33,10 +36,10 @@ PANEL = 32
 GROUP = 12
 """Rows of a group at most: 24 vectors of sums, and eight are left for what is multiplied."""
 
-GROUPS_OF_ITEM = 16
-"""Groups that one item of a product multiplies a panel with."""
+SEGMENT = 16 * GROUP
+"""Rows of a segment at most."""
 
-SUMS_OF_ITEM = GROUPS_OF_ITEM * GROUP * PANEL
+SUMS_OF_SEGMENT = SEGMENT * PANEL
 
 _CHUNK = 256
 """Words of a panel's outputs, 32 KiB, that all groups are multiplied with before the next ones: they stay in the first
@@ -56,6 +59,17 @@ def has_instructions(dtype: torch.dtype) -> bool:
     return bool(found.get(instruction)) and not found.get(matrix_unit)
 
 
+def stacked_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`to_panels` of each, one behind the other in memory."""
+    first = to_panels(matrices[0])
+    if len(matrices) == 1:
+        return (first,)
+    stack = first.new_empty(len(matrices), *first.shape)
+    for place, matrix in zip(stack, matrices, strict=True):
+        place.copy_(to_panels(matrix))
+    return stack.unbind()
+
+
 def to_panels(matrix: Tensor) -> Tensor:
     """[out, in] bfloat16 or int8 -> the same dtype [panels, words, 32, inputs of a word], 0 where there are no more
     inputs or outputs."""
@@ -68,51 +82,111 @@ def to_panels(matrix: Tensor) -> Tensor:
     return matrix.reshape(panels, PANEL, words, size).transpose(1, 2).contiguous()
 
 
-def rows_of_group(rows: int) -> int:
-    """Of each group but the last one, when so many rows are cut into as few groups as there can be."""
-    return -(-rows // -(-rows // GROUP))
+@dataclass(frozen=True, slots=True)
+class RowParts:
+    """How the rows of a product are cut, those for the first matrix first. `groups`: int32 [G, 2], each group's first
+    row and how many it has. `segments`: int32 [S, 4], each segment's matrix, first row, rows, and rows of its groups,
+    of which the last one may have fewer. A segment, times one panel, is the item that a thread takes."""
+
+    groups: Tensor
+    segments: Tensor
+
+    def cost(self, panels: Tensor) -> int:
+        """Nanoseconds on one thread of a product with a stack of such panels, roughly: it reads some 35 bytes of
+        weights a nanosecond, and multiplies some 440 with a row."""
+        size = panels.nbytes
+        rows = GROUP * self.groups.shape[0]
+        return self.segments.shape[0] * size // 35 + rows * size // 440
 
 
-def items_of(rows: int, panels: Tensor) -> tuple[int, int]:
-    """Items of a kernel that calls `add_item`, and their cost."""
-    parts = -(-rows // (GROUPS_OF_ITEM * rows_of_group(rows)))
-    # A thread reads some 35 bytes a nanosecond, and multiplies some 110 bytes of weights with a row.
-    return parts * panels.shape[0], panels.nbytes // 35 + rows * panels.nbytes // 440
+@lru_cache(maxsize=4096)
+def parts_of(rows: int) -> RowParts:
+    """Of so many rows for one matrix."""
+    return cut_rows(torch.tensor([rows]), rows)
 
 
-def product_of_panels(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x bfloat16 [n, in] times the transpose of the matrix that bfloat16 `panels` were made of, plus the bias, into out
-    [n, out], bfloat16 or float32."""
-    (rows, inputs), words = x.shape, panels.shape[1]
-    group, grouped = rows_of_group(rows), x
-    if rows > 1 or inputs % 2:
+def cut_rows(ends: Tensor, rows: int) -> RowParts:
+    """Of `rows` rows in all for several matrices. `ends`: int64 [matrices], where each one's rows end."""
+    most_segments = ends.shape[0] + rows // SEGMENT
+    segments = torch.empty(most_segments, 4, dtype=torch.int32)
+    groups = torch.empty(most_segments + rows // GROUP, 2, dtype=torch.int32)
+    sizes = torch.empty(2, dtype=torch.int64)
+    _cut_rows["any"](1, 0, ends.data_ptr(), ends.shape[0], segments.data_ptr(), groups.data_ptr(), sizes.data_ptr())
+    num_segments, num_groups = sizes.tolist()
+    return RowParts(groups[:num_groups], segments[:num_segments])
+
+
+@kernel({"any": (I64, INT, I32, I32, I64)})
+def _cut_rows(begin: int, end: int, ends: Any, matrices: int, segments: Any, groups: Any, sizes: Any) -> None:
+    """One item does all of it. Segments of a matrix are of nearly the same size, and so are groups of a segment."""
+    num_segments = num_groups = first = 0
+    for matrix in range(matrices):
+        stop = ends[matrix]
+        parts = (stop - first + SEGMENT - 1) // SEGMENT
+        while first < stop:
+            rows = (stop - first + parts - 1) // parts
+            group = (rows + (rows + GROUP - 1) // GROUP - 1) // ((rows + GROUP - 1) // GROUP)
+            segment = advance(segments, 4 * num_segments)
+            segment[0], segment[1] = np.int32(matrix), np.int32(first)
+            segment[2], segment[3] = np.int32(rows), np.int32(group)
+            for row in range(0, rows, group):
+                groups[2 * num_groups], groups[2 * num_groups + 1] = (
+                    np.int32(first + row),
+                    np.int32(min(group, rows - row)),
+                )
+                num_groups += 1
+            first += rows
+            parts -= 1
+            num_segments += 1
+    sizes[0], sizes[1] = num_segments, num_groups
+
+
+def product_of_panels(
+    x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, parts: RowParts, order: Tensor | None = None
+) -> None:
+    """x bfloat16 [rows, in], or of those the ones that `order`, int64 [n], names, times the transposes of the matrices
+    that bfloat16 `panels` were made of, one behind the other from here on, plus the bias, into out [n, out], bfloat16
+    or float32."""
+    rows, inputs, words = out.shape[0], x.shape[1], panels.shape[1]
+    grouped = x
+    if rows > 1 or inputs % 2 or order is not None:
         grouped = x.new_empty(rows, 2 * words)
         _group_rows[x.dtype](
-            -(-rows // group), x.numel(), x.data_ptr(), x.stride(0), grouped.data_ptr(), rows, group, inputs
+            parts.groups.shape[0],
+            grouped.numel(),
+            parts.groups.data_ptr(),
+            0 if order is None else order.data_ptr(),
+            order is not None,
+            x.data_ptr(),
+            x.stride(0),
+            grouped.data_ptr(),
+            inputs,
         )
     _multiply[out.dtype](
-        *items_of(rows, panels),
+        parts.segments.shape[0] * panels.shape[0],
+        parts.cost(panels),
+        parts.segments.data_ptr(),
+        panels.shape[0],
         grouped.data_ptr(),
         panels.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         bias is not None,
         out.data_ptr(),
-        rows,
-        group,
         words,
         out.shape[1],
     )
 
 
-@kernel({torch.bfloat16: (BF16, INT, BF16, INT, INT, INT)})
-def _group_rows(begin: int, end: int, x: Any, row: int, out: Any, rows: int, group: int, inputs: int) -> None:
+@kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, BF16, INT)})
+def _group_rows(
+    begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int
+) -> None:
     words = (inputs + 1) // 2
     for item in range(begin, end):
-        first = item * group
-        count = min(group, rows - first)
+        first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
         target = words_at(advance(out, first * words * 2))
         for i in range(count):
-            source = advance(x, (first + i) * row)
+            source = advance(x, (order[first + i] if has_order else first + i) * row)
             pairs = words_at(source)
             for word in range(inputs // 2):
                 target[word * count + i] = pairs[word]
@@ -126,28 +200,31 @@ def words_at(typingctx: Any, pointer: Any) -> Any:
     return I32(pointer), lambda context, builder, _, args: builder.bitcast(args[0], _I32.as_pointer())
 
 
-@kernel({dtype: (I32, I32, BF16, INT, out, INT, INT, INT, INT) for dtype, out in ELEMENTS.items()})
+@kernel({dtype: (I32, INT, I32, I32, BF16, INT, out, INT, INT) for dtype, out in ELEMENTS.items()})
 def _multiply(
     begin: int,
     end: int,
+    segments: Any,
+    num_panels: int,
     x: Any,
     panels: Any,
     bias: Any,
     has_bias: int,
     out: Any,
-    rows: int,
-    group: int,
     words: int,
     outputs: int,
 ) -> None:
-    buffer = np.empty(SUMS_OF_ITEM + LANES, np.float32)
+    buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)
     sums = aligned(buffer)
     for item in range(begin, end):
-        first, count, panel, columns = place_of_item(item, rows, group, outputs)
-        add_item(advance(x, first * words), advance(panels, panel * words), sums, count, group, words)
-        added = advance(bias, panel)
+        panel = item % num_panels
+        segment = advance(segments, item // num_panels * 4)
+        first, count = np.int64(segment[1]), np.int64(segment[2])
+        add_segment(x, panels, sums, segment, panel, num_panels, words)
+        column, columns = panel * PANEL, min(PANEL, outputs - panel * PANEL)
+        added = advance(bias, column)
         for i in range(count):
-            source, target = advance(sums, i * PANEL), advance(out, (first + i) * outputs + panel)
+            source, target = advance(sums, i * PANEL), advance(out, (first + i) * outputs + column)
             if has_bias:
                 for j in range(columns):
                     store(target, j, source[j] + load(added, j))
@@ -179,30 +256,26 @@ def store_16(typingctx: Any, source: Any, target: Any) -> Any:
 
 
 @jit
-def place_of_item(item: int, rows: int, group: int, outputs: int) -> tuple[int, int, int, int]:
-    """The first row of an item and how many it has, its panel's first output and how many that has."""
-    most = GROUPS_OF_ITEM * group
-    parts = (rows + most - 1) // most
-    first, panel = item % parts * most, item // parts * PANEL
-    return first, min(most, rows - first), panel, min(PANEL, outputs - panel)
-
-
-@jit
-def add_item(x: Any, panel: Any, sums: Any, rows: int, group: int, words: int) -> None:
-    """sums [rows, 32], float32 or int32: the rows, in groups, times a panel. Both are pointers to words."""
+def add_segment(x: Any, panels: Any, sums: Any, segment: Any, panel: int, num_panels: int, words: int) -> None:
+    """sums [rows, 32], float32 or int32: a segment's rows, in groups, times one of the `num_panels` panels of its
+    matrix. x and panels are pointers to words, to the first row and to the first matrix."""
+    matrix, first = np.int64(segment[0]), np.int64(segment[1])
+    rows, group = np.int64(segment[2]), np.int64(segment[3])
+    x = advance(x, first * words)
+    here = advance(panels, (matrix * num_panels + panel) * words * PANEL)
     for word in range(0, words, _CHUNK):
         count = min(_CHUNK, words - word)
         for row in range(0, rows, group):
-            here = min(group, rows - row)
+            rows_here = min(group, rows - row)
             # The last two groups have the first cache filled with the next words, a half each.
             groups_left = (rows - row + group - 1) // group
-            ahead = advance(panel, (word + (0 if groups_left > 2 else _CHUNK)) * PANEL)
+            ahead = advance(here, (word + (0 if groups_left > 2 else _CHUNK)) * PANEL)
             if groups_left == 1 and row > 0:
                 ahead = advance(ahead, count * LANES)
             add_tile(
-                here,
-                advance(x, row * words + word * here),
-                advance(panel, word * PANEL),
+                rows_here,
+                advance(x, row * words + word * rows_here),
+                advance(here, word * PANEL),
                 count,
                 advance(sums, row * PANEL),
                 np.int64(word == 0),

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.int8 import Int8Weight, int8_product
+from cairn.kernels.cpu.int8 import Int8Weight, int8_product, int8_product_of_panels
 from cairn.kernels.cpu.onednn import can_reorder, reorder, reordered_product
-from cairn.kernels.cpu.panels import has_instructions, product_of_panels, to_panels
+from cairn.kernels.cpu.panels import RowParts, has_instructions, parts_of, product_of_panels, stacked_panels
 from cairn.kernels.cpu.threads import step_work
 
 Layout = Literal["panels", "onednn", "plain"]
@@ -37,9 +37,11 @@ def pack(weight: Tensor) -> PackedWeight:
     step_work().packed_bytes += weight.nbytes
     layout = _layout_for(weight.dtype)
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
-    if layout != "plain":
-        matrices = tuple((to_panels if layout == "panels" else reorder)(matrix) for matrix in matrices)
-    return PackedWeight(weight.shape, weight.dtype, tuple(matrices), layout)
+    if layout == "panels":
+        matrices = stacked_panels(matrices)
+    elif layout == "onednn":
+        matrices = tuple(map(reorder, matrices))
+    return PackedWeight(weight.shape, weight.dtype, matrices, layout)
 
 
 def _layout_for(dtype: torch.dtype) -> Layout:
@@ -62,7 +64,38 @@ def product(
     if weight.layout == "onednn":
         return reordered_product(x, matrix, bias).to(dtype or x.dtype)
     out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
-    product_of_panels(x, matrix, bias, out)
+    product_of_panels(x, matrix, bias, out, parts_of(x.shape[0]))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows in the order of their experts. `order`: int64 [n], which row of x each one is; None: x's own. `ends`: int64
+    [experts], where each expert's rows end. `parts`: how they are cut for `panels`."""
+
+    order: Tensor | None
+    ends: Tensor
+    parts: RowParts
+
+
+def expert_products(x: Tensor, weight: AnyWeight, rows: ExpertRows, num_rows: int) -> Tensor:
+    """Each of so many rows times the transpose of its expert's matrix, [num_rows, out] in x's dtype."""
+    out = x.new_empty(num_rows, weight.shape[-2])
+    if not num_rows:
+        return out
+    if weight.layout == "panels":
+        if isinstance(weight, Int8Weight):
+            int8_product_of_panels(x, weight, None, out, rows.parts, rows.order)
+        else:
+            product_of_panels(x, weight.matrices[0], None, out, rows.parts, rows.order)
+        return out
+    if rows.order is not None:
+        x = x.index_select(0, rows.order)
+    begin = 0
+    for expert, end in enumerate(rows.ends.tolist()):
+        if end > begin:
+            out[begin:end] = product(x[begin:end], weight, None, expert)
+        begin = end
     return out
 
 
