@@ -6,11 +6,12 @@ import json
 
 import pytest
 
+from cairn.engine.contract import RenderedPrompt
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
 from cairn.http.middleware import BodyLimit, CatchAllErrors, Gate, HeadLimit
 from cairn.server.failures import MAX_NESTING, too_deep_field
 from cairn.server.images.room import ImageRoom, ImageShare
-from cairn.server.prompts import Prompt, truncated
+from cairn.server.prompts import truncated
 from cairn.server.requests import CompletionRequest
 from cairn.types import Boundary
 
@@ -105,7 +106,8 @@ def test_a_body_may_be_nested_as_deeply_as_is_allowed():
 
 def test_an_end_at_the_cut_is_no_place_in_what_is_kept():
     body = CompletionRequest(**json.loads('{"prompt": "x", "truncate_prompt_tokens": 6}'))
-    prompt = Prompt("prompt", list(range(10)), [Boundary(4), Boundary(5), Boundary(10)], text="text")
+    ends = [Boundary(4), Boundary(5), Boundary(10)]
+    prompt = RenderedPrompt(token_ids=list(range(10)), boundaries=ends, field="prompt", text="text")
     kept = truncated(prompt, body, 100)
     assert kept.token_ids == [4, 5, 6, 7, 8, 9] and kept.text is None
     assert [boundary.position for boundary in kept.boundaries] == [1, 6]

@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.engine.contract import GenerateOutput, GenerateRequest
+from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.failures import ClientGone, error_content, failed
 from cairn.server.failures import request_error
 from cairn.server.metrics import RequestMeter
 from cairn.server.requests import SamplingFields
+from cairn.server.sampling import in_clients_words
 from cairn.server.service import Service
 from cairn.server.shapes import AnswerShape, RequestAnswers, cairn_part, usage_part
 
@@ -57,7 +58,8 @@ class Job:
 
     def answer(self) -> RequestAnswers:
         """Nothing has come of it yet."""
-        return RequestAnswers([len(request.prompt) // 8 for request in self.requests], self.requests[0].n)
+        n = min(self.requests[0].n, MAX_ANSWERS)
+        return RequestAnswers([len(request.prompt) // 8 for request in self.requests], n)
 
 
 PromptOutput: TypeAlias = tuple[int, GenerateOutput]
@@ -96,22 +98,22 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, N
     meters = {
         (number, index): RequestMeter(service.metrics, job.arrived, None if index else len(request.prompt) // 8)
         for number, request in enumerate(job.requests)
-        for index in range(request.n)
+        for index in range(min(request.n, MAX_ANSWERS))  # the core refuses more
     }
     outputs = service.engine.generate(*job.requests)
     outcome, begun = "abort", False
     try:
-        left = len(meters)
+        left = max(1, len(meters))
         while left:
             try:
                 async with job.deadline.limit():
                     output = await anext(outputs)
             except TimeoutError:
                 raise job.deadline.missed() from None
-            except RequestError:
+            except RequestError as error:
                 if not begun:
                     meters.clear()
-                raise
+                raise in_clients_words(error, job.body) from None
             number = numbers[output.request_id]
             meter = meters[number, output.index]
             meter.transfer(output)

@@ -1,29 +1,20 @@
 """From a request body to the engine's request: text to tokens, defaults, and checks against what is served."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 
-from cairn.engine.contract import EngineInfo, GenerateRequest, ImageInput
+from cairn.engine.contract import EngineInfo, GenerateRequest, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest, NotFound
-from cairn.server.images.room import ImageShare
-from cairn.server.messages import ChatInput, breakpoints_of, check_text, conversation
-from cairn.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    SamplingFields,
-    TemplateFields,
-    refuse_unsupported,
-)
-from cairn.server.sampling import answers_per_prompt, logprobs_of, max_tokens_field, max_tokens_of, sampling_of
+from cairn.server.requests import CompletionRequest, OnePrompt, SamplingFields
+from cairn.server.sampling import is_for_another_server, logprobs_of, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
 from cairn.server.shapes import ResponseOptions
-from cairn.types import Boundary
 
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
@@ -33,29 +24,6 @@ _PARAMS = "kv_transfer_params"
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 32
 
-_KINDS: Mapping[type, str] = MappingProxyType(
-    {
-        str: "text",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number with a fraction",
-        list: "a list",
-        dict: "an object",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it, `prompt[1]`
-    for one of several; `text`: what it said there, None where that was no text."""
-
-    field: str
-    token_ids: list[int]
-    boundaries: list[Boundary]
-    images: Sequence[ImageInput] = ()
-    text: str | None = None
-
 
 def check_model(service: Service, model: str | None) -> None:
     """Raises NotFound when another model is asked for; without a name, any is meant."""
@@ -63,90 +31,59 @@ def check_model(service: Service, model: str | None) -> None:
         raise NotFound(f"the model {model!r} is not served here; {service.options.model_name!r} is", "model")
 
 
-def valid_tokens(service: Service, values: list[Any], name: str) -> list[int]:
-    """Token ids of the model's vocabulary, else InvalidRequest that names the first wrong position."""
-    vocab_size, field = service.engine.info.vocab_size, name.partition("[")[0]
-    if not values or (all(type(value) is int for value in values) and min(values) >= 0 and max(values) < vocab_size):
-        return values
-    for i, value in enumerate(values):
-        if type(value) is not int:
-            raise InvalidRequest(f"{name}[{i}] is {_kind(value)}, not a token id", field)
-        if not 0 <= value < vocab_size:
-            shown = value if abs(value) < 1 << 64 else "a huge number"
-            raise InvalidRequest(f"{name}[{i}] is {shown}; token ids of this model are 0 to {vocab_size - 1}", field)
-    return values
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), "something else")
-
-
-async def completion_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+async def completion_prompts(service: Service, body: CompletionRequest) -> list[RenderedPrompt]:
     """One or more. Raises InvalidRequest naming the place of the one that is wrong."""
     given = body.prompt
-    if not (isinstance(given, list) and given and isinstance(given[0], str | list)):
-        return [await _completion_prompt(service, body, given, "prompt")]
-    most = _MAX_CHOICES // answers_per_prompt(body)
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [await _completion_prompt(service, body, cast(OnePrompt, given), "prompt")]
+    n = 1 if is_for_another_server(body) or body.n is None else body.n
+    most = _MAX_CHOICES // max(1, n)
     if len(given) > most:
         raise InvalidRequest(
             f"{len(given)} prompts are too many: with this n, at most {most} can be answered", "prompt"
         )
     if len(given) > 1 and body.kv_transfer_params:
         raise InvalidRequest(f"kv_transfer_params are for one prompt, not {len(given)}", "kv_transfer_params")
-    if len(given) == 1:
-        return [await _completion_prompt(service, body, given[0], "prompt")]
-    return [await _completion_prompt(service, body, one, f"prompt[{i}]") for i, one in enumerate(given)]
+    fields = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
+    named = zip(given, fields, strict=True)
+    return [await _completion_prompt(service, body, one, field) for one, field in named]
 
 
-async def _completion_prompt(service: Service, body: CompletionRequest, prompt: Any, where: str) -> Prompt:
+async def _completion_prompt(
+    service: Service, body: CompletionRequest, prompt: OnePrompt, field: str
+) -> RenderedPrompt:
     if isinstance(prompt, str):
-        if not prompt:
-            raise InvalidRequest(f"{where} is empty", "prompt")
-        check_text(prompt, where, "prompt")
         tokens = await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
-        return Prompt(where, tokens, [], text=prompt)
-    if isinstance(prompt, list):
-        return Prompt(where, valid_tokens(service, prompt, where), [])
-    raise InvalidRequest(f"{where} must be text or a list of token ids, not {_kind(prompt)}", "prompt")
+        return RenderedPrompt(token_ids=tokens, boundaries=[], field=field, text=prompt)
+    # Only here is it known which of several prompts it is, and an echo is made of it before the core has seen it.
+    check_token_ids(np.frombuffer(raw_tokens(prompt), "<i8"), service.engine.info.vocab_size, field)
+    return RenderedPrompt(token_ids=prompt, boundaries=[], field=field)
 
 
-async def chat_prompt(service: Service, body: ChatRequest, share: ImageShare) -> Prompt:
-    rendered = await service.tokenizer.render_chat(await conversation_of(service, body, body.messages, share))
-    return Prompt("messages", rendered.token_ids, rendered.boundaries, rendered.images)
-
-
-async def conversation_of(
-    service: Service, body: TemplateFields, messages: list[Message], share: ImageShare
-) -> ChatInput:
-    """The chat with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
-    breakpoints = breakpoints_of(body, messages)
-    decoded = await service.images.decoded(messages, service.engine.tokenizer.image_markers, share)
-    return conversation(body, decoded, breakpoints)
+def raw_tokens(token_ids: Sequence[int]) -> bytes:
+    """As `GenerateRequest.prompt` has them."""
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
 
 
 def engine_request(
-    service: Service, body: SamplingFields, prompt: Prompt, request_id: str, client: str
+    service: Service, body: SamplingFields, prompt: RenderedPrompt, request_id: str, client: str
 ) -> GenerateRequest:
     """`client`: who asks. Raises InvalidRequest when the request does not fit the model."""
-    refuse_unsupported(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
     _check_length(service.engine.info.max_model_len, prompt, body)
-    allowed = body.allowed_token_ids
     return GenerateRequest(
         request_id=request_id,
-        prompt=np.array(prompt.token_ids, dtype="<i8").tobytes(),
+        prompt=raw_tokens(prompt.token_ids),
         **sampling_of(body),
-        stop_token_ids=valid_tokens(service, body.stop_token_ids or [], "stop_token_ids"),
-        allowed_token_ids=None if allowed is None else valid_tokens(service, allowed, "allowed_token_ids"),
         boundaries=prompt.boundaries,
-        images=list(prompt.images),
+        images=prompt.images,
         kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
         client=client,
     )
 
 
-def truncated(prompt: Prompt, body: SamplingFields, max_model_len: int) -> Prompt:
+def truncated(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) -> RenderedPrompt:
     """The prompt, or its last tokens where it has more than the body wants kept. -1: as many as leave room for
     `max_tokens`, or for one.
 
@@ -166,10 +103,12 @@ def truncated(prompt: Prompt, body: SamplingFields, max_model_len: int) -> Promp
         raise InvalidRequest(f"{_TRUNCATE}: {text}", _TRUNCATE)
     kept = [replace(place, position=place.position - cut) for place in prompt.boundaries if place.position > cut]
     # An echo is what the model has seen.
-    return replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
+    return msgspec.structs.replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
 
 
-async def response_options(service: Service, body: SamplingFields, prompts: Sequence[Prompt]) -> ResponseOptions:
+async def response_options(
+    service: Service, body: SamplingFields, prompts: Sequence[RenderedPrompt]
+) -> ResponseOptions:
     """What the answers show besides their text."""
     echo = [""] * len(prompts)
     if isinstance(body, CompletionRequest) and body.echo:
@@ -184,7 +123,7 @@ async def response_options(service: Service, body: SamplingFields, prompts: Sequ
     )
 
 
-def _check_length(limit: int, prompt: Prompt, body: SamplingFields) -> None:
+def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> None:
     n, max_tokens, param = len(prompt.token_ids), max_tokens_of(body), prompt.field.partition("[")[0]
     which = prompt.field if prompt.field != param else "the prompt"
     if n == 0:

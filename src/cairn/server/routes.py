@@ -4,25 +4,24 @@ from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from cairn.engine.contract import RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, client_id
 from cairn.server.forms import form_of
 from cairn.server.generate import Deadline, Job, respond
 from cairn.server.images.room import ImageShare
-from cairn.server.messages import check_text
+from cairn.server.messages import rendered_chat
 from cairn.server.prompts import (
-    Prompt,
-    chat_prompt,
     check_model,
     completion_prompts,
-    conversation_of,
     engine_request,
+    raw_tokens,
     response_options,
     truncated,
-    valid_tokens,
 )
 from cairn.server.requests import (
     ChatRequest,
@@ -61,14 +60,17 @@ async def create_completion(http: Request, body: CompletionRequest, service: Ser
 
 
 async def create_chat_completion(http: Request, body: ChatRequest, service: ServiceOfApp) -> Response:
-    async def prompts() -> list[Prompt]:
-        return [await chat_prompt(service, body, _share(http))]
+    async def prompts() -> list[RenderedPrompt]:
+        return [await rendered_chat(service, body, body.messages, _share(http))]
 
     return await _generate(http, service, body, prompts)
 
 
 async def _generate(
-    http: Request, service: Service, body: SamplingFields, make_prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]]
+    http: Request,
+    service: Service,
+    body: SamplingFields,
+    make_prompts: Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]],
 ) -> Response:
     arrived, deadline = service.clock.now(), Deadline(service.options.request_timeout)
     check_model(service, body.model)
@@ -131,18 +133,16 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) 
 
 async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
     if body.messages is not None:
-        conversation = await conversation_of(service, body, body.messages, _share(http))
-        return (await service.tokenizer.render_chat(conversation)).token_ids
-    prompt = check_text(body.prompt or "", "prompt", "prompt")
-    return await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
+        return (await rendered_chat(service, body, body.messages, _share(http))).token_ids
+    return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
-    tokens = valid_tokens(service, body.tokens, "tokens")
-    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(tokens))})
+    check_token_ids(np.frombuffer(raw_tokens(body.tokens), "<i8"), service.engine.info.vocab_size, "tokens")
+    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(body.tokens))})
 
 
 def _json(body: dict[str, Any]) -> Response:

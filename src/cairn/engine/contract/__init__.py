@@ -28,10 +28,12 @@ from cairn.engine.contract.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
+    RANGES,
     GenerateRequest,
     ImageInput,
     Pixels,
     Structure,
+    check_token_ids,
 )
 from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
 
@@ -45,6 +47,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_PROMPT_LOGPROBS",
     "MAX_SHOWN",
+    "RANGES",
     "STEP_SIZES",
     "Breakpoint",
     "CacheReport",
@@ -69,4 +72,5 @@ __all__ = [
     "Timings",
     "TokenLogprobs",
     "TransferReport",
+    "check_token_ids",
 ]
