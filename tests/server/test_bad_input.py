@@ -267,6 +267,8 @@ def test_a_bias_that_is_no_number(server, literal):
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": -5}, "max_completion_tokens"),
         (
             "/v1/chat/completions",
             CHAT | {"continue_final_message": True, "add_generation_prompt": True},

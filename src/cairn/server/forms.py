@@ -5,7 +5,6 @@ The structure is what a client asks for by OpenAI's `response_format`, vLLM's `s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -42,36 +41,32 @@ _IGNORED = frozenset(
 """Fields of `structured_outputs` that say how, not what."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """`structure`: what the engine holds the answers to. `message`: makes the message of one answer."""
-
-    structure: Structure | None
-    message: Callable[[], ChatMessage]
-
-
-async def form_of(service: Service, body: SamplingFields, prompt: RenderedPrompt) -> AnswerForm:
-    """Raises InvalidRequest naming the field."""
+async def form_of(
+    service: Service, body: SamplingFields, prompt: RenderedPrompt
+) -> tuple[Structure | None, Callable[[], ChatMessage]]:
+    """What the engine holds the answers to, and what makes the message of one answer. Raises InvalidRequest naming the
+    field."""
     structure = _structure_of(body)
     if not isinstance(body, ChatRequest):
-        return AnswerForm(structure, lambda: ChatMessage(PlainText(), service.new_id))
-    use = _tool_use(body, auto=service.options.enable_auto_tool_choice)
-    if use.structure is not None and structure is not None:
+        return structure, lambda: ChatMessage(PlainText(), service.new_id)
+    tools, forced = _tool_use(body, auto=service.options.enable_auto_tool_choice)
+    if forced is not None and structure is not None:
         raise InvalidRequest(
             f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them",
             "tool_choice",
         )
     parsers, opened = service.parsers, await _opened(service, body, prompt)
-    structure = use.structure or structure
+    structure = forced or structure
     if structure is not None and parsers.reasons:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
-    calls = None if use.structure is None else _FORCED_FORM
+    # more than one call may be told
+    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
 
     def message() -> ChatMessage:
-        parser = parsers.parser(use.tools, opened=opened, calls=calls)
-        return ChatMessage(parser, service.new_id, parallel=use.parallel)
+        parser = parsers.parser(tools, opened=opened, calls=None if forced is None else _FORCED_FORM)
+        return ChatMessage(parser, service.new_id, parallel=parallel)
 
-    return AnswerForm(structure, message)
+    return structure, message
 
 
 async def _opened(service: Service, body: ChatRequest, prompt: RenderedPrompt) -> bool:
@@ -87,38 +82,29 @@ async def _opened(service: Service, body: ChatRequest, prompt: RenderedPrompt) -
 # -- tools and tool_choice ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """`tools`: those whose calls are looked for; None for none of them. `structure`: what holds the answer to calls;
-    None where the model chooses. `parallel`: more than one call may be told."""
-
-    tools: Tools | None
-    structure: Structure | None
-    parallel: bool
-
-
-def _tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
-    """`auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice` or
-    `tools`."""
+def _tool_use(body: ChatRequest, *, auto: bool) -> tuple[Tools | None, Structure | None]:
+    """The tools whose calls are looked for, None for none of them, and what holds the answer to calls, None where the
+    model chooses. `auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice`
+    or `tools`."""
     tools = {tool["function"]["name"]: _parameters(tool) for tool in body.tools or ()}
-    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
-    parallel = body.parallel_tool_calls is not False
-    choice = body.tool_choice
+    choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if choice is None or choice == "auto":
-        return ToolUse(tools if tools and auto else None, None, parallel)
+        return (tools if tools and auto else None), None
     if choice == "none":
-        return ToolUse(None, None, parallel)
+        return None, None
     if choice == "required":
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
-        return _forced(tools, places, parallel)
+        return tools, _forced(body, tools, parallel)
     name = choice["function"]["name"]
     if name not in tools:
         raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
-    return _forced({name: tools[name]}, places, parallel=False)
+    tools = {name: tools[name]}
+    return tools, _forced(body, tools, parallel=False)
 
 
-def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
+def _forced(body: ChatRequest, tools: Tools, parallel: bool) -> Structure:
+    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
     asked = {
         "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
         "parallel": parallel,
@@ -126,7 +112,7 @@ def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
     text = _json_text(asked, "tools")
     if len(text) > _MAX_BYTES:
         raise InvalidRequest(f"tools have {len(text)} characters; at most {_MAX_BYTES} can be required", "tools")
-    return ToolUse(tools, Structure(kind="calls", text=text, field="tools"), parallel)
+    return Structure(kind="calls", text=text, field="tools")
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from cairn.engine.contract import EngineInfo, GenerateRequest, RenderedPrompt, check_token_ids
+from cairn.engine.contract import EngineInfo, GenerateRequest, RenderedPrompt, Structure, check_token_ids
 from cairn.errors import InvalidRequest, NotFound
 from cairn.server.requests import CompletionRequest, OnePrompt, SamplingFields
-from cairn.server.sampling import is_for_another_server, logprobs_of, max_tokens_field, max_tokens_of, sampling_of
+from cairn.server.sampling import is_for_another_server, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
-from cairn.server.shapes import ResponseOptions
 
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
@@ -66,7 +65,14 @@ def raw_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def engine_request(
-    service: Service, body: SamplingFields, prompt: RenderedPrompt, request_id: str, client: str
+    service: Service,
+    body: SamplingFields,
+    prompt: RenderedPrompt,
+    *,
+    request_id: str,
+    client: str,
+    structure: Structure | None,
+    bad_words: list[list[int]],
 ) -> GenerateRequest:
     """`client`: who asks. Raises InvalidRequest when the request does not fit the model."""
     if body.stream_options is not None and not body.stream:
@@ -79,6 +85,8 @@ def engine_request(
         boundaries=prompt.boundaries,
         images=prompt.images,
         kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
+        structure=structure,
+        bad_words=bad_words,
         client=client,
     )
 
@@ -106,21 +114,12 @@ def truncated(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) 
     return msgspec.structs.replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
 
 
-async def response_options(
-    service: Service, body: SamplingFields, prompts: Sequence[RenderedPrompt]
-) -> ResponseOptions:
-    """What the answers show besides their text."""
-    echo = [""] * len(prompts)
-    if isinstance(body, CompletionRequest) and body.echo:
-        echo = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
-    return ResponseOptions(
-        prompts=tuple(prompt.token_ids for prompt in prompts),
-        echo=tuple(echo),
-        token_ids=bool(body.return_token_ids),
-        logprobs=logprobs_of(body) is not None,
-        prompt_logprobs=body.prompt_logprobs is not None,
-        texts=service.token_texts,
-    )
+async def echoed(service: Service, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:
+    """The prompts, each with its text where that is to be echoed."""
+    if not (isinstance(body, CompletionRequest) and body.echo):
+        return prompts
+    texts = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
+    return [msgspec.structs.replace(one, text=text) for one, text in zip(prompts, texts, strict=True)]
 
 
 def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> None:

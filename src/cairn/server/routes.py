@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import RenderedPrompt, check_token_ids
+from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, client_id
 from cairn.server.forms import form_of
@@ -18,9 +18,9 @@ from cairn.server.messages import rendered_chat
 from cairn.server.prompts import (
     check_model,
     completion_prompts,
+    echoed,
     engine_request,
     raw_tokens,
-    response_options,
     truncated,
 )
 from cairn.server.requests import (
@@ -31,8 +31,8 @@ from cairn.server.requests import (
     TokenizeRequest,
     refuse_unsupported,
 )
+from cairn.server.response_writer import ChatWriter, CompletionWriter
 from cairn.server.service import Service
-from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
 
 Result = TypeVar("Result")
 
@@ -77,21 +77,42 @@ async def _generate(
     refuse_unsupported(body)
     max_model_len = service.engine.info.max_model_len
     prompts = [truncated(one, body, max_model_len) for one in await _in_time(http, deadline, make_prompts())]
+    return await respond(
+        http, service, await _in_time(http, deadline, _job(http, service, body, prompts, arrived, deadline))
+    )
+
+
+async def _job(
+    http: Request,
+    service: Service,
+    body: SamplingFields,
+    prompts: list[RenderedPrompt],
+    arrived: float,
+    deadline: Deadline,
+) -> Job:
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
-    # Two clients may send the same id; inside the engine an id has to be one request's alone.
-    client = client_id(http.scope)
-    requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}", client) for prompt in prompts]
-    form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
-    bad_words = await _in_time(http, deadline, service.tokenizer.bad_words(body.bad_words or []))
-    more = {"structure": form.structure, "bad_words": bad_words}
-    requests = [msgspec.structs.replace(request, **more) for request in requests]
-    shown = await _in_time(http, deadline, response_options(service, body, prompts))
-    created, model = int(service.wall()), service.options.model_name
-    shape: AnswerShape = CompletionShape(answer_id, created, model, shown)
-    if chat:
-        shape = ChatShape(answer_id, created, model, shown, form.message)
-    return await respond(http, service, Job(tuple(requests), shape, body, arrived, deadline))
+    structure, new_message = await form_of(service, body, prompts[0])
+    bad_words = await service.tokenizer.bad_words(body.bad_words or [])
+    requests = tuple(
+        engine_request(
+            service,
+            body,
+            prompt,
+            # Two clients may send the same id; inside the engine an id has to be one request's alone.
+            request_id=f"{answer_id}-{service.new_id()}",
+            client=client_id(http.scope),
+            structure=structure,
+            bad_words=bad_words,
+        )
+        for prompt in prompts
+    )
+    shown = await echoed(service, body, prompts)
+    # The core refuses more answers than that.
+    n = min(requests[0].n, MAX_ANSWERS)
+    told = (answer_id, int(service.wall()), service.options.model_name, body, shown, n, service.token_texts)
+    writer = ChatWriter(*told, new_message=new_message) if chat else CompletionWriter(*told)
+    return Job(requests, writer, arrived, deadline)
 
 
 async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, Result]) -> Result:
