@@ -8,7 +8,8 @@ import pytest
 
 from cairn.engine.contract import RenderedPrompt
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from cairn.http.middleware import BodyLimit, CatchAllErrors, Gate, HeadLimit
+from cairn.http.application import add_middleware, http_application
+from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 from cairn.server.failures import MAX_NESTING, too_deep_field
 from cairn.server.images.room import ImageRoom, ImageShare
 from cairn.server.prompts import truncated
@@ -16,7 +17,7 @@ from cairn.server.requests import CompletionRequest
 from cairn.types import Boundary
 
 
-def status(layer, path=b"/", headers=(), parts=(b"",)):
+def status(layer, headers=(), parts=(b"",)):
     """The status of a POST request through one layer of middleware, in front of an application that says 200."""
 
     async def app(scope, receive, send):
@@ -38,7 +39,6 @@ def status(layer, path=b"/", headers=(), parts=(b"",)):
             "type": "http",
             "method": "POST",
             "path": "/",
-            "raw_path": path,
             "query_string": b"",
             "headers": headers,
         }
@@ -56,9 +56,22 @@ def test_a_body_may_have_as_many_bytes_as_are_allowed(size, expected, announced)
     assert status(lambda app: BodyLimit(app, 100, 5.0), headers=headers, parts=parts) == expected
 
 
-@pytest.mark.parametrize(("size", "expected"), [(80, 200), (81, 431)])
-def test_target_and_headers_may_have_as_many_bytes_as_are_allowed(size, expected):
-    assert status(lambda app: HeadLimit(app, 100), b"/" * 10, [(b"name-of-10", b"x" * size)]) == expected
+@pytest.mark.parametrize("keys", [None, ["k"]])
+def test_an_application_has_four_layers(keys):
+    """From the outside in: who is refused early costs least."""
+    app = http_application("four", None)
+    add_middleware(
+        app,
+        gate=Gate(1),
+        gated_paths=frozenset(),
+        api_keys=keys,
+        open_paths=frozenset(),
+        max_body_bytes=1,
+        body_seconds=1.0,
+        new_id=lambda: "id",
+    )
+    layers = [layer.cls for layer in app.user_middleware]
+    assert layers == [RequestIds, *([ApiKey] if keys else []), GateKeeper, BodyLimit]
 
 
 def test_as_many_requests_may_be_open_as_are_allowed_and_all_are_waited_for():
@@ -130,7 +143,7 @@ def test_a_bug_behind_the_start_of_an_answer_gets_no_second_one(started):
             sent.append(message.get("status"))
 
         with pytest.raises(ZeroDivisionError) if started else contextlib.nullcontext():
-            await CatchAllErrors(app)({"type": "http", "path": "/", "headers": []}, None, send)
+            await RequestIds(app, lambda: "id")({"type": "http", "path": "/", "headers": []}, None, send)
         return sent[0], sent.count(None)
 
     assert asyncio.run(play()) == ((200, 0) if started else (500, 1))

@@ -10,18 +10,7 @@ from starlette.responses import Response
 from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.failures import error_response, failed
-from cairn.http.middleware import (
-    ApiKey,
-    BodyLimit,
-    CatchAllErrors,
-    Gate,
-    GateKeeper,
-    HeadLimit,
-    LingeringClose,
-    RequestIds,
-)
-
-_MAX_HEAD_BYTES = 1 << 15
+from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 
 
 def http_application(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -58,10 +47,7 @@ def add_middleware(
     app.add_middleware(GateKeeper, gate=gate, paths=gated_paths)
     if api_keys:
         app.add_middleware(ApiKey, api_keys=api_keys, open_paths=open_paths)
-    app.add_middleware(CatchAllErrors)
     app.add_middleware(RequestIds, new_id=new_id)
-    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
-    app.add_middleware(LingeringClose)
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

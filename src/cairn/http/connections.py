@@ -1,17 +1,24 @@
-"""One HTTP connection with deadlines of its own: before any application sees a request, and behind its answer."""
+"""One HTTP connection with limits of its own: before any application sees a request, and behind its answer."""
 
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import h11
 import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.failures import error_body
+
+_MAX_HEAD_BYTES = 1 << 15
+_LINGER_SECONDS = 2.0
+_LINGER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +78,24 @@ class _Timer:
             self._handle = None
 
 
+class _BoundedHeads(h11.Connection):
+    """h11's own bound is for heads that are not complete yet; what comes at once may have more."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
+            if size > _MAX_HEAD_BYTES:
+                raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+        return event
+
+
 class Connection(H11Protocol):
     """uvicorn's connection. Clients that take for ever to send their headers, or to read their answers, lose it."""
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _BoundedHeads(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._deadlines = deadlines
         self._limit = limit
         self._head = _Timer(self.loop, deadlines.head, self._head_missed)
@@ -163,3 +183,60 @@ class Connection(H11Protocol):
         self._head.cancel()
         self.transport.close()
         self._stall.start()
+
+
+class LingeringClose:
+    """Ends the connection behind an answer that comes before its request's body is over: refused for its size, its
+    sender or its target.
+
+    A connection closed at once would be reset, and the client, which is still writing, might never see the answer.
+    So the answer goes out whole, what still comes is thrown away for a moment, a bounded number of bytes, and then the
+    connection is closed (RFC 9112, section 9.6).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
+            return await self._app(scope, receive, send)
+        unread, closing = True, False
+
+        async def watched_receive() -> Message:
+            nonlocal unread
+            message = await receive()
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                unread = False
+            return message
+
+        async def closing_send(message: Message) -> None:
+            nonlocal closing
+            if unread and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            elif unread and message["type"] == "http.response.body" and not message.get("more_body", False):
+                closing, message = True, {**message, "more_body": True}
+            await send(message)
+
+        await self._app(scope, watched_receive, closing_send)
+        if closing:
+            await _discard(receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on until the body is over, the client has left, or it has been enough."""
+    left = _LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+            # The client reads the answer once it can write no more.
+            await asyncio.sleep(_LINGER_SECONDS)

@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from cairn.http.application import add_middleware, http_application
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.failures import install_error_handlers
-from cairn.server.images.room import ImageShares
 from cairn.server.log_lines import ThroughputLine
 from cairn.server.openapi import document
 from cairn.server.service import Service
@@ -46,7 +45,6 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(cache_routes.router())
     install_error_handlers(app)
     app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
-    app.add_middleware(ImageShares, room=service.images.room)
     add_middleware(
         app,
         gate=service.gate,

@@ -1,6 +1,6 @@
 """The endpoints that make work: completions, chat completions, tokenize, detokenize."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -46,6 +46,18 @@ def service_of(request: Request) -> Service:
 ServiceOfApp = Annotated[Service, Depends(service_of)]
 
 
+async def image_share(request: Request, service: ServiceOfApp) -> AsyncIterator[ImageShare]:
+    """A request's share of the room for images, until the last byte of its answer is sent."""
+    share = ImageShare(service.images.room, client_id(request.scope))
+    try:
+        yield share
+    finally:
+        share.keep(0)
+
+
+ShareOfRequest = Annotated[ImageShare, Depends(image_share)]
+
+
 def router() -> APIRouter:
     routes = APIRouter()
     routes.add_api_route("/v1/completions", create_completion, methods=["POST"], response_model=None)
@@ -59,9 +71,11 @@ async def create_completion(http: Request, body: CompletionRequest, service: Ser
     return await _generate(http, service, body, lambda: completion_prompts(service, body))
 
 
-async def create_chat_completion(http: Request, body: ChatRequest, service: ServiceOfApp) -> Response:
+async def create_chat_completion(
+    http: Request, body: ChatRequest, service: ServiceOfApp, share: ShareOfRequest
+) -> Response:
     async def prompts() -> list[RenderedPrompt]:
-        return [await rendered_chat(service, body, body.messages, _share(http))]
+        return [await rendered_chat(service, body, body.messages, share)]
 
     return await _generate(http, service, body, prompts)
 
@@ -124,24 +138,19 @@ async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, 
         raise deadline.missed() from None
 
 
-def _share(http: Request) -> ImageShare:
-    share: ImageShare = http.scope["cairn.images"]
-    return share
-
-
 def _request_id(http: Request, body: SamplingFields) -> str:
     own: str = http.scope["cairn.request_id"]
     given: bool = http.scope["cairn.request_id_given"]
     return own if given or body.request_id is None else body.request_id
 
 
-async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> Response:
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp, share: ShareOfRequest) -> Response:
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
-    tokens = await _in_time(http, deadline, _tokens_of(http, body, service))
+    tokens = await _in_time(http, deadline, _tokens_of(body, service, share))
     return _json(
         {
             "count": len(tokens),
@@ -152,9 +161,9 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) 
     )
 
 
-async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
+async def _tokens_of(body: TokenizeRequest, service: Service, share: ImageShare) -> list[int]:
     if body.messages is not None:
-        return (await rendered_chat(service, body, body.messages, _share(http))).token_ids
+        return (await rendered_chat(service, body, body.messages, share)).token_ids
     return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
 
 
