@@ -54,8 +54,9 @@ async def _completion_prompt(
     if isinstance(prompt, str):
         tokens = await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
         return RenderedPrompt(token_ids=tokens, boundaries=[], field=field, text=prompt)
-    # Only here is it known which of several prompts it is, and an echo is made of it before the core has seen it.
-    check_token_ids(np.frombuffer(raw_tokens(prompt), "<i8"), service.engine.info.vocab_size, field)
+    if body.echo or body.truncate_prompt_tokens is not None or field != "prompt":
+        # The core sees neither what is echoed or cut off before, nor which of several prompts this is.
+        check_token_ids(np.array(prompt, np.int64), service.engine.info.vocab_size, field)
     return RenderedPrompt(token_ids=prompt, boundaries=[], field=field)
 
 

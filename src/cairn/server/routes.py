@@ -1,11 +1,14 @@
 """The endpoints that make work: completions, chat completions, tokenize, detokenize."""
 
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
@@ -20,7 +23,6 @@ from cairn.server.prompts import (
     completion_prompts,
     echoed,
     engine_request,
-    raw_tokens,
     truncated,
 )
 from cairn.server.requests import (
@@ -58,8 +60,30 @@ async def image_share(request: Request, service: ServiceOfApp) -> AsyncIterator[
 ShareOfRequest = Annotated[ImageShare, Depends(image_share)]
 
 
+class JsonBodyRoute(APIRoute):
+    """Reads bodies in half the time that `json` takes, which still reads what msgspec does not take: NaN, infinity and
+    half a surrogate pair, so that they can be refused by their field."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            request.json = partial(_json_of, request)  # type: ignore[method-assign]
+            return await handle(request)
+
+        return handle_json
+
+
+async def _json_of(request: Request) -> Any:
+    body = await request.body()
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return json.loads(body)
+
+
 def router() -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=JsonBodyRoute)
     routes.add_api_route("/v1/completions", create_completion, methods=["POST"], response_model=None)
     routes.add_api_route("/v1/chat/completions", create_chat_completion, methods=["POST"], response_model=None)
     routes.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
@@ -171,7 +195,7 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfA
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
-    check_token_ids(np.frombuffer(raw_tokens(body.tokens), "<i8"), service.engine.info.vocab_size, "tokens")
+    check_token_ids(np.array(body.tokens, np.int64), service.engine.info.vocab_size, "tokens")
     return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(body.tokens))})
 
 
