@@ -68,7 +68,7 @@ def test_what_is_too_much_without_having_been_asked_for(server):
         ([1, 10**30], "prompt[1] must be below 9223372036854775808"),
         ([1, "a"], "prompt[1] must be a whole number, not text"),
         ([1, True], "prompt[1] must be a whole number, not a boolean"),
-        ([1, 2.0], "prompt[1] must be a whole number, not a number with a fraction"),
+        ([1, 2.0], "prompt[1] must be a whole number, not a fraction"),
         ([None], "prompt[0] must be a whole number, not null"),
     ],
 )

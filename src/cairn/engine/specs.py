@@ -19,7 +19,6 @@ from cairn.engine.contract import (
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.transfers.kv_transfer import TransferTerms
-from cairn.engine.wire import MAX_ID
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.step import Image
@@ -28,8 +27,7 @@ from cairn.types import Keys, RequestId, SamplingParams
 _INT64 = 1 << 63
 _MAX_WORD_TOKENS = 1088
 """A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""
-_MAX_BOUNDARIES = 1 << 16
-_MAX_TRANSFER_PARAMS = 4 << 20
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def key_tokens(request: GenerateRequest) -> Keys:
@@ -54,16 +52,10 @@ def transfer_params(request: GenerateRequest) -> object:
 
 def check_request(request: GenerateRequest) -> None:
     """Hold a request to what a core may rely on: the one check of ranges. Raises InvalidRequest naming the field."""
-    if not 1 <= len(request.request_id) <= MAX_ID:
-        raise InvalidRequest(f"request_id must have 1 to {MAX_ID} characters", "request_id")
-    if len(request.client) > MAX_ID:
-        raise InvalidRequest(f"client has {len(request.client)} characters; at most {MAX_ID} are taken", "client")
     if not request.prompt:
         raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
     if len(request.prompt) % 8:
         raise InvalidRequest(f"prompt must be int64 tokens; {len(request.prompt)} bytes are no multiple of 8", "prompt")
-    if len(request.boundaries) > _MAX_BOUNDARIES:
-        raise InvalidRequest(f"boundaries has more than {_MAX_BOUNDARIES} entries", "boundaries")
     holds = sum(boundary.hold_seconds > 0 for boundary in request.boundaries)
     if holds > MAX_BREAKPOINTS:
         raise InvalidRequest(f"{holds} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries")
@@ -75,11 +67,6 @@ def check_request(request: GenerateRequest) -> None:
                 param = where if name.endswith("]") else name.removesuffix(".*")
                 raise InvalidRequest(f"{where} must be {allowed}, not {value:g}", param)
     _check_together(request)
-    size = len(request.kv_transfer_params or b"")
-    if size > _MAX_TRANSFER_PARAMS:
-        raise InvalidRequest(
-            f"kv_transfer_params takes {size} bytes; at most {_MAX_TRANSFER_PARAMS} are read", "kv_transfer_params"
-        )
 
 
 def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
@@ -113,14 +100,8 @@ def _check_together(request: GenerateRequest) -> None:
 
 def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
     return SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in _SAMPLED},
         seed=seed,
-        min_p=request.min_p,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-        repetition_penalty=request.repetition_penalty,
         logit_bias=tuple(sorted(request.logit_bias.items())),
         allowed_tokens=tuple(sorted(set(request.allowed_token_ids or ()))),
         bad_words=tuple(sorted(set(map(tuple, request.bad_words)))),

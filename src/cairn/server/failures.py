@@ -43,9 +43,7 @@ _OF_KIND: Mapping[str, str] = MappingProxyType(
         "int_type": "must be a whole number",
         "float_type": "must be a number",
         "list_type": "must be a list",
-        "dict_type": "must be an object",
-        "model_attributes_type": "must be an object",
-        "model_type": "must be an object",
+        **dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "must be an object"),
         WRONG_KIND: "{msg}",
     }
 )
@@ -120,7 +118,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         steps.append("type")
     context = {name: str(value).replace("'", '"') for name, value in first.get("ctx", {}).items()}
-    rule = _RULES.get(first["type"], first["msg"]).format_map({**context, "msg": first["msg"]})
+    rule = _RULES.get(first["type"], "is wrong: {msg}").format_map({**context, "msg": first["msg"]})
     if first["type"] in _OF_KIND:
         rule += f", not {_kind(first['input'])}"
     elif not rule.endswith("missing"):

@@ -28,15 +28,10 @@ _MAX_BYTES = 1 << 19
 
 _KINDS = ("json", "regex", "choice", "grammar")
 _IGNORED = frozenset(
-    {
-        "backend",
-        "disable_additional_properties",
-        "disable_any_whitespace",
-        "disable_fallback",
-        "whitespace_pattern",
-        "_backend",
-        "_backend_was_auto",
-    }
+    (
+        *("backend", "disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
+        *("whitespace_pattern", "_backend", "_backend_was_auto"),
+    )
 )
 """Fields of `structured_outputs` that say how, not what."""
 

@@ -33,6 +33,9 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """By path: the types whose fields the body of a 200 has, for the paths that answer with JSON."""
 
+_REQUEST_ID: Mapping[str, Any] = MappingProxyType(
+    {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}}
+)
 _CHUNKS: Mapping[str, Any] = MappingProxyType(
     {"/v1/completions": answers.CompletionChunk, "/v1/chat/completions": answers.ChatChunk}
 )
@@ -57,12 +60,13 @@ def document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[st
     """`gated`: paths that make work; `open_paths`: those that need no key."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     locked = bool(service.options.api_key)
-    for path, operation, method in _operations(found):
+    operations = [(path, method, one) for path, methods in found["paths"].items() for method, one in methods.items()]
+    for path, method, operation in operations:
         responses = operation["responses"]
         responses.pop("422", None)
         responses["200"] = {"description": "done", **_content(path)}
         if path in gated:
-            operation.setdefault("parameters", []).append(_request_id())
+            operation.setdefault("parameters", []).append(dict(_REQUEST_ID))
         for status in _refusals(path, method, operation, gated):
             responses[str(status)] = _refusal(path, status)
         if locked and path not in open_paths:
@@ -81,19 +85,8 @@ def document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[st
     return found
 
 
-def _operations(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    for path, operations in found["paths"].items():
-        for method, operation in operations.items():
-            yield path, operation, method
-
-
 def _reference(kind: Any) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
-
-
-def _request_id() -> Schema:
-    schema = {"type": "string", "pattern": "^[!-~]{1,128}$"}
-    return {"name": "X-Request-Id", "in": "header", "required": False, "schema": schema}
 
 
 def _content(path: str) -> Schema:
@@ -128,10 +121,8 @@ def _refusals(path: str, method: str, operation: dict[str, Any], gated: Set[str]
 
 def _refusal(path: str, status: int) -> Schema:
     kind = answers.StatusResponse if status == 503 and path in _PROBES else answers.ErrorResponse
-    refusal: Schema = {
-        "description": _REFUSALS[status],
-        "content": {"application/json": {"schema": _reference(kind)}},
-    }
+    content = {"application/json": {"schema": _reference(kind)}}
+    refusal: Schema = {"description": _REFUSALS[status], "content": content}
     if status == 429:
         refusal["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
     return refusal

@@ -31,33 +31,23 @@ _INT64 = 1 << 63
 _MAX_MESSAGES = 16_384
 _MAX_TOOLS = 1024
 
+_NOTHING = "allowed_token_ids audio chat_template prediction prompt_embeds reasoning_effort truncate_prompt_tokens"
+_EMPTY = "bad_words documents functions logits_processors tools"
+_FALSE = "continue_final_message echo return_token_strs use_beam_search"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "allowed_token_ids": (None,),
-        "audio": (None,),
-        "bad_words": (None, []),
+        **dict.fromkeys(_NOTHING.split(), (None,)),
+        **dict.fromkeys(_EMPTY.split(), (None, [])),
+        **dict.fromkeys(_FALSE.split(), (None, False)),
         "best_of": (None, 1),
-        "chat_template": (None,),
         "chat_template_kwargs": (None, {}),
-        "continue_final_message": (None, False),
-        "documents": (None, []),
-        "echo": (None, False),
         "function_call": (None, "none"),
-        "functions": (None, []),
         "length_penalty": (None, 1, 1.0),
-        "logits_processors": (None, []),
         "modalities": (None, ["text"]),
-        "prediction": (None,),
-        "prompt_embeds": (None,),
-        "reasoning_effort": (None,),
-        "return_token_strs": (None, False),
         "spaces_between_special_tokens": (None, True),
         "suffix": (None, ""),
         "tool_choice": (None, "none"),
-        "tools": (None, []),
         "top_logprobs": (None, 0),
-        "truncate_prompt_tokens": (None,),
-        "use_beam_search": (None, False),
     }
 )
 """Fields that are not supported yet, with the values that ask for nothing."""
@@ -96,9 +86,11 @@ def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 TokenIds: TypeAlias = Annotated[list[_TokenId], Field(fail_fast=True), WrapValidator(_token_ids)]
 
 
+_KINDS: Mapping[type, str] = MappingProxyType({str: "text", list: "list", dict: "object"})
+
+
 def _kind(value: Any) -> str | None:
-    kinds: tuple[tuple[type, str], ...] = ((str, "text"), (list, "list"), (dict, "object"))
-    return next((kind for known, kind in kinds if isinstance(value, known)), None)
+    return _KINDS.get(type(value))
 
 
 def _by_kind(wanted: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
@@ -130,8 +122,6 @@ IgnoredUnlessText: TypeAlias = Annotated[
     Unicode | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)
 ]
 BadWord: TypeAlias = Annotated[str, Field(max_length=256, json_schema_extra={"pattern": "[!-~]"})]
-
-
 ModelName: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "format": "model-name"})]
 TokenKey: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,12}$")]
 BiasValue: TypeAlias = Annotated[float, WithJsonSchema({"type": "number", **RANGES["logit_bias.*"].schema()})]
@@ -287,17 +277,10 @@ class TemplateSwitches(TypedDict, total=False):
 
 
 @with_config(_STRICT)
-class TextFormat(TypedDict):
-    """Any text."""
+class PlainFormat(TypedDict):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-@with_config(_STRICT)
-class JsonObjectFormat(TypedDict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 @with_config(_STRICT)
@@ -316,7 +299,7 @@ class JsonSchemaFormat(TypedDict):
     json_schema: SchemaHolder
 
 
-ResponseFormat: TypeAlias = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat: TypeAlias = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 @with_config(_STRICT)

@@ -88,10 +88,10 @@ class ResponseWriter(ABC):
         if piece is None:
             return None
         # In a stream, `kv_transfer_params` that say null would only be in the way.
-        params = output.kv_transfer_params
-        return self._body(self.chunk_kind, [piece]) | (
-            {} if params is None else {"kv_transfer_params": msgspec.Raw(params)}
-        )
+        chunk = self._body(self.chunk_kind, [piece])
+        if output.kv_transfer_params is not None:
+            chunk["kv_transfer_params"] = msgspec.Raw(output.kv_transfer_params)
+        return chunk
 
     @abstractmethod
     def _piece(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:

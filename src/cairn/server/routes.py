@@ -17,12 +17,12 @@ from cairn.http.clients import cancel_on_disconnect, client_id
 from cairn.server.forms import form_of
 from cairn.server.generate import Deadline, Job, respond
 from cairn.server.images.room import ImageShare
-from cairn.server.messages import rendered_chat
 from cairn.server.prompts import (
     check_model,
     completion_prompts,
     echoed,
     engine_request,
+    rendered_chat,
     truncated,
 )
 from cairn.server.requests import (
@@ -104,30 +104,20 @@ async def create_chat_completion(
     return await _generate(http, service, body, prompts)
 
 
-async def _generate(
-    http: Request,
-    service: Service,
-    body: SamplingFields,
-    make_prompts: Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]],
-) -> Response:
-    arrived, deadline = service.clock.now(), Deadline(service.options.request_timeout)
+Prompts = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
+
+
+async def _generate(http: Request, service: Service, body: SamplingFields, make_prompts: Prompts) -> Response:
+    deadline = Deadline(service.options.request_timeout)
+    job = await _in_time(http, deadline, _job(http, service, body, make_prompts, deadline))
+    return await respond(http, service, job)
+
+
+async def _job(http: Request, service: Service, body: SamplingFields, make_prompts: Prompts, deadline: Deadline) -> Job:
+    arrived, max_model_len = service.clock.now(), service.engine.info.max_model_len
     check_model(service, body.model)
     refuse_unsupported(body)
-    max_model_len = service.engine.info.max_model_len
-    prompts = [truncated(one, body, max_model_len) for one in await _in_time(http, deadline, make_prompts())]
-    return await respond(
-        http, service, await _in_time(http, deadline, _job(http, service, body, prompts, arrived, deadline))
-    )
-
-
-async def _job(
-    http: Request,
-    service: Service,
-    body: SamplingFields,
-    prompts: list[RenderedPrompt],
-    arrived: float,
-    deadline: Deadline,
-) -> Job:
+    prompts = [truncated(one, body, max_model_len) for one in await make_prompts()]
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
     structure, new_message = await form_of(service, body, prompts[0])
@@ -175,14 +165,8 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp, 
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     tokens = await _in_time(http, deadline, _tokens_of(body, service, share))
-    return _json(
-        {
-            "count": len(tokens),
-            "max_model_len": service.engine.info.max_model_len,
-            "tokens": tokens,
-            "token_strs": None,
-        }
-    )
+    limit = service.engine.info.max_model_len
+    return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
 
 async def _tokens_of(body: TokenizeRequest, service: Service, share: ImageShare) -> list[int]:

@@ -66,6 +66,10 @@ _INT31 = 1 << 31
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
+        "request_id": Range(1, 256, lengths="characters"),
+        "client": Range(0, 256, lengths="characters"),
+        "boundaries": Range(0, 1 << 16, lengths="places"),
+        "kv_transfer_params": Range(0, 4 << 20, lengths="bytes"),
         "n": Range(1, MAX_ANSWERS),
         "max_tokens": Range(1, _INT31 - 1),
         "temperature": Range(0, 100),
