@@ -27,14 +27,7 @@ _MAX_NAME = 64
 _SHOWN_INPUT = 80
 
 _KINDS: Mapping[type, str] = MappingProxyType(
-    {
-        str: "text",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number with a fraction",
-        list: "a list",
-        dict: "an object",
-    }
+    {str: "text", bool: "a boolean", int: "a number", float: "a fraction", list: "a list", dict: "an object"}
 )
 _OF_KIND: Mapping[str, str] = MappingProxyType(
     {
@@ -51,19 +44,17 @@ _RULES: Mapping[str, str] = MappingProxyType(
     {
         **_OF_KIND,
         "string_unicode": "is not valid Unicode",
-        "string_too_short": "must not be empty",
+        **dict.fromkeys(("too_short", "string_too_short"), "must not be empty"),
+        **dict.fromkeys(("missing", "union_tag_not_found"), "is missing"),
         "string_too_long": "must have at most {max_length} characters",
         "string_pattern_mismatch": "must match {pattern}",
-        "too_short": "must not be empty",
         "too_long": "must have at most {max_length} entries",
         "greater_than_equal": "must be at least {ge}",
         "less_than": "must be below {lt}",
         "finite_number": "must be a finite number",
         "literal_error": "must be {expected}",
         "union_tag_invalid": "must be one of {expected_tags}",
-        "union_tag_not_found": "is missing",
         "extra_forbidden": "is not supported: leave it out",
-        "missing": "is missing",
     }
 )
 """pydantic's types of errors in plain words."""

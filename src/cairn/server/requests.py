@@ -178,10 +178,10 @@ class ImagePart(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-Part: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+ContentPart: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
-Content: TypeAlias = Annotated[
-    Annotated[Unicode, Tag("text")] | Annotated[list[Part], Tag("list")], _by_kind("text or a list of parts")
+MessageContent: TypeAlias = Annotated[
+    Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")], _by_kind("text or a list of parts")
 ]
 
 
@@ -210,7 +210,7 @@ class Message(BaseModel):
     model_config = _STRICT
 
     role: str = Field(min_length=1, max_length=64)
-    content: Content | None = None
+    content: MessageContent | None = None
     name: str | None = Field(None, max_length=256)
     tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
@@ -253,7 +253,7 @@ def _as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return value
 
 
-Tools: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=_MAX_TOOLS)]
+ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=_MAX_TOOLS)]
 ToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("object")],
     _by_kind('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
@@ -385,7 +385,7 @@ class TemplateFields(BaseModel):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    tools: Tools | None = None
+    tools: ToolList | None = None
     chat_template_kwargs: TemplateSwitches | None = None
 
 
