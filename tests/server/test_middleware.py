@@ -8,7 +8,7 @@ import pytest
 
 from cairn.engine.contract import RenderedPrompt
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from cairn.http.application import add_middleware, http_application
+from cairn.http.application import http_application
 from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 from cairn.server.failures import MAX_NESTING, too_deep_field
 from cairn.server.images.room import ImageRoom, ImageShare
@@ -59,9 +59,9 @@ def test_a_body_may_have_as_many_bytes_as_are_allowed(size, expected, announced)
 @pytest.mark.parametrize("keys", [None, ["k"]])
 def test_an_application_has_four_layers(keys):
     """From the outside in: who is refused early costs least."""
-    app = http_application("four", None)
-    add_middleware(
-        app,
+    app = http_application(
+        "four",
+        None,
         gate=Gate(1),
         gated_paths=frozenset(),
         api_keys=keys,

@@ -2,11 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import h11
 import msgspec
@@ -58,26 +57,6 @@ class ConnectionLimit:
         self._idle[connection] = None
 
 
-class _Timer:
-    """Calls a function once, so many seconds after `start`, unless it is cancelled first."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, call: Callable[[], None]) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._call = call
-        self._handle: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Does nothing while it runs."""
-        if self._handle is None:
-            self._handle = self._loop.call_later(self._seconds, self._call)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-
 class _BoundedHeads(h11.Connection):
     """h11's own bound is for heads that are not complete yet; what comes at once may have more."""
 
@@ -98,31 +77,40 @@ class Connection(H11Protocol):
         self.conn = _BoundedHeads(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._deadlines = deadlines
         self._limit = limit
-        self._head = _Timer(self.loop, deadlines.head, self._head_missed)
-        self._stall = _Timer(self.loop, deadlines.stall, lambda: self.transport.abort())
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._heard = False
+
+    def _start(self, name: Literal["head", "stall"]) -> None:
+        """Give the client so long for this, if it has not been given it already."""
+        if name not in self._timers:
+            missed = self._head_missed if name == "head" else self.transport.abort
+            self._timers[name] = self.loop.call_later(getattr(self._deadlines, name), missed)
+
+    def _cancel(self, name: Literal["head", "stall"]) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
     # -- the head of a request -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head.start()
+        self._start("head")
         self._limit.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._heard, before = True, self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._head.cancel()
+            self._cancel("head")
         elif self._between_requests():
-            self._head.start()
+            self._start("head")
         if not self._between_requests():
             self._limit.mark_busy(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.remove(self)
-        self._head.cancel()
-        self._stall.cancel()
+        self._cancel("head")
+        self._cancel("stall")
         super().connection_lost(exc)
 
     def _between_requests(self) -> bool:
@@ -168,21 +156,21 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall.start()
+        self._start("stall")
 
     def resume_writing(self) -> None:
-        self._stall.cancel()
+        self._cancel("stall")
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._stall.start()
+        self._start("stall")
 
     def close(self) -> None:
         """What has been written still goes out, if the client reads it."""
-        self._head.cancel()
+        self._cancel("head")
         self.transport.close()
-        self._stall.start()
+        self._start("stall")
 
 
 class LingeringClose:

@@ -142,7 +142,6 @@ def in_range(name: str) -> Any:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-@with_config(_STRICT)
 class CacheControl(TypedDict):
     """Anthropic's mark: the prompt up to here is to be held."""
 
@@ -150,7 +149,6 @@ class CacheControl(TypedDict):
     ttl: NotRequired[Literal["5m", "1h"] | None]
 
 
-@with_config(_STRICT)
 class TextPart(TypedDict):
     """A part of a message's content."""
 
@@ -159,14 +157,12 @@ class TextPart(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-@with_config(_STRICT)
 class ImageUrl(TypedDict):
     """Where an image is: a data URI, http or https. `detail` changes nothing."""
 
     url: Text
 
 
-@with_config(_STRICT)
 class ImagePart(TypedDict):
     """An image in a message's content."""
 
@@ -195,7 +191,6 @@ class CalledFunction(TypedDict):
     ]
 
 
-@with_config(_STRICT)
 class ToolCall(TypedDict):
     """A tool call of an earlier answer."""
 
@@ -227,7 +222,6 @@ class Message(BaseModel):
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-@with_config(_STRICT)
 class Function(TypedDict):
     """What a tool is called, what it does, and the JSON schema of its parameters."""
 
@@ -238,7 +232,6 @@ class Function(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-@with_config(_STRICT)
 class Tool(TypedDict):
     """What the model may call."""
 
@@ -276,14 +269,12 @@ class TemplateSwitches(TypedDict, total=False):
 # -- the form of an answer ---------------------------------------------------------------------------------------------
 
 
-@with_config(_STRICT)
 class PlainFormat(TypedDict):
     """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-@with_config(_STRICT)
 class SchemaHolder(TypedDict, total=False):
     """The JSON schema of `response_format`. `json_schema`: another name of `schema`."""
 
@@ -291,7 +282,6 @@ class SchemaHolder(TypedDict, total=False):
     json_schema: JsonSchema
 
 
-@with_config(_STRICT)
 class JsonSchemaFormat(TypedDict):
     """JSON that is valid by a schema."""
 
@@ -302,7 +292,6 @@ class JsonSchemaFormat(TypedDict):
 ResponseFormat: TypeAlias = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-@with_config(_STRICT)
 class StructuredOutputs(TypedDict, total=False):
     """vLLM's: one of these. Other fields say how, not what, and are ignored."""
 
