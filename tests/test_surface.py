@@ -130,8 +130,8 @@ EXPORTED = {
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
-    "MAX_ALLOWED_TOKENS MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
-    "MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
+    "MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
+    "MAX_PROMPT_LOGPROBS MAX_SHOWN "
     "Pixels RANGES RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
     "Timings TokenLogprobs TransferReport check_token_ids",
     "cairn.engine.core": "Core",

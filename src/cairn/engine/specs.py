@@ -65,7 +65,7 @@ def check_request(request: GenerateRequest) -> None:
         for where, value in _values(request, name):
             if value not in allowed:
                 param = where if name.endswith("]") else name.removesuffix(".*")
-                raise InvalidRequest(f"{where} must be {allowed}, not {value:g}", param)
+                raise InvalidRequest(f"{where} must be {allowed}, not {value}", param)
     _check_together(request)
 
 
@@ -84,9 +84,7 @@ def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
 
 def _check_together(request: GenerateRequest) -> None:
     """What no range says. Raises InvalidRequest that names the field."""
-    num_prompt_tokens, salt = len(request.prompt) // 8, request.cache_salt
-    if salt is not None and any(map(str.isspace, salt)):
-        raise InvalidRequest("cache_salt must have no spaces", "cache_salt")
+    num_prompt_tokens = len(request.prompt) // 8
     if any(not 1 <= len(word) <= _MAX_WORD_TOKENS for word in request.bad_words):
         raise InvalidRequest(f"bad_words must have 1 to {_MAX_WORD_TOKENS} tokens each", "bad_words")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:

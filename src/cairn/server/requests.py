@@ -342,7 +342,7 @@ class SamplingFields(BaseModel):
     truncate_prompt_tokens: TruncateTo | None = None
     prompt_logprobs: Int64 | None = in_range("prompt_logprobs")
     priority: Int64 | None = in_range("priority")
-    cache_salt: Unicode | None = in_range("cache_salt")
+    cache_salt: str | None = Field(None, pattern=r"^\S+$", json_schema_extra=RANGES["cache_salt"].schema())
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False

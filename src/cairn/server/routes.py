@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -104,20 +104,20 @@ async def create_chat_completion(
     return await _generate(http, service, body, prompts)
 
 
-Prompts = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
+MakePrompts: TypeAlias = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
 
 
-async def _generate(http: Request, service: Service, body: SamplingFields, make_prompts: Prompts) -> Response:
+async def _generate(http: Request, service: Service, body: SamplingFields, make: MakePrompts) -> Response:
     deadline = Deadline(service.options.request_timeout)
-    job = await _in_time(http, deadline, _job(http, service, body, make_prompts, deadline))
+    job = await _in_time(http, deadline, _job(http, service, body, make, deadline))
     return await respond(http, service, job)
 
 
-async def _job(http: Request, service: Service, body: SamplingFields, make_prompts: Prompts, deadline: Deadline) -> Job:
+async def _job(http: Request, service: Service, body: SamplingFields, make: MakePrompts, deadline: Deadline) -> Job:
     arrived, max_model_len = service.clock.now(), service.engine.info.max_model_len
     check_model(service, body.model)
     refuse_unsupported(body)
-    prompts = [truncated(one, body, max_model_len) for one in await make_prompts()]
+    prompts = [truncated(one, body, max_model_len) for one in await make()]
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
     structure, new_message = await form_of(service, body, prompts[0])

@@ -20,13 +20,10 @@ from cairn.engine.contract.output import (
     TransferReport,
 )
 from cairn.engine.contract.request import (
-    MAX_ALLOWED_TOKENS,
     MAX_ANSWERS,
     MAX_BAD_WORDS,
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     RANGES,
     GenerateRequest,
@@ -38,13 +35,10 @@ from cairn.engine.contract.request import (
 from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
 
 __all__ = [
-    "MAX_ALLOWED_TOKENS",
     "MAX_ANSWERS",
     "MAX_BAD_WORDS",
     "MAX_BREAKPOINTS",
     "MAX_HOLD_SECONDS",
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
     "MAX_PROMPT_LOGPROBS",
     "MAX_SHOWN",
     "RANGES",

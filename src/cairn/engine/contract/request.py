@@ -17,17 +17,8 @@ MAX_BREAKPOINTS = 4
 MAX_ANSWERS = 128
 """Most answers to one prompt."""
 
-MAX_LOGPROBS = 20
-"""Most of the best tokens that are told of beside each."""
-
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Most tokens that are told of because of one prompt."""
-
-MAX_LOGIT_BIAS = 1024
-"""Most tokens whose logits one request may change."""
-
-MAX_ALLOWED_TOKENS = 1024
-"""Most tokens that one request's answers may be limited to."""
 
 MAX_BAD_WORDS = 128
 """Most texts that one request may keep out of its answers; each is spelled in up to two ways."""
@@ -80,15 +71,15 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "presence_penalty": Range(-2, 2),
         "repetition_penalty": Range(0, 100, above=True),
         "min_tokens": Range(0, _INT31 - 1),
-        "logprobs": Range(0, MAX_LOGPROBS),
-        "prompt_logprobs": Range(0, MAX_LOGPROBS),
+        "logprobs": Range(0, 20),
+        "prompt_logprobs": Range(0, 20),
         "priority": Range(-_INT31, _INT31 - 1),
         "stop": Range(0, 16, lengths="texts"),
         "stop[]": Range(1, 256, lengths="characters"),
         "stop_token_ids": Range(0, 64, lengths="token ids"),
-        "logit_bias": Range(0, MAX_LOGIT_BIAS, lengths="pairs"),
+        "logit_bias": Range(0, 1024, lengths="pairs"),
         "logit_bias.*": Range(-100, 100),
-        "allowed_token_ids": Range(1, MAX_ALLOWED_TOKENS, lengths="token ids"),
+        "allowed_token_ids": Range(1, 1024, lengths="token ids"),
         "bad_words": Range(0, 2 * MAX_BAD_WORDS, lengths="spellings"),
         "cache_salt": Range(1, 128, lengths="characters"),
     }
