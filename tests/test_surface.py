@@ -131,10 +131,10 @@ EXPORTED = {
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
-    "MAX_ALLOWED_TOKENS MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
-    "MAX_LOGIT_BIAS MAX_LOGPROBS MAX_PROMPT_LOGPROBS MAX_SHOWN "
-    "Pixels RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
-    "Timings TokenLogprobs TransferReport",
+    "MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
+    "MAX_PROMPT_LOGPROBS MAX_SHOWN "
+    "Pixels RANGES RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
+    "Timings TokenLogprobs TransferReport check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
@@ -150,7 +150,7 @@ EXPORTED = {
     "cairn.server.run": "HttpServer",
     "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
-    "cairn.server.images": "ImageParts pixels_of",
+    "cairn.server.images": "ImageParts",
     "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings check_secret_file "
     "kv_events_settings kv_transfer_settings peer_names side_channel",
 }

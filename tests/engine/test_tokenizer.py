@@ -203,16 +203,8 @@ def test_parts_and_tool_calls(tokenizer: ModelTokenizer) -> None:
 
 BAD: list[tuple[list[dict[str, Any]], str]] = [
     ([], "messages must not be empty"),
-    ([{"content": "x"}], "messages[0].role must be a string"),
-    ([USER, {"role": 3, "content": "x"}], "messages[1].role must be a string"),
-    ([{"role": "user", "content": 3}], "messages[0].content must be a string or a list of text parts"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "part 'image_url' is not text"),
-    ([{"role": "user", "content": ["x"]}], "part 'str' is not text"),
-    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "part 'text' is not text"),
     ([{"role": "wizard", "content": "x"}], "the chat template refuses these messages: unexpected role wizard"),
     ([USER, SYSTEM], "the chat template refuses these messages: unexpected role system"),
-    ([USER, {"role": "assistant", "tool_calls": ["f"]}], "messages[1].tool_calls: each must be an object"),
-    ([USER, {"role": "assistant", "tool_calls": 5}], "messages[1].tool_calls must be a list"),
     (
         [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         "messages[1].tool_calls: arguments are not JSON",

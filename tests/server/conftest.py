@@ -14,6 +14,7 @@ from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.server.images import ImageParts
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.run import HttpServer
+from doubles.api_contract import ApiContract
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from doubles.local_engine import LocalEngine
@@ -32,6 +33,7 @@ class RunningServer:
         self.requests = []
         self.code = None
         self.port = None
+        self.contract = None
         self._config = EngineConfig(**({"model": "echo", "kv_cache_memory_bytes": 128 << 20} | config))
         limits = {name: value for name, value in (options or {}).items() if name in ServerLimits.__dataclass_fields__}
         options = {name: value for name, value in (options or {}).items() if name not in limits}
@@ -60,10 +62,19 @@ class RunningServer:
         return openai.AsyncOpenAI(**options)
 
     def post(self, path, json=None, **options):
-        return self._http.post(self.url + path, json=json, **options)
+        return self._checked(self._http.post(self.url + path, json=json, **options))
 
     def get(self, path, **options):
-        return self._http.get(self.url + path, **options)
+        return self._checked(self._http.get(self.url + path, **options))
+
+    def _checked(self, response):
+        """Whatever a test asks and is told, the server's own document has foreseen it."""
+        if self.contract is None:
+            document = self._http.get(self.url + "/openapi.json")
+            self.contract = ApiContract(document.json()) if document.status_code == 200 else None
+        if self.contract is not None:
+            self.contract.check(response)
+        return response
 
     def metric(self, line_start):
         """The sum of all samples whose line starts like this; None when there are none."""

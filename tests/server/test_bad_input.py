@@ -65,11 +65,11 @@ def test_what_is_too_much_without_having_been_asked_for(server):
     [
         ([1, 2, 259], "prompt[2] is 259; token ids of this model are 0 to 258"),
         ([-1], "prompt[0] is -1"),
-        ([1, 10**30], "prompt[1] is a huge number"),
-        ([1, "a"], "prompt[1] is text, not a token id"),
-        ([1, True], "prompt[1] is a boolean"),
-        ([1, 2.0], "prompt[1] is a number with a fraction, not a token id"),
-        ([None], "prompt[0] is null"),
+        ([1, 10**30], "prompt[1] must be below 9223372036854775808"),
+        ([1, "a"], "prompt[1] must be a whole number, not text"),
+        ([1, True], "prompt[1] must be a whole number, not a boolean"),
+        ([1, 2.0], "prompt[1] must be a whole number, not a fraction"),
+        ([None], "prompt[0] must be a whole number, not null"),
     ],
 )
 def test_token_id_out_of_range(server, tokens, said):
@@ -267,6 +267,8 @@ def test_a_bias_that_is_no_number(server, literal):
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": -5}, "max_completion_tokens"),
         (
             "/v1/chat/completions",
             CHAT | {"continue_final_message": True, "add_generation_prompt": True},

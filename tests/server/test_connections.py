@@ -40,6 +40,9 @@ class Wire(asyncio.Transport):
         return [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", self.written)]
 
 
+MAX_HEAD = 1 << 15
+
+
 async def connected(app_seconds=0.0, app=None):
     """A connection to an application, by default to one that takes so long to answer."""
 
@@ -68,6 +71,21 @@ def test_a_kept_connection_outlives_the_time_of_its_first_head():
             await asyncio.sleep(4)
             assert wire.statuses() == [200] * (number + 1) and not wire.closed
         connection.connection_lost(None)
+
+    run(play())
+
+
+def test_target_and_headers_may_have_as_many_bytes_as_are_allowed():
+    """Also where they come at once, which h11 lets through at any length."""
+
+    async def play():
+        for size, status in ((MAX_HEAD, 200), (MAX_HEAD + 1, 431)):
+            connection, wire = await connected()
+            padding = size - len(b"/?abc" + b"host" + b"x" + b"name")
+            connection.data_received(b"GET /?abc HTTP/1.1\r\nHost: x\r\nName: " + b"y" * padding + b"\r\n\r\n")
+            await asyncio.sleep(1)
+            assert wire.statuses() == [status] and wire.closed == (status == 431)
+            connection.connection_lost(None)
 
     run(play())
 

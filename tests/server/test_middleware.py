@@ -6,16 +6,18 @@ import json
 
 import pytest
 
+from cairn.engine.contract import RenderedPrompt
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
-from cairn.http.middleware import BodyLimit, CatchAllErrors, Gate, HeadLimit
+from cairn.http.application import http_application
+from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 from cairn.server.failures import MAX_NESTING, too_deep_field
 from cairn.server.images.room import ImageRoom, ImageShare
-from cairn.server.prompts import Prompt, truncated
+from cairn.server.prompts import truncated
 from cairn.server.requests import CompletionRequest
 from cairn.types import Boundary
 
 
-def status(layer, path=b"/", headers=(), parts=(b"",)):
+def status(layer, headers=(), parts=(b"",)):
     """The status of a POST request through one layer of middleware, in front of an application that says 200."""
 
     async def app(scope, receive, send):
@@ -37,7 +39,6 @@ def status(layer, path=b"/", headers=(), parts=(b"",)):
             "type": "http",
             "method": "POST",
             "path": "/",
-            "raw_path": path,
             "query_string": b"",
             "headers": headers,
         }
@@ -55,9 +56,22 @@ def test_a_body_may_have_as_many_bytes_as_are_allowed(size, expected, announced)
     assert status(lambda app: BodyLimit(app, 100, 5.0), headers=headers, parts=parts) == expected
 
 
-@pytest.mark.parametrize(("size", "expected"), [(80, 200), (81, 431)])
-def test_target_and_headers_may_have_as_many_bytes_as_are_allowed(size, expected):
-    assert status(lambda app: HeadLimit(app, 100), b"/" * 10, [(b"name-of-10", b"x" * size)]) == expected
+@pytest.mark.parametrize("keys", [None, ["k"]])
+def test_an_application_has_four_layers(keys):
+    """From the outside in: who is refused early costs least."""
+    app = http_application(
+        "four",
+        None,
+        gate=Gate(1),
+        gated_paths=frozenset(),
+        api_keys=keys,
+        open_paths=frozenset(),
+        max_body_bytes=1,
+        body_seconds=1.0,
+        new_id=lambda: "id",
+    )
+    layers = [layer.cls for layer in app.user_middleware]
+    assert layers == [RequestIds, *([ApiKey] if keys else []), GateKeeper, BodyLimit]
 
 
 def test_as_many_requests_may_be_open_as_are_allowed_and_all_are_waited_for():
@@ -105,7 +119,8 @@ def test_a_body_may_be_nested_as_deeply_as_is_allowed():
 
 def test_an_end_at_the_cut_is_no_place_in_what_is_kept():
     body = CompletionRequest(**json.loads('{"prompt": "x", "truncate_prompt_tokens": 6}'))
-    prompt = Prompt("prompt", list(range(10)), [Boundary(4), Boundary(5), Boundary(10)], text="text")
+    ends = [Boundary(4), Boundary(5), Boundary(10)]
+    prompt = RenderedPrompt(token_ids=list(range(10)), boundaries=ends, field="prompt", text="text")
     kept = truncated(prompt, body, 100)
     assert kept.token_ids == [4, 5, 6, 7, 8, 9] and kept.text is None
     assert [boundary.position for boundary in kept.boundaries] == [1, 6]
@@ -128,7 +143,7 @@ def test_a_bug_behind_the_start_of_an_answer_gets_no_second_one(started):
             sent.append(message.get("status"))
 
         with pytest.raises(ZeroDivisionError) if started else contextlib.nullcontext():
-            await CatchAllErrors(app)({"type": "http", "path": "/", "headers": []}, None, send)
+            await RequestIds(app, lambda: "id")({"type": "http", "path": "/", "headers": []}, None, send)
         return sent[0], sent.count(None)
 
     assert asyncio.run(play()) == ((200, 0) if started else (500, 1))

@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from cairn.engine.contract import RANGES
 from cairn.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -92,6 +93,37 @@ def test_the_document_has_every_field(server, body):
     assert told.keys() == body.model_fields.keys()
     empty = {name for name, field in told.items() if not field.keys() - {"title", "default"}}
     assert empty == set(), "anything may be there?"
+
+
+def test_the_document_types_every_body(server):
+    """Whatever is sent and said as JSON has a type with fields of its own; tests hold both to it (`ApiContract`)."""
+    document = server.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    wanted = {("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            bodies = [operation["requestBody"]] if "requestBody" in operation else []
+            assert bool(bodies) == ((method, path) in wanted), path
+            for told in (*bodies, *operation["responses"].values()):
+                schema = told.get("content", {}).get("application/json", {}).get("schema")
+                for part in schema.get("allOf", [schema]) if schema is not None else ():
+                    assert schemas[part["$ref"].rpartition("/")[2]]["properties"], (path, told)
+
+
+def test_the_ranges_of_the_document_are_the_cores(server):
+    """Told once: what the core refuses is what the document calls too much."""
+    fields = server.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    shared = {name: allowed for name, allowed in RANGES.items() if name in fields and allowed.lengths is None}
+    assert len(shared) == 13
+    for name, allowed in shared.items():
+        least, most = fields[name].get("minimum", fields[name].get("exclusiveMinimum")), fields[name]["maximum"]
+        assert most == allowed.high and (least == allowed.low or name in ("max_tokens", "top_k"))
+        # that a prompt and its answer are too long together is known before, by the client's words for them
+        for wrong in (int(least) - 1, *([int(most) + 1] if name != "max_tokens" else [])):
+            server.requests.clear()
+            error = server.post("/v1/completions", {"prompt": "x", name: wrong}).json()["error"]
+            assert error["param"] == name and str(allowed) in error["message"]
+            assert len(server.requests) == 1, "nobody but the core has looked"
 
 
 @pytest.mark.more

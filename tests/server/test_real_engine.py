@@ -201,7 +201,7 @@ def test_a_client_that_leaves_midstream_leaves_nothing_behind(served):
         ({"prompt": [7] * 40_000}, "prompt", "32768"),
         ({"prompt": [7, 4096]}, "prompt", "4095"),
         ({"prompt": [7, -1]}, "prompt", "4095"),
-        ({"prompt": [7], "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"prompt": [7], "max_tokens": -1}, "max_tokens", "1 to 2147483647"),
         ({"prompt": [7], "max_tokens": 40_000}, "max_tokens", "32768"),
     ],
 )

@@ -281,9 +281,9 @@ for _ in range(100):
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": 5}, "response_format", "response_format.type must be"),
+        ({"response_format": 5}, "response_format", "response_format must be an object"),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format.type must be"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "must be {"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema is missing"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
             "response_format",
@@ -305,7 +305,7 @@ for _ in range(100):
         ({"guided_choice": []}, "guided_choice", "must be a list of texts"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "cannot go together"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "tool_choice must be"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice must be"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.function is missing"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",

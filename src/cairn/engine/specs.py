@@ -3,27 +3,22 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
-from math import isfinite
 
 import msgspec
 import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import (
-    MAX_ALLOWED_TOKENS,
-    MAX_ANSWERS,
-    MAX_BAD_WORDS,
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
+    RANGES,
     GenerateRequest,
+    check_token_ids,
 )
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.transfers.kv_transfer import TransferTerms
-from cairn.engine.wire import MAX_ID
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.step import Image
@@ -32,9 +27,7 @@ from cairn.types import Keys, RequestId, SamplingParams
 _INT64 = 1 << 63
 _MAX_WORD_TOKENS = 1088
 """A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""
-_MAX_STOPS = 1024
-_MAX_BOUNDARIES = 1 << 16
-_MAX_TRANSFER_PARAMS = 4 << 20
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def key_tokens(request: GenerateRequest) -> Keys:
@@ -58,105 +51,55 @@ def transfer_params(request: GenerateRequest) -> object:
 
 
 def check_request(request: GenerateRequest) -> None:
-    """Hold a request to what a core may rely on. Raises InvalidRequest that names the field."""
-    if not 1 <= len(request.request_id) <= MAX_ID:
-        raise InvalidRequest(f"request_id must have 1 to {MAX_ID} characters", "request_id")
-    if len(request.client) > MAX_ID:
-        raise InvalidRequest(f"client has {len(request.client)} characters; at most {MAX_ID} are taken", "client")
+    """Hold a request to what a core may rely on: the one check of ranges. Raises InvalidRequest naming the field."""
     if not request.prompt:
         raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
     if len(request.prompt) % 8:
         raise InvalidRequest(f"prompt must be int64 tokens; {len(request.prompt)} bytes are no multiple of 8", "prompt")
-    for name, values, limit in (
-        ("stop", request.stop, _MAX_STOPS),
-        ("stop_token_ids", request.stop_token_ids, _MAX_STOPS),
-        ("boundaries", request.boundaries, _MAX_BOUNDARIES),
-    ):
-        if len(values) > limit:
-            raise InvalidRequest(f"{name} has {len(values)} entries; at most {limit} are taken", name)
     holds = sum(boundary.hold_seconds > 0 for boundary in request.boundaries)
     if holds > MAX_BREAKPOINTS:
         raise InvalidRequest(f"{holds} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries")
     if any(not 0 <= boundary.hold_seconds <= MAX_HOLD_SECONDS for boundary in request.boundaries):
         raise InvalidRequest(f"boundaries can be held for at most {MAX_HOLD_SECONDS} seconds", "boundaries")
-    check_sampling(request)
-    size = len(request.kv_transfer_params or b"")
-    if size > _MAX_TRANSFER_PARAMS:
-        raise InvalidRequest(
-            f"kv_transfer_params takes {size} bytes; at most {_MAX_TRANSFER_PARAMS} are read", "kv_transfer_params"
-        )
+    for name, allowed in RANGES.items():
+        for where, value in _values(request, name):
+            if value not in allowed:
+                param = where if name.endswith("]") else name.removesuffix(".*")
+                raise InvalidRequest(f"{where} must be {allowed}, not {value}", param)
+    _check_together(request)
 
 
-def check_sampling(request: GenerateRequest) -> None:
-    """Hold a request's numbers to their ranges. Raises InvalidRequest that names the field."""
+def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
+    """What one of the `RANGES` speaks of, each behind its place: numbers, or how long something is."""
+    field = name.removesuffix("[]").removesuffix(".*")
+    value = getattr(request, field)
+    if value is None:
+        return ()
+    if name != field:
+        named = value.items() if name.endswith(".*") else enumerate(value)
+        mark = "{}.{}" if name.endswith(".*") else "{}[{}]"
+        return [(mark.format(field, key), one if isinstance(one, int | float) else len(one)) for key, one in named]
+    return [(field, value if isinstance(value, int | float) else len(value))]
+
+
+def _check_together(request: GenerateRequest) -> None:
+    """What no range says. Raises InvalidRequest that names the field."""
     num_prompt_tokens = len(request.prompt) // 8
-    shown = (request.prompt_logprobs or 0) + 1
-    rules: Iterable[tuple[str, bool, str]] = (
-        ("n", 1 <= request.n <= MAX_ANSWERS, f"must be 1 to {MAX_ANSWERS}"),
-        ("max_tokens", request.max_tokens is None or request.max_tokens >= 1, "must be at least 1"),
-        ("temperature", isfinite(request.temperature) and request.temperature >= 0, "must be a number from 0 on"),
-        ("top_k", request.top_k >= 0, "must be 0 for none, or more"),
-        ("top_p", 0 < request.top_p <= 1, "must be above 0 and at most 1"),
-        ("min_p", 0 <= request.min_p <= 1, "must be 0 to 1"),
-        ("frequency_penalty", abs(request.frequency_penalty) <= 2, "must be -2 to 2"),
-        ("presence_penalty", abs(request.presence_penalty) <= 2, "must be -2 to 2"),
-        ("repetition_penalty", 0 < request.repetition_penalty <= 100, "must be above 0 and at most 100"),
-        ("logit_bias", len(request.logit_bias) <= MAX_LOGIT_BIAS, f"has more than {MAX_LOGIT_BIAS} entries"),
-        ("logit_bias", all(abs(bias) <= 100 for bias in request.logit_bias.values()), "values must be -100 to 100"),
-        (
-            "allowed_token_ids",
-            request.allowed_token_ids is None or 1 <= len(request.allowed_token_ids) <= MAX_ALLOWED_TOKENS,
-            f"must be 1 to {MAX_ALLOWED_TOKENS} token ids",
-        ),
-        ("bad_words", len(request.bad_words) <= 2 * MAX_BAD_WORDS, f"are more than {MAX_BAD_WORDS}"),
-        (
-            "bad_words",
-            all(1 <= len(word) <= _MAX_WORD_TOKENS for word in request.bad_words),
-            f"must have 1 to {_MAX_WORD_TOKENS} tokens each",
-        ),
-        ("min_tokens", request.min_tokens >= 0, "must not be negative"),
-        (
-            "min_tokens",
-            request.max_tokens is None or request.min_tokens <= request.max_tokens,
-            f"{request.min_tokens} is more than max_tokens {request.max_tokens}",
-        ),
-        ("logprobs", 0 <= (request.logprobs or 0) <= MAX_LOGPROBS, f"must be 0 to {MAX_LOGPROBS}"),
-        ("prompt_logprobs", 1 <= shown <= MAX_LOGPROBS + 1, f"must be 0 to {MAX_LOGPROBS}"),
-        (
-            "prompt_logprobs",
-            request.prompt_logprobs is None or shown * num_prompt_tokens <= MAX_PROMPT_LOGPROBS,
-            f"of {num_prompt_tokens} tokens are too many: ask for fewer, or send a shorter prompt",
-        ),
-    )
-    for name, kept, rule in rules:
-        if not kept:
-            raise InvalidRequest(f"{name} {rule}", name)
-
-
-def check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises InvalidRequest for a token that the model does not have."""
-    named: Iterable[tuple[str, Iterable[int]]] = (
-        ("stop_token_ids", request.stop_token_ids),
-        ("logit_bias", request.logit_bias),
-        ("allowed_token_ids", request.allowed_token_ids or ()),
-        ("bad_words", chain.from_iterable(request.bad_words)),
-    )
-    for name, tokens in named:
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"{name}: {token} is no token; ids go from 0 to {vocab_size - 1}", name)
+    if any(not 1 <= len(word) <= _MAX_WORD_TOKENS for word in request.bad_words):
+        raise InvalidRequest(f"bad_words must have 1 to {_MAX_WORD_TOKENS} tokens each", "bad_words")
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        text = f"min_tokens {request.min_tokens} is more than max_tokens {request.max_tokens}"
+        raise InvalidRequest(text, "min_tokens")
+    shown = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
+    if shown * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+        text = f"prompt_logprobs of {num_prompt_tokens} tokens are too many: ask for fewer, or send a shorter prompt"
+        raise InvalidRequest(text, "prompt_logprobs")
 
 
 def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
     return SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in _SAMPLED},
         seed=seed,
-        min_p=request.min_p,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-        repetition_penalty=request.repetition_penalty,
         logit_bias=tuple(sorted(request.logit_bias.items())),
         allowed_tokens=tuple(sorted(set(request.allowed_token_ids or ()))),
         bad_words=tuple(sorted(set(map(tuple, request.bad_words)))),
@@ -211,7 +154,6 @@ class SpecMaker:
     def _spec(self, request: GenerateRequest, terms: TransferTerms, room_behind: Callable[[int], int]) -> Spec:
         if terms.hand_over and request.n > 1:
             raise InvalidRequest("n: one answer is all that a prompt for another server can have here", "n")
-        check_token_ids(request, self._vocab_size)
         keys, images = self._keys(request)
         if any(not 1 <= boundary.position <= len(keys) for boundary in request.boundaries):
             raise InvalidRequest(f"boundaries must lie between 1 and {len(keys)}", "boundaries")
@@ -236,11 +178,17 @@ class SpecMaker:
         )
 
     def _keys(self, request: GenerateRequest) -> tuple[Keys, tuple[Image, ...]]:
+        """The prompt's key tokens and images. Raises InvalidRequest for a token that the model does not have."""
         keys = key_tokens(request)
-        wrong = np.flatnonzero((keys < 0) | (keys >= self._vocab_size))
-        if wrong.size:
-            place, last = int(wrong[0]), self._vocab_size - 1
-            raise InvalidRequest(f"prompt[{place}] is {keys[place]}; token ids go from 0 to {last}", "prompt")
+        check_token_ids(keys, self._vocab_size, "prompt")
+        named: Iterable[tuple[str, Iterable[int]]] = (
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", request.logit_bias),
+            ("allowed_token_ids", request.allowed_token_ids or ()),
+            ("bad_words", chain.from_iterable(request.bad_words)),
+        )
+        for name, tokens in named:
+            check_token_ids(np.array([*tokens], np.int64), self._vocab_size, name)
         if not request.images:
             return keys, ()
         if self._image_keys is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -10,38 +11,12 @@ from starlette.responses import Response
 from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.failures import error_response, failed
-from cairn.http.middleware import (
-    ApiKey,
-    BodyLimit,
-    CatchAllErrors,
-    Gate,
-    GateKeeper,
-    HeadLimit,
-    LingeringClose,
-    RequestIds,
-)
-
-_MAX_HEAD_BYTES = 1 << 15
+from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 
 
-def http_application(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """An application without routes, whose errors are OpenAI's."""
-    app = FastAPI(
-        title=title,
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        # A redirect would be built from the Host header.
-        redirect_slashes=False,
-    )
-    app.add_exception_handler(RequestError, _request_error)
-    app.add_exception_handler(HTTPException, http_error)
-    return app
-
-
-def add_middleware(
-    app: FastAPI,
+def http_application(
+    title: str,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     *,
     gate: Gate,
     gated_paths: Set[str],
@@ -50,18 +25,22 @@ def add_middleware(
     max_body_bytes: int,
     body_seconds: float,
     new_id: Callable[[], str],
-) -> None:
-    """`gated_paths`: those that make work; `open_paths`: those that need none of the `api_keys`. `body_seconds`: how
-    long a client may take to send its request."""
+) -> FastAPI:
+    """An application without routes, whose errors are OpenAI's, behind four layers of middleware. `gated_paths`: those
+    that make work; `open_paths`: those that need none of the `api_keys`. `body_seconds`: how long a client may take to
+    send its request."""
+    # A redirect would be built from the Host header.
+    plain: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title=title, version=__version__, lifespan=lifespan, **plain)
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(HTTPException, http_error)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, seconds=body_seconds)
     app.add_middleware(GateKeeper, gate=gate, paths=gated_paths)
     if api_keys:
         app.add_middleware(ApiKey, api_keys=api_keys, open_paths=open_paths)
-    app.add_middleware(CatchAllErrors)
     app.add_middleware(RequestIds, new_id=new_id)
-    app.add_middleware(HeadLimit, max_bytes=_MAX_HEAD_BYTES)
-    app.add_middleware(LingeringClose)
+    return app
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

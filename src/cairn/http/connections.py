@@ -1,17 +1,23 @@
-"""One HTTP connection with deadlines of its own: before any application sees a request, and behind its answer."""
+"""One HTTP connection with limits of its own: before any application sees a request, and behind its answer."""
 
 import asyncio
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import h11
 import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.failures import error_body
+
+_MAX_HEAD_BYTES = 1 << 15
+_LINGER_SECONDS = 2.0
+_LINGER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +57,16 @@ class ConnectionLimit:
         self._idle[connection] = None
 
 
-class _Timer:
-    """Calls a function once, so many seconds after `start`, unless it is cancelled first."""
+class _BoundedHeads(h11.Connection):
+    """h11's own bound is for heads that are not complete yet; what comes at once may have more."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, call: Callable[[], None]) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._call = call
-        self._handle: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Does nothing while it runs."""
-        if self._handle is None:
-            self._handle = self._loop.call_later(self._seconds, self._call)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
+            if size > _MAX_HEAD_BYTES:
+                raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+        return event
 
 
 class Connection(H11Protocol):
@@ -76,33 +74,43 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _BoundedHeads(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._deadlines = deadlines
         self._limit = limit
-        self._head = _Timer(self.loop, deadlines.head, self._head_missed)
-        self._stall = _Timer(self.loop, deadlines.stall, lambda: self.transport.abort())
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._heard = False
+
+    def _start(self, name: Literal["head", "stall"]) -> None:
+        """Give the client so long for this, if it has not been given it already."""
+        if name not in self._timers:
+            missed = self._head_missed if name == "head" else self.transport.abort
+            self._timers[name] = self.loop.call_later(getattr(self._deadlines, name), missed)
+
+    def _cancel(self, name: Literal["head", "stall"]) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
     # -- the head of a request -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head.start()
+        self._start("head")
         self._limit.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._heard, before = True, self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._head.cancel()
+            self._cancel("head")
         elif self._between_requests():
-            self._head.start()
+            self._start("head")
         if not self._between_requests():
             self._limit.mark_busy(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.remove(self)
-        self._head.cancel()
-        self._stall.cancel()
+        self._cancel("head")
+        self._cancel("stall")
         super().connection_lost(exc)
 
     def _between_requests(self) -> bool:
@@ -148,18 +156,75 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall.start()
+        self._start("stall")
 
     def resume_writing(self) -> None:
-        self._stall.cancel()
+        self._cancel("stall")
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._stall.start()
+        self._start("stall")
 
     def close(self) -> None:
         """What has been written still goes out, if the client reads it."""
-        self._head.cancel()
+        self._cancel("head")
         self.transport.close()
-        self._stall.start()
+        self._start("stall")
+
+
+class LingeringClose:
+    """Ends the connection behind an answer that comes before its request's body is over: refused for its size, its
+    sender or its target.
+
+    A connection closed at once would be reset, and the client, which is still writing, might never see the answer.
+    So the answer goes out whole, what still comes is thrown away for a moment, a bounded number of bytes, and then the
+    connection is closed (RFC 9112, section 9.6).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
+            return await self._app(scope, receive, send)
+        unread, closing = True, False
+
+        async def watched_receive() -> Message:
+            nonlocal unread
+            message = await receive()
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                unread = False
+            return message
+
+        async def closing_send(message: Message) -> None:
+            nonlocal closing
+            if unread and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            elif unread and message["type"] == "http.response.body" and not message.get("more_body", False):
+                closing, message = True, {**message, "more_body": True}
+            await send(message)
+
+        await self._app(scope, watched_receive, closing_send)
+        if closing:
+            await _discard(receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on until the body is over, the client has left, or it has been enough."""
+    left = _LINGER_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+            # The client reads the answer once it can write no more.
+            await asyncio.sleep(_LINGER_SECONDS)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import uvicorn
 
 from cairn.errors import ConfigError
-from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
+from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit, LingeringClose
 from cairn.http.middleware import Gate
 from cairn.setting_types import list_entries
 
@@ -102,7 +102,7 @@ def web_server(
     connection included; no more connections are kept than the process may have open files for."""
     limit = ConnectionLimit(_max_connections(descriptors_per_request))
     config = uvicorn.Config(
-        app,
+        LingeringClose(app),
         http=partial(Connection, deadlines=deadlines or ConnectionDeadlines(), limit=limit),  # type: ignore[arg-type]
         ws="none",
         proxy_headers=True,

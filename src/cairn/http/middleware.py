@@ -12,7 +12,6 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,8 +20,6 @@ from cairn.errors import InvalidRequest, Overloaded, QueueFull, RequestError
 from cairn.http.clients import note_api_key
 from cairn.http.failures import ClientGone, error_response, failed, internal_error
 
-_LINGER_SECONDS = 2.0
-_LINGER_BYTES = 16 << 20
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -52,7 +49,8 @@ class HttpMiddleware(ABC):
 
 
 class RequestIds(HttpMiddleware):
-    """Gives every request an id, the client's X-Request-Id where it sent one, and returns it in the same header."""
+    """Gives every request an id, the client's X-Request-Id where it sent one, and returns it in the same header. A bug
+    that comes out of the application is answered with 500, and the connection stays usable."""
 
     def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
         super().__init__(app)
@@ -65,49 +63,22 @@ class RequestIds(HttpMiddleware):
         request_id = given or self._new_id()
         scope["cairn.request_id"] = request_id
         scope["cairn.request_id_given"] = given is not None
+        started = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal started
+            started = True
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        return await self._app(scope, receive, send_with_id)
-
-
-class HeadLimit(HttpMiddleware):
-    """Refuses requests whose target and headers have too many bytes together."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        super().__init__(app)
-        self._max_bytes = max_bytes
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = len(scope["raw_path"]) + len(scope["query_string"])
-        size += sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > self._max_bytes:
-            text = f"target and headers have {size} bytes; at most {self._max_bytes} are taken"
-            raise failed(text, 431, "request_header_fields_too_large")
-        return await self._app(scope, receive, send)
-
-
-class CatchAllErrors(HttpMiddleware):
-    """Answers 500 where a bug comes out of the application, and keeps the connection usable."""
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            return await self._app(scope, receive, watched_send)
+            return await self._app(scope, receive, send_with_id)
         except Exception:
             if started:
                 raise
             logger.exception("a bug in answering %s", scope["path"])
-            raise internal_error() from None
+            return await error_response(internal_error())(scope, receive, send_with_id)
 
 
 class ApiKey(HttpMiddleware):
@@ -232,57 +203,3 @@ class BodyLimit(HttpMiddleware):
 
     def _too_large(self) -> RequestError:
         return failed(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")
-
-
-class LingeringClose(HttpMiddleware):
-    """Ends the connection behind an answer that comes before its request's body is over: refused for its size, its
-    sender or its target.
-
-    A connection closed at once would be reset, and the client, which is still writing, might never see the answer.
-    So the answer goes out whole, what still comes is thrown away for a moment, a bounded number of bytes, and then the
-    connection is closed (RFC 9112, section 9.6).
-    """
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not _has_body(Headers(scope=scope)):
-            return await self._app(scope, receive, send)
-        unread, closing = True, False
-
-        async def watched_receive() -> Message:
-            nonlocal unread
-            message = await receive()
-            if message["type"] != "http.request" or not message.get("more_body", False):
-                unread = False
-            return message
-
-        async def closing_send(message: Message) -> None:
-            nonlocal closing
-            if unread and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Connection"] = "close"
-            elif unread and message["type"] == "http.response.body" and not message.get("more_body", False):
-                closing, message = True, {**message, "more_body": True}
-            await send(message)
-
-        await self._app(scope, watched_receive, closing_send)
-        if closing:
-            await _discard(receive)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return None
-
-
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
-
-
-async def _discard(receive: Receive) -> None:
-    """Read on until the body is over, the client has left, or it has been enough."""
-    left = _LINGER_BYTES
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_SECONDS):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    return
-            # The client reads the answer once it can write no more.
-            await asyncio.sleep(_LINGER_SECONDS)

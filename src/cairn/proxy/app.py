@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 
-from cairn.http.application import add_middleware, http_application
+from cairn.http.application import http_application
 from cairn.proxy import routes
 from cairn.proxy.service import ProxyService
 
@@ -31,11 +31,9 @@ def create_app(service: ProxyService) -> FastAPI:
                 with suppress(asyncio.CancelledError):
                     await checking
 
-    app = http_application("cairn proxy", lifespan)
-    app.state.service = service
-    app.include_router(routes.router())
-    add_middleware(
-        app,
+    app = http_application(
+        "cairn proxy",
+        lifespan,
         gate=service.gate,
         gated_paths=_GATED_PATHS,
         api_keys=service.options.api_key,
@@ -44,4 +42,6 @@ def create_app(service: ProxyService) -> FastAPI:
         body_seconds=service.body_seconds,
         new_id=service.new_id,
     )
+    app.state.service = service
+    app.include_router(routes.router())
     return app

@@ -8,10 +8,9 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 
-from cairn.http.application import add_middleware, http_application
+from cairn.http.application import http_application
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.failures import install_error_handlers
-from cairn.server.images.room import ImageShares
 from cairn.server.log_lines import ThroughputLine
 from cairn.server.openapi import document
 from cairn.server.service import Service
@@ -39,16 +38,9 @@ def create_app(service: Service) -> FastAPI:
                 await reporting
             await service.aclose()
 
-    app = http_application("cairn", lifespan)
-    app.state.service = service
-    app.include_router(routes.router())
-    app.include_router(status_routes.router())
-    app.include_router(cache_routes.router())
-    install_error_handlers(app)
-    app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
-    app.add_middleware(ImageShares, room=service.images.room)
-    add_middleware(
-        app,
+    app = http_application(
+        "cairn",
+        lifespan,
         gate=service.gate,
         gated_paths=_GATED_PATHS,
         api_keys=service.options.api_key,
@@ -57,6 +49,12 @@ def create_app(service: Service) -> FastAPI:
         body_seconds=service.limits.body_seconds,
         new_id=service.new_id,
     )
+    app.state.service = service
+    app.include_router(routes.router())
+    app.include_router(status_routes.router())
+    app.include_router(cache_routes.router())
+    install_error_handlers(app)
+    app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
     return app
 
 

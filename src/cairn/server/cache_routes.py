@@ -41,16 +41,10 @@ class CacheViews:
 
 def _body(service: Service, view: CacheView) -> dict[str, Any]:
     info = service.engine.info
-    about = {
-        "model": service.options.model_name,
-        "version": __version__,
-        "mamba_cache_mode": info.mamba_cache_mode,
-        "exact": info.exact,
-        "block_size": info.block_size,
-        # a file takes whole pages, and so does each checkpoint in the list
-        "checkpoint_bytes": info.pages_per_checkpoint * info.page_bytes,
-        "bytes_per_token": info.bytes_per_token,
-    }
+    about: dict[str, Any] = {"model": service.options.model_name, "version": __version__}
+    about |= {name: getattr(info, name) for name in ("mamba_cache_mode", "exact", "block_size")}
+    # a file takes whole pages, and so does each checkpoint in the list
+    about |= {"checkpoint_bytes": info.pages_per_checkpoint * info.page_bytes, "bytes_per_token": info.bytes_per_token}
     return {"object": "cairn.cache", "server": about} | {
         name: getattr(view, name)
         for name in ("enabled", "pool", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")

@@ -5,19 +5,16 @@ The structure is what a client asks for by OpenAI's `response_format`, vLLM's `s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from cairn.engine.contract import Structure
+from cairn.engine.contract import RenderedPrompt, Structure
 from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
-from cairn.server.messages import check_text
 from cairn.server.parsers.choose import PlainText
 from cairn.server.parsers.contract import Tools
-from cairn.server.prompts import Prompt
-from cairn.server.requests import ChatRequest, SamplingFields
+from cairn.server.requests import ChatRequest, ResponseFormat, SamplingFields, StructuredOutputs, Tool
 from cairn.server.service import Service
 
 _FORCED_FORM = "json"
@@ -31,52 +28,43 @@ _MAX_BYTES = 1 << 19
 
 _KINDS = ("json", "regex", "choice", "grammar")
 _IGNORED = frozenset(
-    {
-        "backend",
-        "disable_additional_properties",
-        "disable_any_whitespace",
-        "disable_fallback",
-        "whitespace_pattern",
-        "_backend",
-        "_backend_was_auto",
-    }
+    (
+        *("backend", "disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
+        *("whitespace_pattern", "_backend", "_backend_was_auto"),
+    )
 )
 """Fields of `structured_outputs` that say how, not what."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """`structure`: what the engine holds the answers to. `message`: makes the message of one answer."""
-
-    structure: Structure | None
-    message: Callable[[], ChatMessage]
-
-
-async def form_of(service: Service, body: SamplingFields, prompt: Prompt) -> AnswerForm:
-    """Raises InvalidRequest naming the field."""
+async def form_of(
+    service: Service, body: SamplingFields, prompt: RenderedPrompt
+) -> tuple[Structure | None, Callable[[], ChatMessage]]:
+    """What the engine holds the answers to, and what makes the message of one answer. Raises InvalidRequest naming the
+    field."""
     structure = _structure_of(body)
     if not isinstance(body, ChatRequest):
-        return AnswerForm(structure, lambda: ChatMessage(PlainText(), service.new_id))
-    use = _tool_use(body, auto=service.options.enable_auto_tool_choice)
-    if use.structure is not None and structure is not None:
+        return structure, lambda: ChatMessage(PlainText(), service.new_id)
+    tools, forced = _tool_use(body, auto=service.options.enable_auto_tool_choice)
+    if forced is not None and structure is not None:
         raise InvalidRequest(
             f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them",
             "tool_choice",
         )
     parsers, opened = service.parsers, await _opened(service, body, prompt)
-    structure = use.structure or structure
+    structure = forced or structure
     if structure is not None and parsers.reasons:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
-    calls = None if use.structure is None else _FORCED_FORM
+    # more than one call may be told
+    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
 
     def message() -> ChatMessage:
-        parser = parsers.parser(use.tools, opened=opened, calls=calls)
-        return ChatMessage(parser, service.new_id, parallel=use.parallel)
+        parser = parsers.parser(tools, opened=opened, calls=None if forced is None else _FORCED_FORM)
+        return ChatMessage(parser, service.new_id, parallel=parallel)
 
-    return AnswerForm(structure, message)
+    return structure, message
 
 
-async def _opened(service: Service, body: ChatRequest, prompt: Prompt) -> bool:
+async def _opened(service: Service, body: ChatRequest, prompt: RenderedPrompt) -> bool:
     """Whether the answer begins within the reasoning."""
     if not service.parsers.reasons:
         return False
@@ -89,40 +77,29 @@ async def _opened(service: Service, body: ChatRequest, prompt: Prompt) -> bool:
 # -- tools and tool_choice ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """`tools`: those whose calls are looked for; None for none of them. `structure`: what holds the answer to calls;
-    None where the model chooses. `parallel`: more than one call may be told."""
-
-    tools: Tools | None
-    structure: Structure | None
-    parallel: bool
-
-
-def _tool_use(body: ChatRequest, *, auto: bool) -> ToolUse:
-    """`auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice` or `tools`.
-
-    To be asked when the tools have been checked (`messages.conversation`).
-    """
-    tools = {tool["function"]["name"]: _parameters(tool["function"]) for tool in body.tools or ()}
-    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
-    parallel = body.parallel_tool_calls is not False
-    choice = body.tool_choice
+def _tool_use(body: ChatRequest, *, auto: bool) -> tuple[Tools | None, Structure | None]:
+    """The tools whose calls are looked for, None for none of them, and what holds the answer to calls, None where the
+    model chooses. `auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice`
+    or `tools`."""
+    tools = {tool["function"]["name"]: _parameters(tool) for tool in body.tools or ()}
+    choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if choice is None or choice == "auto":
-        return ToolUse(tools if tools and auto else None, None, parallel)
+        return (tools if tools and auto else None), None
     if choice == "none":
-        return ToolUse(None, None, parallel)
+        return None, None
     if choice == "required":
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
-        return _forced(tools, places, parallel)
-    name = _named(choice)
+        return tools, _forced(body, tools, parallel)
+    name = choice["function"]["name"]
     if name not in tools:
         raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
-    return _forced({name: tools[name]}, places, parallel=False)
+    tools = {name: tools[name]}
+    return tools, _forced(body, tools, parallel=False)
 
 
-def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
+def _forced(body: ChatRequest, tools: Tools, parallel: bool) -> Structure:
+    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
     asked = {
         "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
         "parallel": parallel,
@@ -130,23 +107,12 @@ def _forced(tools: Tools, places: dict[str, int], parallel: bool) -> ToolUse:
     text = _json_text(asked, "tools")
     if len(text) > _MAX_BYTES:
         raise InvalidRequest(f"tools have {len(text)} characters; at most {_MAX_BYTES} can be required", "tools")
-    return ToolUse(tools, Structure(kind="calls", text=text, field="tools"), parallel)
+    return Structure(kind="calls", text=text, field="tools")
 
 
-def _named(choice: Any) -> str:
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidRequest(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
-            "tool_choice",
-        )
-    return name
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    parameters = function.get("parameters")
-    return parameters if isinstance(parameters, dict) else {"type": "object"}
+def _parameters(tool: Tool) -> dict[str, Any]:
+    found = tool["function"].get("parameters")
+    return {"type": "object"} if found is None else found
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------
@@ -165,32 +131,21 @@ def _structure_of(body: SamplingFields) -> Structure | None:
     return found[0] if found else None
 
 
-def _response_format(asked: Any) -> list[Structure]:
-    if asked is None:
+def _response_format(asked: ResponseFormat | None) -> list[Structure]:
+    if asked is None or asked["type"] == "text":
         return []
-    kind = asked.get("type") if isinstance(asked, dict) else None
-    match kind:
-        case "text":
-            return []
-        case "json_object":
-            return [Structure(kind="json", text='{"type":"object"}', field="response_format")]
-        case "json_schema":
-            holder = asked.get("json_schema")
-            if not isinstance(holder, dict) or holder.get("schema", holder.get("json_schema")) is None:
-                raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
-            schema = holder.get("schema", holder.get("json_schema"))
-            return [_structure("json", schema, "response_format.json_schema.schema")]
-    shown = repr(kind)[:64]
-    raise InvalidRequest(
-        f'response_format.type must be "text", "json_object" or "json_schema", not {shown}', "response_format"
-    )
+    if asked["type"] == "json_object":
+        return [Structure(kind="json", text='{"type":"object"}', field="response_format")]
+    holder = asked["json_schema"]
+    schema = holder.get("schema", holder.get("json_schema"))
+    if schema is None:
+        raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
+    return [_structure("json", schema, "response_format.json_schema.schema")]
 
 
-def _structured_outputs(asked: Any) -> list[Structure]:
+def _structured_outputs(asked: StructuredOutputs | None) -> list[Structure]:
     if asked is None:
         return []
-    if not isinstance(asked, dict):
-        raise InvalidRequest("structured_outputs must be an object", "structured_outputs")
     given = {name: value for name, value in asked.items() if value is not None and name not in _IGNORED}
     if given.pop("json_object", False):
         given["json"] = {"type": "object"}
@@ -202,14 +157,8 @@ def _structured_outputs(asked: Any) -> list[Structure]:
 
 def _structure(kind: str, value: Any, field: str) -> Structure:
     param = field.partition(".")[0]
-    if kind in ("regex", "grammar"):
-        if not isinstance(value, str) or not value:
-            raise InvalidRequest(f"{field} must be text that is not empty", param)
-        text = check_text(value, field, param)
-    elif kind == "json" and isinstance(value, str):
-        text = check_text(value, field, param)
-    else:
-        text = _json_text(value, field)
+    # a JSON schema may come as text, too
+    text = value if kind != "choice" and isinstance(value, str) else _json_text(value, field)
     if len(text) > _MAX_BYTES:
         raise InvalidRequest(f"{field} has {len(text)} characters; at most {_MAX_BYTES} are read", param)
     return msgspec.convert({"kind": kind, "text": text, "field": field}, Structure)

@@ -12,15 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.engine.contract import GenerateOutput, GenerateRequest
+from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.failures import ClientGone, error_content, failed
 from cairn.server.failures import request_error
 from cairn.server.metrics import RequestMeter
-from cairn.server.requests import SamplingFields
+from cairn.server.response_writer import ResponseWriter
+from cairn.server.sampling import in_clients_words
 from cairn.server.service import Service
-from cairn.server.shapes import AnswerShape, RequestAnswers, cairn_part, usage_part
 
 _LAST_EVENT_SECONDS = 10.0
 
@@ -46,18 +46,13 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Validated requests, one for each prompt, how to write their answers, and by when. `arrived`: seconds of the
-    service's clock."""
+    """Requests, one for each prompt, who writes their answers, and by when. `arrived`: seconds of the service's
+    clock."""
 
     requests: tuple[GenerateRequest, ...]
-    shape: AnswerShape
-    body: SamplingFields
+    writer: ResponseWriter
     arrived: float
     deadline: Deadline
-
-    def answer(self) -> RequestAnswers:
-        """Nothing has come of it yet."""
-        return RequestAnswers([len(request.prompt) // 8 for request in self.requests], self.requests[0].n)
 
 
 PromptOutput: TypeAlias = tuple[int, GenerateOutput]
@@ -66,7 +61,7 @@ PromptOutput: TypeAlias = tuple[int, GenerateOutput]
 
 async def respond(http: Request, service: Service, job: Job) -> Response:
     """The answer to a job. Raises CairnError when it fails before its first byte, ClientGone when nobody waits."""
-    if not job.body.stream:
+    if not job.writer.body.stream:
         content = await cancel_on_disconnect(http.receive, _whole(service, job))
         return Response(content, media_type="application/json")
     news = _outputs(service, job)
@@ -80,13 +75,13 @@ async def _first(news: AsyncGenerator[PromptOutput, None]) -> PromptOutput:
 
 
 async def _whole(service: Service, job: Job) -> bytes:
-    answer = job.answer()
+    writer = job.writer
     async with aclosing(_outputs(service, job)) as news:
         async for prompt, output in news:
-            answer.add(prompt, output)
-    if any(logprobs is not None for logprobs in answer.prompt_logprobs):
-        return await service.tokenizer.run(lambda: msgspec.json.encode(job.shape.whole(answer)))
-    return msgspec.json.encode(job.shape.whole(answer))
+            writer.add(prompt, output)
+    if job.requests[0].prompt_logprobs is not None:
+        return await service.tokenizer.run(lambda: msgspec.json.encode(writer.whole()))
+    return msgspec.json.encode(writer.whole())
 
 
 async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, None]:
@@ -96,22 +91,22 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, N
     meters = {
         (number, index): RequestMeter(service.metrics, job.arrived, None if index else len(request.prompt) // 8)
         for number, request in enumerate(job.requests)
-        for index in range(request.n)
+        for index in range(min(request.n, MAX_ANSWERS))  # the core refuses more
     }
     outputs = service.engine.generate(*job.requests)
     outcome, begun = "abort", False
     try:
-        left = len(meters)
+        left = max(1, len(meters))
         while left:
             try:
                 async with job.deadline.limit():
                     output = await anext(outputs)
             except TimeoutError:
                 raise job.deadline.missed() from None
-            except RequestError:
+            except RequestError as error:
                 if not begun:
                     meters.clear()
-                raise
+                raise in_clients_words(error, job.writer.body) from None
             number = numbers[output.request_id]
             meter = meters[number, output.index]
             meter.transfer(output)
@@ -123,7 +118,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, N
             begun = True
             meter.output(output, service.clock.now())
             left -= output.finish_reason is not None
-            yield number, _without_tokens(output) if job.body.max_tokens == 0 else output
+            yield number, _without_tokens(output) if job.writer.body.max_tokens == 0 else output
     except CairnError:
         outcome = "error"
         raise
@@ -153,32 +148,26 @@ async def _events(
     service: Service, job: Job, first: PromptOutput, news: AsyncGenerator[PromptOutput, None]
 ) -> AsyncGenerator[bytes, None]:
     """The whole stream, from the opening to [DONE]; a failure on the way is an event of its own."""
-    shape, answer = job.shape, job.answer()
-    options = job.body.stream_options
+    writer, options = job.writer, job.writer.body.stream_options
     include_usage = options is not None and bool(options.include_usage)
     usage_everywhere = include_usage and options is not None and bool(options.continuous_usage_stats)
     async with aclosing(news):
-        opening_usage = {"usage": usage_part(answer)} if usage_everywhere else {}
-        for chunk in shape.opening(answer):
-            yield _event(msgspec.json.encode(chunk | opening_usage))
+        for chunk in writer.opening():
+            yield _event(msgspec.json.encode(chunk | ({"usage": writer.usage()} if usage_everywhere else {})))
         try:
             latest: PromptOutput | None = first
             while latest is not None:
-                prompt, output = latest
-                choice = answer.choice(prompt, output)
-                begins = not choice.begun
-                answer.add(prompt, output)
-                write = partial(shape.chunk, choice, output, begins)
-                piece = write() if output.prompt_logprobs is None else await service.tokenizer.run(write)
+                write = partial(writer.chunk, *latest)
+                piece = write() if latest[1].prompt_logprobs is None else await service.tokenizer.run(write)
                 if piece is not None:
                     if usage_everywhere:
-                        piece["usage"] = usage_part(answer)
-                    if answer.complete and not include_usage:
-                        piece["cairn"] = cairn_part(answer)
+                        piece["usage"] = writer.usage()
+                    if writer.complete and not include_usage:
+                        piece["cairn"] = writer.cache_use()
                     yield _event(msgspec.json.encode(piece))
                 latest = await anext(news, None)
             if include_usage:
-                yield _event(msgspec.json.encode(shape.usage_chunk(answer)))
+                yield _event(msgspec.json.encode(writer.usage_chunk()))
         except CairnError as error:
             yield _event(error_content(request_error(error)))
         yield _event(b"[DONE]")

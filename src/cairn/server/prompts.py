@@ -1,29 +1,40 @@
-"""From a request body to the engine's request: text to tokens, defaults, and checks against what is served."""
+"""From a body to the engine's request: text and chats to tokens, and what the client may hand through to the engine."""
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 
-from cairn.engine.contract import EngineInfo, GenerateRequest, ImageInput
+from cairn.engine.contract import (
+    MAX_BREAKPOINTS,
+    Breakpoint,
+    EngineInfo,
+    GenerateRequest,
+    Pixels,
+    RenderedPrompt,
+    Structure,
+    TemplateValue,
+    check_token_ids,
+)
 from cairn.errors import InvalidRequest, NotFound
 from cairn.server.images.room import ImageShare
-from cairn.server.messages import ChatInput, breakpoints_of, check_text, conversation
 from cairn.server.requests import (
-    ChatRequest,
+    CacheControl,
     CompletionRequest,
     Message,
+    OnePrompt,
     SamplingFields,
     TemplateFields,
-    refuse_unsupported,
+    Tool,
 )
-from cairn.server.sampling import answers_per_prompt, logprobs_of, max_tokens_field, max_tokens_of, sampling_of
+from cairn.server.sampling import is_for_another_server, max_tokens_field, max_tokens_of, sampling_of
 from cairn.server.service import Service
-from cairn.server.shapes import ResponseOptions
-from cairn.types import Boundary
 
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
@@ -32,29 +43,7 @@ _TRUNCATE = "truncate_prompt_tokens"
 _PARAMS = "kv_transfer_params"
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 32
-
-_KINDS: Mapping[type, str] = MappingProxyType(
-    {
-        str: "text",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number with a fraction",
-        list: "a list",
-        dict: "an object",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as token ids, with the places at which its messages end. `field`: where the client put it, `prompt[1]`
-    for one of several; `text`: what it said there, None where that was no text."""
-
-    field: str
-    token_ids: list[int]
-    boundaries: list[Boundary]
-    images: Sequence[ImageInput] = ()
-    text: str | None = None
+_HOLD_SECONDS: Mapping[str, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
 
 def check_model(service: Service, model: str | None) -> None:
@@ -63,90 +52,69 @@ def check_model(service: Service, model: str | None) -> None:
         raise NotFound(f"the model {model!r} is not served here; {service.options.model_name!r} is", "model")
 
 
-def valid_tokens(service: Service, values: list[Any], name: str) -> list[int]:
-    """Token ids of the model's vocabulary, else InvalidRequest that names the first wrong position."""
-    vocab_size, field = service.engine.info.vocab_size, name.partition("[")[0]
-    if not values or (all(type(value) is int for value in values) and min(values) >= 0 and max(values) < vocab_size):
-        return values
-    for i, value in enumerate(values):
-        if type(value) is not int:
-            raise InvalidRequest(f"{name}[{i}] is {_kind(value)}, not a token id", field)
-        if not 0 <= value < vocab_size:
-            shown = value if abs(value) < 1 << 64 else "a huge number"
-            raise InvalidRequest(f"{name}[{i}] is {shown}; token ids of this model are 0 to {vocab_size - 1}", field)
-    return values
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), "something else")
-
-
-async def completion_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+async def completion_prompts(service: Service, body: CompletionRequest) -> list[RenderedPrompt]:
     """One or more. Raises InvalidRequest naming the place of the one that is wrong."""
     given = body.prompt
-    if not (isinstance(given, list) and given and isinstance(given[0], str | list)):
-        return [await _completion_prompt(service, body, given, "prompt")]
-    most = _MAX_CHOICES // answers_per_prompt(body)
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [await _completion_prompt(service, body, cast(OnePrompt, given), "prompt")]
+    n = 1 if is_for_another_server(body) or body.n is None else body.n
+    most = _MAX_CHOICES // max(1, n)
     if len(given) > most:
         raise InvalidRequest(
             f"{len(given)} prompts are too many: with this n, at most {most} can be answered", "prompt"
         )
     if len(given) > 1 and body.kv_transfer_params:
         raise InvalidRequest(f"kv_transfer_params are for one prompt, not {len(given)}", "kv_transfer_params")
-    if len(given) == 1:
-        return [await _completion_prompt(service, body, given[0], "prompt")]
-    return [await _completion_prompt(service, body, one, f"prompt[{i}]") for i, one in enumerate(given)]
+    fields = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
+    named = zip(given, fields, strict=True)
+    return [await _completion_prompt(service, body, one, field) for one, field in named]
 
 
-async def _completion_prompt(service: Service, body: CompletionRequest, prompt: Any, where: str) -> Prompt:
+async def _completion_prompt(
+    service: Service, body: CompletionRequest, prompt: OnePrompt, field: str
+) -> RenderedPrompt:
     if isinstance(prompt, str):
-        if not prompt:
-            raise InvalidRequest(f"{where} is empty", "prompt")
-        check_text(prompt, where, "prompt")
         tokens = await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
-        return Prompt(where, tokens, [], text=prompt)
-    if isinstance(prompt, list):
-        return Prompt(where, valid_tokens(service, prompt, where), [])
-    raise InvalidRequest(f"{where} must be text or a list of token ids, not {_kind(prompt)}", "prompt")
+        return RenderedPrompt(token_ids=tokens, boundaries=[], field=field, text=prompt)
+    if body.echo or body.truncate_prompt_tokens is not None or field != "prompt":
+        # The core sees neither what is echoed or cut off before, nor which of several prompts this is.
+        check_token_ids(np.array(prompt, np.int64), service.engine.info.vocab_size, field)
+    return RenderedPrompt(token_ids=prompt, boundaries=[], field=field)
 
 
-async def chat_prompt(service: Service, body: ChatRequest, share: ImageShare) -> Prompt:
-    rendered = await service.tokenizer.render_chat(await conversation_of(service, body, body.messages, share))
-    return Prompt("messages", rendered.token_ids, rendered.boundaries, rendered.images)
-
-
-async def conversation_of(
-    service: Service, body: TemplateFields, messages: list[Message], share: ImageShare
-) -> ChatInput:
-    """The chat with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
-    breakpoints = breakpoints_of(body, messages)
-    decoded = await service.images.decoded(messages, service.engine.tokenizer.image_markers, share)
-    return conversation(body, decoded, breakpoints)
+def raw_tokens(token_ids: Sequence[int]) -> bytes:
+    """As `GenerateRequest.prompt` has them."""
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
 
 
 def engine_request(
-    service: Service, body: SamplingFields, prompt: Prompt, request_id: str, client: str
+    service: Service,
+    body: SamplingFields,
+    prompt: RenderedPrompt,
+    *,
+    request_id: str,
+    client: str,
+    structure: Structure | None,
+    bad_words: list[list[int]],
 ) -> GenerateRequest:
     """`client`: who asks. Raises InvalidRequest when the request does not fit the model."""
-    refuse_unsupported(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
     _check_length(service.engine.info.max_model_len, prompt, body)
-    allowed = body.allowed_token_ids
     return GenerateRequest(
         request_id=request_id,
-        prompt=np.array(prompt.token_ids, dtype="<i8").tobytes(),
+        prompt=raw_tokens(prompt.token_ids),
         **sampling_of(body),
-        stop_token_ids=valid_tokens(service, body.stop_token_ids or [], "stop_token_ids"),
-        allowed_token_ids=None if allowed is None else valid_tokens(service, allowed, "allowed_token_ids"),
         boundaries=prompt.boundaries,
-        images=list(prompt.images),
+        images=prompt.images,
         kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
+        structure=structure,
+        bad_words=bad_words,
         client=client,
     )
 
 
-def truncated(prompt: Prompt, body: SamplingFields, max_model_len: int) -> Prompt:
+def truncated(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) -> RenderedPrompt:
     """The prompt, or its last tokens where it has more than the body wants kept. -1: as many as leave room for
     `max_tokens`, or for one.
 
@@ -166,25 +134,18 @@ def truncated(prompt: Prompt, body: SamplingFields, max_model_len: int) -> Promp
         raise InvalidRequest(f"{_TRUNCATE}: {text}", _TRUNCATE)
     kept = [replace(place, position=place.position - cut) for place in prompt.boundaries if place.position > cut]
     # An echo is what the model has seen.
-    return replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
+    return msgspec.structs.replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
 
 
-async def response_options(service: Service, body: SamplingFields, prompts: Sequence[Prompt]) -> ResponseOptions:
-    """What the answers show besides their text."""
-    echo = [""] * len(prompts)
-    if isinstance(body, CompletionRequest) and body.echo:
-        echo = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
-    return ResponseOptions(
-        prompts=tuple(prompt.token_ids for prompt in prompts),
-        echo=tuple(echo),
-        token_ids=bool(body.return_token_ids),
-        logprobs=logprobs_of(body) is not None,
-        prompt_logprobs=body.prompt_logprobs is not None,
-        texts=service.token_texts,
-    )
+async def echoed(service: Service, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:
+    """The prompts, each with its text where that is to be echoed."""
+    if not (isinstance(body, CompletionRequest) and body.echo):
+        return prompts
+    texts = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
+    return [msgspec.structs.replace(one, text=text) for one, text in zip(prompts, texts, strict=True)]
 
 
-def _check_length(limit: int, prompt: Prompt, body: SamplingFields) -> None:
+def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> None:
     n, max_tokens, param = len(prompt.token_ids), max_tokens_of(body), prompt.field.partition("[")[0]
     which = prompt.field if prompt.field != param else "the prompt"
     if n == 0:
@@ -248,3 +209,92 @@ def _depth_exceeds(value: object, limit: int) -> bool:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return limit == 0 or any(_depth_exceeds(one, limit - 1) for one in inner)
+
+
+# -- chats -------------------------------------------------------------------------------------------------------------
+
+
+async def rendered_chat(
+    service: Service, body: TemplateFields, messages: list[Message], share: ImageShare
+) -> RenderedPrompt:
+    """The chat as tokens, with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt contradict each other: send one of them",
+            "continue_final_message",
+        )
+    switches = cast(dict[str, TemplateValue], body.chat_template_kwargs or {})
+    tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
+    images = await service.images.decoded(messages, tokenizer.image_markers, share)
+    render = partial(
+        tokenizer.render_chat,
+        [_message(message, i, images) for i, message in enumerate(messages)],
+        tools=[_tool(tool, i) for i, tool in enumerate(body.tools or ())],
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        template_kwargs={name: value for name, value in switches.items() if value is not None},
+        breakpoints=breakpoints,
+        continue_final_message=continues,
+    )
+    return await service.tokenizer.run(render)
+
+
+def _message(message: Message, number: int, images: Mapping[tuple[int, int], Pixels]) -> dict[str, Any]:
+    content: str | list[dict[str, Any]] = message.content if isinstance(message.content, str) else ""
+    if isinstance(message.content, list):
+        content = [
+            {"type": "text", "text": part["text"]}
+            if part["type"] == "text"
+            else {"type": "image", "image": images[number, place]}
+            for place, part in enumerate(message.content)
+        ]
+    found: dict[str, Any] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.get("id"), "type": "function", "function": dict(call["function"])}
+            for call in message.tool_calls
+        ]
+    named = {
+        "reasoning_content": message.reasoning_content or message.reasoning,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    return found | {name: value for name, value in named.items() if value is not None}
+
+
+def _tool(tool: Tool, number: int) -> dict[str, Any]:
+    """Without the client's mark, which is no part of the tool: the model must not read it."""
+    try:
+        json.dumps(tool, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"tools[{number}] is not valid Unicode: {error.reason}", "tools") from None
+    function = {name: value for name, value in tool["function"].items() if name != "cache_control"}
+    return {name: value for name, value in tool.items() if name != "cache_control"} | {"function": function}
+
+
+def _breakpoints(body: TemplateFields, messages: list[Message]) -> list[Breakpoint]:
+    """The places that a client has marked with `cache_control`: tools, messages and parts of their content.
+
+    Anthropic's convention, as gateways pass it on. Raises InvalidRequest naming the part that is wrong.
+    """
+    found: list[Breakpoint] = []
+
+    def add(mark: CacheControl | None, where: str, message: int | None = None, part: int | None = None) -> None:
+        if mark is None:
+            return
+        if len(found) == MAX_BREAKPOINTS:
+            text = f"{where}.cache_control is one too many: at most {MAX_BREAKPOINTS} can be held"
+            raise InvalidRequest(text, where.partition("[")[0])
+        found.append(Breakpoint(message=message, part=part, seconds=_HOLD_SECONDS[mark.get("ttl") or "5m"]))
+
+    for i, tool in enumerate(body.tools or ()):
+        add(tool.get("cache_control"), f"tools[{i}]")
+        add(tool["function"].get("cache_control"), f"tools[{i}]")
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.parts):
+            mark, where = part.get("cache_control"), f"messages[{i}].content[{j}]"
+            if mark is not None and part["type"] == "text" and not part["text"]:
+                raise InvalidRequest(f"{where}.cache_control: an empty text cannot be held", "messages")
+            add(mark, where, i, j if j + 1 < len(message.parts) else None)
+        add(message.cache_control, f"messages[{i}]", i)
+    return found

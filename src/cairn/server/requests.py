@@ -1,61 +1,308 @@
-"""The request bodies, as OpenAI and vLLM define them: types, ranges, and what is not supported yet.
+"""The request bodies, as OpenAI and vLLM define them: what is where, and of which type. The OpenAPI document is made of
+these types. How large numbers may be is the core's to check (`RANGES`); here it is only told.
 
 Unknown fields are ignored, as vLLM does. Fields that would change the answer and are not supported yet are refused by
 name, unless they hold a value that changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+import msgspec
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    with_config,
+)
+from typing_extensions import TypedDict
 
-from cairn.engine.contract import MAX_ALLOWED_TOKENS, MAX_ANSWERS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from cairn.engine.contract import MAX_BAD_WORDS, RANGES
 from cairn.errors import InvalidRequest
 
-_INT32 = 1 << 31
 _INT64 = 1 << 63
-_MAX_TOKENS = (1 << 31) - 1
 _MAX_MESSAGES = 16_384
 _MAX_TOOLS = 1024
 
+_NOTHING = "allowed_token_ids audio chat_template prediction prompt_embeds reasoning_effort truncate_prompt_tokens"
+_EMPTY = "bad_words documents functions logits_processors tools"
+_FALSE = "continue_final_message echo return_token_strs use_beam_search"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "allowed_token_ids": (None,),
-        "audio": (None,),
-        "bad_words": (None, []),
+        **dict.fromkeys(_NOTHING.split(), (None,)),
+        **dict.fromkeys(_EMPTY.split(), (None, [])),
+        **dict.fromkeys(_FALSE.split(), (None, False)),
         "best_of": (None, 1),
-        "chat_template": (None,),
         "chat_template_kwargs": (None, {}),
-        "continue_final_message": (None, False),
-        "documents": (None, []),
-        "echo": (None, False),
         "function_call": (None, "none"),
-        "functions": (None, []),
         "length_penalty": (None, 1, 1.0),
-        "logits_processors": (None, []),
         "modalities": (None, ["text"]),
-        "prediction": (None,),
-        "prompt_embeds": (None,),
-        "reasoning_effort": (None,),
-        "return_token_strs": (None, False),
         "spaces_between_special_tokens": (None, True),
         "suffix": (None, ""),
         "tool_choice": (None, "none"),
-        "tools": (None, []),
         "top_logprobs": (None, 0),
-        "truncate_prompt_tokens": (None,),
-        "use_beam_search": (None, False),
     }
 )
 """Fields that are not supported yet, with the values that ask for nothing."""
 
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-BadWord = Annotated[str, StringConstraints(pattern=r"\S", min_length=1, max_length=256)]
+WRONG_KIND = "wrong_kind"
+"""The type of the error where a value is none of what a union has."""
+
+_STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+_ONLY_KNOWN = ConfigDict(extra="forbid", strict=True)
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+Unicode: TypeAlias = Annotated[str, Field(min_length=0)]
+"""Text without half a surrogate pair, which JSON can spell and no tokenizer can read: pydantic looks for one only where
+a text has bounds."""
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Int64: TypeAlias = Annotated[int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "format": "int64"})]
+"""What the wire to the core can carry."""
+
+_TokenId: TypeAlias = Annotated[
+    int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "minimum": 0, "format": "token-id"})
+]
+_Int64s: TypeAlias = list[Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)]]
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """A prompt may have a hundred thousand: msgspec looks at them in a third of the time. What it refuses is looked at
+    again, to be told where it is wrong."""
+    try:
+        return msgspec.convert(value, _Int64s)
+    except msgspec.ValidationError:
+        return handler(value)
+
+
+TokenIds: TypeAlias = Annotated[list[_TokenId], Field(fail_fast=True), WrapValidator(_token_ids)]
+
+
+_KINDS: Mapping[type, str] = MappingProxyType({str: "text", list: "list", dict: "object"})
+
+
+def _kind(value: Any) -> str | None:
+    return _KINDS.get(type(value))
+
+
+def _by_kind(wanted: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
+    """Tells the members of a union apart by what JSON has there. `wanted`: what there may be, in words."""
+    return Discriminator(kind_of, custom_error_type=WRONG_KIND, custom_error_message=f"must be {wanted}")
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    kind = _kind(value)
+    return "several" if kind == "list" and value and isinstance(value[0], str | list) else kind
+
+
+_PROMPT_KIND = _by_kind("text or a list of token ids", _kind_of_prompt)
+OnePrompt: TypeAlias = Annotated[Annotated[Text, Tag("text")] | Annotated[TokenIds, Tag("list")], _PROMPT_KIND]
+Prompts: TypeAlias = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("list")]
+    | Annotated[list[OnePrompt], Field(json_schema_extra={"minItems": 1, "maxItems": 256}), Tag("several")],
+    _PROMPT_KIND,
+]
+
+JsonSchema: TypeAlias = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "string", "null"]})]
+"""As itself or as text. Read by whoever compiles it."""
+
+Choices: TypeAlias = Annotated[
+    Any, WithJsonSchema({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 1024})
+]
+IgnoredUnlessText: TypeAlias = Annotated[
+    Unicode | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)
+]
+BadWord: TypeAlias = Annotated[str, Field(max_length=256, json_schema_extra={"pattern": "[!-~]"})]
+ModelName: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "format": "model-name"})]
+TokenKey: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,12}$")]
+BiasValue: TypeAlias = Annotated[float, WithJsonSchema({"type": "number", **RANGES["logit_bias.*"].schema()})]
+TruncateTo: TypeAlias = Annotated[Int64, WithJsonSchema({"type": "integer", "minimum": -1, "format": "to-model-len"})]
+StopText: TypeAlias = Annotated[Unicode, WithJsonSchema({"type": "string", **RANGES["stop[]"].schema()})]
+Stops: TypeAlias = Annotated[
+    Annotated[StopText, Tag("text")]
+    | Annotated[list[StopText], Field(json_schema_extra=RANGES["stop"].schema()), Tag("list")],
+    _by_kind("text or a list of texts"),
+]
+
+
+def in_range(name: str) -> Any:
+    """A field that may be left out, whose range the core checks under this name."""
+    return Field(None, json_schema_extra=RANGES[name].schema())
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class CacheControl(TypedDict):
+    """Anthropic's mark: the prompt up to here is to be held."""
+
+    type: Literal["ephemeral"]
+    ttl: NotRequired[Literal["5m", "1h"] | None]
+
+
+class TextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Unicode
+    cache_control: NotRequired[CacheControl | None]
+
+
+class ImageUrl(TypedDict):
+    """Where an image is: a data URI, http or https. `detail` changes nothing."""
+
+    url: Text
+
+
+class ImagePart(TypedDict):
+    """An image in a message's content."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[ImageUrl, Tag("object")],
+        _by_kind("a URL, or an object with one as url"),
+    ]
+    cache_control: NotRequired[CacheControl | None]
+
+
+ContentPart: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+MessageContent: TypeAlias = Annotated[
+    Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")], _by_kind("text or a list of parts")
+]
+
+
+@with_config(ConfigDict(extra="ignore", strict=True))
+class CalledFunction(TypedDict):
+    """What an earlier answer has called, and with what."""
+
+    name: Text
+    arguments: NotRequired[
+        Annotated[Annotated[Unicode, Tag("text")] | Annotated[dict[str, Any], Tag("object")], _by_kind("JSON in text")]
+    ]
+
+
+class ToolCall(TypedDict):
+    """A tool call of an earlier answer."""
+
+    id: NotRequired[Annotated[Any, WithJsonSchema({"type": "string"})]]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """One message of a chat. `reasoning`: another name of `reasoning_content`."""
+
+    model_config = _STRICT
+
+    role: str = Field(min_length=1, max_length=64)
+    content: MessageContent | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning_content: IgnoredUnlessText = None
+    reasoning: IgnoredUnlessText = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def parts(self) -> list[TextPart | ImagePart]:
+        """The parts of its content; none where that is one text."""
+        return self.content if isinstance(self.content, list) else []
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+class Function(TypedDict):
+    """What a tool is called, what it does, and the JSON schema of its parameters."""
+
+    name: Text
+    description: NotRequired[Unicode | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+    cache_control: NotRequired[CacheControl | None]
+
+
+class Tool(TypedDict):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: NotRequired[CacheControl | None]
+
+
+def _as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Templates write tools out, in the client's order of fields and with fields that nobody knows."""
+    handler(value)
+    return value
+
+
+ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=_MAX_TOOLS)]
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("object")],
+    _by_kind('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+]
+
+
+@with_config(_ONLY_KNOWN)
+class TemplateSwitches(TypedDict, total=False):
+    """What a client may tell the chat template: settings of published templates that change nothing but the prompt's
+    text."""
+
+    add_vision_id: bool | None
+    enable_thinking: bool | None
+    preserve_thinking: bool | None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None
+    thinking: bool | None
+    truncate_history_thinking: bool | None
+
+
+# -- the form of an answer ---------------------------------------------------------------------------------------------
+
+
+class PlainFormat(TypedDict):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaHolder(TypedDict, total=False):
+    """The JSON schema of `response_format`. `json_schema`: another name of `schema`."""
+
+    schema: JsonSchema
+    json_schema: JsonSchema
+
+
+class JsonSchemaFormat(TypedDict):
+    """JSON that is valid by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: SchemaHolder
+
+
+ResponseFormat: TypeAlias = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """vLLM's: one of these. Other fields say how, not what, and are ignored."""
+
+    json: JsonSchema
+    regex: Text | None
+    choice: Choices | None
+    grammar: Text | None
+    json_object: bool | None
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(BaseModel):
@@ -70,42 +317,42 @@ class StreamOptions(BaseModel):
 class SamplingFields(BaseModel):
     """What both ways of generating have in common. `priority`: a smaller one comes before others."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = _STRICT
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
-    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
-    stop: Annotated[list[StopString], Field(max_length=16), BeforeValidator(_as_list)] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=64)
+    model: ModelName | None = None
+    max_tokens: Int64 | None = in_range("max_tokens")
+    temperature: float | None = in_range("temperature")
+    top_p: float | None = in_range("top_p")
+    top_k: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"].high})
+    seed: Int64 | None = None
+    stop: Stops | None = None
+    stop_token_ids: TokenIds | None = in_range("stop_token_ids")
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
-    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
-    min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
-    min_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
-    allowed_token_ids: list[Any] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    n: Int64 | None = in_range("n")
+    min_tokens: Int64 | None = in_range("min_tokens")
+    min_p: float | None = in_range("min_p")
+    frequency_penalty: float | None = in_range("frequency_penalty")
+    presence_penalty: float | None = in_range("presence_penalty")
+    repetition_penalty: float | None = in_range("repetition_penalty")
+    logit_bias: dict[TokenKey, BiasValue] | None = in_range("logit_bias")
+    allowed_token_ids: TokenIds | None = in_range("allowed_token_ids")
     bad_words: list[BadWord] | None = Field(None, max_length=MAX_BAD_WORDS)
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    priority: int | None = Field(None, ge=-_INT32, lt=_INT32)
-    cache_salt: str | None = Field(None, pattern=r"^\S+$", min_length=1, max_length=128)
+    truncate_prompt_tokens: TruncateTo | None = None
+    prompt_logprobs: Int64 | None = in_range("prompt_logprobs")
+    priority: Int64 | None = in_range("priority")
+    cache_salt: str | None = Field(None, pattern=r"^\S+$", json_schema_extra=RANGES["cache_salt"].schema())
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema = None
+    guided_regex: Text | None = None
+    guided_choice: Choices = None
+    guided_grammar: Text | None = None
     prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
 
@@ -113,63 +360,40 @@ class SamplingFields(BaseModel):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either. `max_tokens` 0 only echoes."""
 
-    prompt: Any
-    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    prompt: Prompts
+    max_tokens: Int64 | None = Field(None, json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"].high})
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Int64 | None = in_range("logprobs")
     add_special_tokens: bool | None = True
-
-
-class Message(BaseModel):
-    """One message of a chat. `content`: text, or a list of parts. `reasoning`: another name of `reasoning_content`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str = Field(min_length=1, max_length=64)
-    content: Any = None
-    name: str | None = Field(None, max_length=256)
-    tool_calls: list[Any] | None = Field(None, max_length=_MAX_TOOLS)
-    tool_call_id: str | None = Field(None, max_length=256)
-    reasoning_content: Any = None
-    reasoning: Any = None
-
-    @property
-    def parts(self) -> list[Any]:
-        """The parts of its content; none where that is one text."""
-        return self.content if isinstance(self.content, list) else []
 
 
 class TemplateFields(BaseModel):
     """What goes into a chat's prompt besides its messages."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = _STRICT
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    tools: list[Any] | None = Field(None, max_length=_MAX_TOOLS)
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: ToolList | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
     messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    max_completion_tokens: Int64 | None = in_range("max_tokens")
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tool_choice: Any = None
+    top_logprobs: Int64 | None = in_range("logprobs")
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
 
 
 class TokenizeRequest(TemplateFields):
     """POST /tokenize: either `prompt` or `messages`."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str | None = None
-    prompt: str | None = None
+    model: ModelName | None = None
+    prompt: Unicode | None = Field(None, json_schema_extra={"minLength": 1})
     messages: list[Message] | None = Field(None, min_length=1, max_length=_MAX_MESSAGES)
     add_special_tokens: bool | None = True
 
@@ -177,10 +401,10 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = _STRICT
 
-    model: str | None = None
-    tokens: list[Any]
+    model: ModelName | None = None
+    tokens: TokenIds
 
 
 def refuse_unsupported(body: BaseModel) -> None:

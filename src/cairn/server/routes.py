@@ -1,28 +1,29 @@
 """The endpoints that make work: completions, chat completions, tokenize, detokenize."""
 
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, client_id
 from cairn.server.forms import form_of
 from cairn.server.generate import Deadline, Job, respond
 from cairn.server.images.room import ImageShare
-from cairn.server.messages import check_text
 from cairn.server.prompts import (
-    Prompt,
-    chat_prompt,
     check_model,
     completion_prompts,
-    conversation_of,
+    echoed,
     engine_request,
-    response_options,
+    rendered_chat,
     truncated,
-    valid_tokens,
 )
 from cairn.server.requests import (
     ChatRequest,
@@ -32,8 +33,8 @@ from cairn.server.requests import (
     TokenizeRequest,
     refuse_unsupported,
 )
+from cairn.server.response_writer import ChatWriter, CompletionWriter
 from cairn.server.service import Service
-from cairn.server.shapes import AnswerShape, ChatShape, CompletionShape
 
 Result = TypeVar("Result")
 
@@ -47,8 +48,42 @@ def service_of(request: Request) -> Service:
 ServiceOfApp = Annotated[Service, Depends(service_of)]
 
 
+async def image_share(request: Request, service: ServiceOfApp) -> AsyncIterator[ImageShare]:
+    """A request's share of the room for images, until the last byte of its answer is sent."""
+    share = ImageShare(service.images.room, client_id(request.scope))
+    try:
+        yield share
+    finally:
+        share.keep(0)
+
+
+ShareOfRequest = Annotated[ImageShare, Depends(image_share)]
+
+
+class JsonBodyRoute(APIRoute):
+    """Reads bodies in half the time that `json` takes, which still reads what msgspec does not take: NaN, infinity and
+    half a surrogate pair, so that they can be refused by their field."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            request.json = partial(_json_of, request)  # type: ignore[method-assign]
+            return await handle(request)
+
+        return handle_json
+
+
+async def _json_of(request: Request) -> Any:
+    body = await request.body()
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return json.loads(body)
+
+
 def router() -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=JsonBodyRoute)
     routes.add_api_route("/v1/completions", create_completion, methods=["POST"], response_model=None)
     routes.add_api_route("/v1/chat/completions", create_chat_completion, methods=["POST"], response_model=None)
     routes.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
@@ -60,36 +95,52 @@ async def create_completion(http: Request, body: CompletionRequest, service: Ser
     return await _generate(http, service, body, lambda: completion_prompts(service, body))
 
 
-async def create_chat_completion(http: Request, body: ChatRequest, service: ServiceOfApp) -> Response:
-    async def prompts() -> list[Prompt]:
-        return [await chat_prompt(service, body, _share(http))]
+async def create_chat_completion(
+    http: Request, body: ChatRequest, service: ServiceOfApp, share: ShareOfRequest
+) -> Response:
+    async def prompts() -> list[RenderedPrompt]:
+        return [await rendered_chat(service, body, body.messages, share)]
 
     return await _generate(http, service, body, prompts)
 
 
-async def _generate(
-    http: Request, service: Service, body: SamplingFields, make_prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]]
-) -> Response:
-    arrived, deadline = service.clock.now(), Deadline(service.options.request_timeout)
+MakePrompts: TypeAlias = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
+
+
+async def _generate(http: Request, service: Service, body: SamplingFields, make: MakePrompts) -> Response:
+    deadline = Deadline(service.options.request_timeout)
+    job = await _in_time(http, deadline, _job(http, service, body, make, deadline))
+    return await respond(http, service, job)
+
+
+async def _job(http: Request, service: Service, body: SamplingFields, make: MakePrompts, deadline: Deadline) -> Job:
+    arrived, max_model_len = service.clock.now(), service.engine.info.max_model_len
     check_model(service, body.model)
     refuse_unsupported(body)
-    max_model_len = service.engine.info.max_model_len
-    prompts = [truncated(one, body, max_model_len) for one in await _in_time(http, deadline, make_prompts())]
+    prompts = [truncated(one, body, max_model_len) for one in await make()]
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
-    # Two clients may send the same id; inside the engine an id has to be one request's alone.
-    client = client_id(http.scope)
-    requests = [engine_request(service, body, prompt, f"{answer_id}-{service.new_id()}", client) for prompt in prompts]
-    form = await _in_time(http, deadline, form_of(service, body, prompts[0]))
-    bad_words = await _in_time(http, deadline, service.tokenizer.bad_words(body.bad_words or []))
-    more = {"structure": form.structure, "bad_words": bad_words}
-    requests = [msgspec.structs.replace(request, **more) for request in requests]
-    shown = await _in_time(http, deadline, response_options(service, body, prompts))
-    created, model = int(service.wall()), service.options.model_name
-    shape: AnswerShape = CompletionShape(answer_id, created, model, shown)
-    if chat:
-        shape = ChatShape(answer_id, created, model, shown, form.message)
-    return await respond(http, service, Job(tuple(requests), shape, body, arrived, deadline))
+    structure, new_message = await form_of(service, body, prompts[0])
+    bad_words = await service.tokenizer.bad_words(body.bad_words or [])
+    requests = tuple(
+        engine_request(
+            service,
+            body,
+            prompt,
+            # Two clients may send the same id; inside the engine an id has to be one request's alone.
+            request_id=f"{answer_id}-{service.new_id()}",
+            client=client_id(http.scope),
+            structure=structure,
+            bad_words=bad_words,
+        )
+        for prompt in prompts
+    )
+    shown = await echoed(service, body, prompts)
+    # The core refuses more answers than that.
+    n = min(requests[0].n, MAX_ANSWERS)
+    told = (answer_id, int(service.wall()), service.options.model_name, body, shown, n, service.token_texts)
+    writer = ChatWriter(*told, new_message=new_message) if chat else CompletionWriter(*told)
+    return Job(requests, writer, arrived, deadline)
 
 
 async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, Result]) -> Result:
@@ -101,48 +152,35 @@ async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, 
         raise deadline.missed() from None
 
 
-def _share(http: Request) -> ImageShare:
-    share: ImageShare = http.scope["cairn.images"]
-    return share
-
-
 def _request_id(http: Request, body: SamplingFields) -> str:
     own: str = http.scope["cairn.request_id"]
     given: bool = http.scope["cairn.request_id_given"]
     return own if given or body.request_id is None else body.request_id
 
 
-async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp) -> Response:
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp, share: ShareOfRequest) -> Response:
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
-    tokens = await _in_time(http, deadline, _tokens_of(http, body, service))
-    return _json(
-        {
-            "count": len(tokens),
-            "max_model_len": service.engine.info.max_model_len,
-            "tokens": tokens,
-            "token_strs": None,
-        }
-    )
+    tokens = await _in_time(http, deadline, _tokens_of(body, service, share))
+    limit = service.engine.info.max_model_len
+    return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
 
-async def _tokens_of(http: Request, body: TokenizeRequest, service: Service) -> list[int]:
+async def _tokens_of(body: TokenizeRequest, service: Service, share: ImageShare) -> list[int]:
     if body.messages is not None:
-        conversation = await conversation_of(service, body, body.messages, _share(http))
-        return (await service.tokenizer.render_chat(conversation)).token_ids
-    prompt = check_text(body.prompt or "", "prompt", "prompt")
-    return await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
+        return (await rendered_chat(service, body, body.messages, share)).token_ids
+    return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
-    tokens = valid_tokens(service, body.tokens, "tokens")
-    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(tokens))})
+    check_token_ids(np.array(body.tokens, np.int64), service.engine.info.vocab_size, "tokens")
+    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(body.tokens))})
 
 
 def _json(body: dict[str, Any]) -> Response:

@@ -14,7 +14,6 @@ from cairn.errors import Overloaded
 from cairn.http.connections import ConnectionDeadlines
 from cairn.http.failures import error_response
 from cairn.http.listening import DrainingServer, first_of, listen, trusted_proxies, until_started, web_server
-from cairn.http.middleware import LingeringClose
 from cairn.server.app import create_app
 from cairn.server.images import ImageParts
 from cairn.server.log_lines import start_lines
@@ -113,7 +112,7 @@ class _Stage:
     """The application that is served: one that answers 503 while the model is loaded, until `show` is given another."""
 
     def __init__(self) -> None:
-        self._app: ASGIApp = LingeringClose(_starting)
+        self._app: ASGIApp = _starting
 
     def show(self, app: ASGIApp) -> None:
         self._app = app

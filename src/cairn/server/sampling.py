@@ -1,19 +1,17 @@
-"""How a body's answers are drawn, in the engine's words. Ranges are the bodies' and the engine's to check."""
+"""How a body's answers are drawn, in the engine's words. Ranges are the core's to check."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.errors import InvalidRequest
-from cairn.server.messages import check_text
+from cairn.errors import InvalidRequest, RequestError
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 _GREEDY_BELOW = 1e-5
 _COMPLETION_MAX_TOKENS = 16
-_LONGEST_ID = 12
-_MOST_BIAS = 100
 _AS_SENT = (
-    *("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "min_tokens", "stop"),
+    *("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "n", "min_tokens"),
     *("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "priority", "cache_salt"),
+    *("stop_token_ids", "allowed_token_ids"),
 )
 """Fields of bodies that the engine's request has under the same name."""
 
@@ -23,50 +21,50 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
     InvalidRequest naming the field."""
     sampling = {name: value for name in _AS_SENT if (value := getattr(body, name)) is not None}
     if body.temperature is not None:
-        sampling["temperature"] = 0.0 if body.temperature < _GREEDY_BELOW else body.temperature
+        sampling["temperature"] = 0.0 if 0 <= body.temperature < _GREEDY_BELOW else body.temperature
+    if body.top_k is not None:
+        sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
+    if is_for_another_server(body):
+        sampling["n"] = 1
     return sampling | {
-        "top_k": max(body.top_k or 0, 0),
-        "logit_bias": _logit_bias(body.logit_bias or {}),
-        "n": answers_per_prompt(body),
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+        "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
         "max_tokens": max_tokens_of(body),
         "logprobs": logprobs_of(body),
         "prompt_logprobs": _prompt_logprobs(body),
     }
 
 
-def answers_per_prompt(body: SamplingFields) -> int:
-    """One where the prompt is computed for another server: the answers are that one's to draw."""
-    params = body.kv_transfer_params or {}
-    return 1 if params.get("do_remote_decode") is True else body.n or 1
+def is_for_another_server(body: SamplingFields) -> bool:
+    """Whether the prompt is computed for another server, which then draws the answers."""
+    return (body.kv_transfer_params or {}).get("do_remote_decode") is True
 
 
 def max_tokens_of(body: SamplingFields) -> int | None:
     """None: as many as fit. A completion of no token at all takes one, which is not shown."""
     if isinstance(body, ChatRequest):
-        return body.max_completion_tokens or body.max_tokens
+        return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens == 0:
         if not (isinstance(body, CompletionRequest) and body.echo):
             raise InvalidRequest("max_tokens is 0, and nothing is to be echoed: ask for at least 1", "max_tokens")
         return 1
-    return body.max_tokens or _COMPLETION_MAX_TOKENS
+    return _COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
 
 
 def max_tokens_field(body: SamplingFields) -> str | None:
     """The field that `max_tokens_of` goes by; None where the client has sent none."""
-    if isinstance(body, ChatRequest) and body.max_completion_tokens:
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         return "max_completion_tokens"
     return None if body.max_tokens is None else "max_tokens"
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    bias = {}
-    for name, value in given.items():
-        if not (name.isascii() and name.isdecimal() and len(name) <= _LONGEST_ID):
-            raise InvalidRequest(f"logit_bias: {name[:_LONGEST_ID]!r} is no token id", "logit_bias")
-        if abs(value) > _MOST_BIAS:
-            raise InvalidRequest(f"logit_bias: {value:g} is not between -{_MOST_BIAS} and {_MOST_BIAS}", "logit_bias")
-        bias[int(name)] = value
-    return bias
+def in_clients_words(error: RequestError, body: SamplingFields) -> RequestError:
+    """The core's error, about the field that the client has sent."""
+    if not isinstance(error, InvalidRequest) or not isinstance(body, ChatRequest) or error.param is None:
+        return error
+    names = {"max_tokens": max_tokens_field(body) or "max_tokens", "logprobs": "top_logprobs"}
+    name = names.get(error.param, error.param)
+    return InvalidRequest(error.message.replace(error.param, name, 1), name)
 
 
 def logprobs_of(body: SamplingFields) -> int | None:
@@ -95,7 +93,7 @@ def bad_word_tokens(encode: Callable[[str, bool], list[int]], words: Sequence[st
     """
     found = []
     for place, word in enumerate(words):
-        text = check_text(word, f"bad_words[{place}]", "bad_words").lstrip()
+        text = word.lstrip()
         plain, spaced = encode(text, False), encode(f" {text}", False)
         if not text or not plain:
             raise InvalidRequest(f"bad_words[{place}] is blank: leave it out", "bad_words")

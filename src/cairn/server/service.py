@@ -4,15 +4,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from typing import TypeVar
 
-from cairn.engine.contract import EngineClient, EngineStats, RenderedPrompt, TextTokenizer
+from cairn.engine.contract import EngineClient, EngineStats, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
 from cairn.server.images import ImageParts
 from cairn.server.logprobs import TokenTexts
-from cairn.server.messages import ChatInput
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.choose import choose_parsers
@@ -100,10 +98,6 @@ class TokenizerThread:
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
         return await self.run(lambda: bad_word_tokens(self._tokenizer.encode, words)) if words else []
-
-    async def render_chat(self, chat: ChatInput) -> RenderedPrompt:
-        settings = {one.name: getattr(chat, one.name) for one in fields(chat) if one.name != "messages"}
-        return await self.run(lambda: self._tokenizer.render_chat(chat.messages, **settings))
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """For what asks the tokenizer for many tokens, such as the log-probabilities of a whole prompt."""

@@ -77,9 +77,7 @@ async def server_info(service: ServiceOfApp) -> dict[str, Any]:
         "limits": {
             "max_open": service.gate.max_open,
             "max_body_bytes": options.max_body_bytes,
-            "head_seconds": limits.head_seconds,
-            "body_seconds": limits.body_seconds,
-            "stall_seconds": limits.stall_seconds,
+            **{name: getattr(limits, name) for name in ("head_seconds", "body_seconds", "stall_seconds")},
             "request_seconds": options.request_timeout,
             "images": limits.images.limit,
         },
@@ -109,12 +107,6 @@ async def reset_prefix_cache(
 
 
 def _model_card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.options.model_name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "cairn",
-        "root": service.engine.info.model,
-        "parent": None,
-        "max_model_len": service.engine.info.max_model_len,
-    }
+    info, name = service.engine.info, service.options.model_name
+    named = {"id": name, "object": "model", "created": service.started, "owned_by": "cairn"}
+    return {**named, "root": info.model, "parent": None, "max_model_len": info.max_model_len}

@@ -20,31 +20,28 @@ from cairn.engine.contract.output import (
     TransferReport,
 )
 from cairn.engine.contract.request import (
-    MAX_ALLOWED_TOKENS,
     MAX_ANSWERS,
     MAX_BAD_WORDS,
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
+    RANGES,
     GenerateRequest,
     ImageInput,
     Pixels,
     Structure,
+    check_token_ids,
 )
 from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
 
 __all__ = [
-    "MAX_ALLOWED_TOKENS",
     "MAX_ANSWERS",
     "MAX_BAD_WORDS",
     "MAX_BREAKPOINTS",
     "MAX_HOLD_SECONDS",
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
     "MAX_PROMPT_LOGPROBS",
     "MAX_SHOWN",
+    "RANGES",
     "STEP_SIZES",
     "Breakpoint",
     "CacheReport",
@@ -69,4 +66,5 @@ __all__ = [
     "Timings",
     "TokenLogprobs",
     "TransferReport",
+    "check_token_ids",
 ]

@@ -1,10 +1,15 @@
 """What the engine is asked, and how much at most."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
-from cairn.types import Boundary
+from cairn.errors import InvalidRequest
+from cairn.types import Boundary, Keys
 
 MAX_BREAKPOINTS = 4
 """Places that one request may have held, as at Anthropic."""
@@ -12,23 +17,74 @@ MAX_BREAKPOINTS = 4
 MAX_ANSWERS = 128
 """Most answers to one prompt."""
 
-MAX_LOGPROBS = 20
-"""Most of the best tokens that are told of beside each."""
-
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Most tokens that are told of because of one prompt."""
-
-MAX_LOGIT_BIAS = 1024
-"""Most tokens whose logits one request may change."""
-
-MAX_ALLOWED_TOKENS = 1024
-"""Most tokens that one request's answers may be limited to."""
 
 MAX_BAD_WORDS = 128
 """Most texts that one request may keep out of its answers; each is spelled in up to two ways."""
 
 MAX_HOLD_SECONDS = 3600
 """The longest that a place may be held without being used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a number may be, or how long a text or a list: from `low`, which is not allowed itself where it is `above`,
+    to `high`. `lengths`: what is counted there, in words; None for numbers."""
+
+    low: float
+    high: float
+    above: bool = False
+    lengths: str | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"above {self.low:g} and at most {self.high:g}"
+        return f"{self.low} to {self.high}" + (f" {self.lengths}" if self.lengths else "")
+
+    def schema(self) -> dict[str, Any]:
+        """The same as JSON schema."""
+        if self.lengths is None:
+            return {"exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}
+        unit = {"characters": "Length", "pairs": "Properties"}.get(self.lengths, "Items")
+        return {f"min{unit}": self.low, f"max{unit}": self.high}
+
+
+_INT31 = 1 << 31
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "request_id": Range(1, 256, lengths="characters"),
+        "client": Range(0, 256, lengths="characters"),
+        "boundaries": Range(0, 1 << 16, lengths="places"),
+        "kv_transfer_params": Range(0, 4 << 20, lengths="bytes"),
+        "n": Range(1, MAX_ANSWERS),
+        "max_tokens": Range(1, _INT31 - 1),
+        "temperature": Range(0, 100),
+        "top_k": Range(0, _INT31 - 1),
+        "top_p": Range(0, 1, above=True),
+        "min_p": Range(0, 1),
+        "frequency_penalty": Range(-2, 2),
+        "presence_penalty": Range(-2, 2),
+        "repetition_penalty": Range(0, 100, above=True),
+        "min_tokens": Range(0, _INT31 - 1),
+        "logprobs": Range(0, 20),
+        "prompt_logprobs": Range(0, 20),
+        "priority": Range(-_INT31, _INT31 - 1),
+        "stop": Range(0, 16, lengths="texts"),
+        "stop[]": Range(1, 256, lengths="characters"),
+        "stop_token_ids": Range(0, 64, lengths="token ids"),
+        "logit_bias": Range(0, 1024, lengths="pairs"),
+        "logit_bias.*": Range(-100, 100),
+        "allowed_token_ids": Range(1, 1024, lengths="token ids"),
+        "bad_words": Range(0, 2 * MAX_BAD_WORDS, lengths="spellings"),
+        "cache_salt": Range(1, 128, lengths="characters"),
+    }
+)
+"""By field of GenerateRequest what it may be, where it is not None; `name[]` and `name.*`: what is in it."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,3 +174,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: int = 0
     client: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+def check_token_ids(tokens: Keys, vocab_size: int, name: str) -> None:
+    """Raises InvalidRequest that names the first place of `name` where there is no token of the model."""
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if wrong.size:
+        place, last = int(wrong[0]), vocab_size - 1
+        text = f"{name}[{place}] is {tokens[place]}; token ids of this model are 0 to {last}"
+        raise InvalidRequest(text, name.partition("[")[0])

@@ -11,12 +11,15 @@ from cairn.types import Boundary
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat as token ids, with the places at which messages end (see `GenerateRequest.boundaries`), and its images
-    in order."""
+    """A prompt as token ids, with the places at which messages end (see `GenerateRequest.boundaries`), and its images
+    in order. `field`: where the client put it, `prompt[1]` for one of several; `text`: what it said there, None where
+    that was no text."""
 
     token_ids: list[int]
     boundaries: list[Boundary]
     images: list[ImageInput] = []
+    field: str = "messages"
+    text: str | None = None
 
 
 TemplateValue: TypeAlias = str | int | float | bool | None

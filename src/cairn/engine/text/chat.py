@@ -71,50 +71,24 @@ def plain(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _plain(index: int, message: Message) -> Message:
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages[{index}].role must be a string", "messages")
-    plain = {**message, "content": _joined(_parts(index, message.get("content")))}
+    plain = {**message, "content": _joined(message.get("content") or "")}
     if message.get("tool_calls"):
-        if not isinstance(message["tool_calls"], list):
-            raise InvalidRequest(f"messages[{index}].tool_calls must be a list", "messages")
         plain["tool_calls"] = [_plain_call(index, call) for call in message["tool_calls"]]
     return plain
 
 
-def _parts(index: int, content: object) -> str | list[Message]:
-    if content is None:
-        return ""
+def _joined(content: str | list[Message]) -> str | list[Message]:
+    """Text alone becomes one string: not every template takes parts. Images lose their pixels."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts", "messages")
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind == "image" and isinstance(part.get("image"), Pixels):
-            parts.append({"type": "image"})
-        elif kind == "text" and isinstance(part.get("text"), str):
-            parts.append({"type": "text", "text": part["text"]})
-        else:
-            raise InvalidRequest(
-                f"messages[{index}].content: part {kind!r} is not text; only text is served", "messages"
-            )
-    return parts
+    if any(part["type"] != "text" for part in content):
+        return [{"type": "image"} if part["type"] == "image" else part for part in content]
+    return "\n".join(part["text"] for part in content)
 
 
-def _joined(parts: str | list[Message]) -> str | list[Message]:
-    """Text alone becomes one string: not every template takes parts."""
-    if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
-
-
-def _plain_call(index: int, call: object) -> Message:
+def _plain_call(index: int, call: Message) -> Message:
     """OpenAI sends arguments as a string of JSON; templates write them out themselves, from an object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise InvalidRequest(f"messages[{index}].tool_calls: each must be an object with a function", "messages")
-    arguments = function.get("arguments")
+    arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -122,7 +96,7 @@ def _plain_call(index: int, call: object) -> Message:
             raise InvalidRequest(
                 f"messages[{index}].tool_calls: arguments are not JSON: {error}", "messages"
             ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def pictures(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
@@ -131,9 +105,8 @@ def pictures(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
     for index, message in enumerate(messages):
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else None
-            if isinstance(image, Pixels):
-                found.append((f"messages[{index}].content[{number}]", image))
+            if part["type"] == "image":
+                found.append((f"messages[{index}].content[{number}]", part["image"]))
     return found
 
 

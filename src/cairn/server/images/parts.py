@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
@@ -17,8 +16,6 @@ from cairn.server.images.room import ImageRoom, ImageShare
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
 
-_IMAGE_KINDS = ("image_url", "input_image")
-_OTHER_KINDS = ("video_url", "input_video", "video", "audio_url", "input_audio", "audio")
 _ROLES = ("user", "tool")
 
 
@@ -36,7 +33,7 @@ class _Part:
 
 
 class ImageParts:
-    """Turns messages with images as clients send them into messages with pixels. One event loop only.
+    """Fetches and decodes the images of messages. One event loop only.
 
     At most `decoders` images are decoded at once, each by a thread that is given up, not ended, when it takes too long:
     until it is done no other takes its place.
@@ -49,28 +46,22 @@ class ImageParts:
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
         self._free = asyncio.Semaphore(options.decoders)
 
-    async def decoded(self, messages: list[Message], markers: tuple[str, ...], share: ImageShare) -> list[Message]:
-        """The same messages, every image's part as `{"type": "image", "image": Pixels}`. `markers`: the texts that
-        stand for images in a prompt, none where the model reads text alone. `share`: where the images' bytes are
-        counted; those of the pixels stay counted when this is done.
+    async def decoded(
+        self, messages: list[Message], markers: tuple[str, ...], share: ImageShare
+    ) -> dict[tuple[int, int], Pixels]:
+        """Every image by the numbers of its message and of its part there. `markers`: the texts that stand for images
+        in a prompt, none where the model reads text alone. `share`: where the images' bytes are counted; those of the
+        pixels stay counted when this is done.
 
         Raises InvalidRequest that names the part, Overloaded when other requests' images leave no room.
         """
         _refuse_markers(messages, markers)
         parts = self._find(messages, bool(markers))
         if not parts:
-            return messages
+            return {}
         pictures = await self._decode_all(parts, await self._fetch_all(parts, share), share)
         share.keep(sum(len(picture.rgb) for picture in pictures))
-        found = {(part.message, part.part): picture for part, picture in zip(parts, pictures, strict=True)}
-        changed = list(messages)
-        for i in sorted({part.message for part in parts}):
-            content = [
-                {"type": "image", "image": found[i, j]} if (i, j) in found else part
-                for j, part in enumerate(messages[i].parts)
-            ]
-            changed[i] = messages[i].model_copy(update={"content": content})
-        return changed
+        return {(part.message, part.part): picture for part, picture in zip(parts, pictures, strict=True)}
 
     async def aclose(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -80,12 +71,9 @@ class ImageParts:
         found: list[_Part] = []
         for i, message in enumerate(messages):
             for j, part in enumerate(message.parts):
-                kind = part.get("type") if isinstance(part, dict) else None
-                where = f"messages[{i}].content[{j}]"
-                if kind in _OTHER_KINDS:
-                    raise InvalidRequest(f"{where} is a {kind} part: only text and images are served", "messages")
-                if kind not in _IMAGE_KINDS:
+                if part["type"] == "text":
                     continue
+                where, given = f"messages[{i}].content[{j}]", part["image_url"]
                 if not reads_images:
                     raise InvalidRequest(f"{where} is an image, but this model reads text alone", "messages")
                 if message.role not in _ROLES:
@@ -96,7 +84,7 @@ class ImageParts:
                         "see --limit-mm-per-prompt",
                         "messages",
                     )
-                found.append(_Part(i, j, _url(part, where)))
+                found.append(_Part(i, j, given if isinstance(given, str) else given["url"]))
         return found
 
     async def _fetch_all(self, parts: Sequence[_Part], share: ImageShare) -> list[bytes]:
@@ -152,21 +140,6 @@ class ImageParts:
             decoding.exception()
 
 
-def pixels_of(part: Any) -> Pixels | None:
-    """The pixels of a part that `ImageParts` has made; None of any other, and JSON cannot make one."""
-    found = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else None
-    return found if isinstance(found, Pixels) else None
-
-
-def _url(part: dict[str, Any], where: str) -> str:
-    """`image_url` is a string, or an object with one as `url`; `detail` changes nothing."""
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str) or not url:
-        raise InvalidRequest(f"{where}.image_url must be a URL, or an object with one as url", "messages")
-    return url
-
-
 def _refuse_markers(messages: list[Message], markers: tuple[str, ...]) -> None:
     """Raises InvalidRequest where a text has, or texts side by side have, what stands for an image."""
     for i, message in enumerate(messages) if markers else ():
@@ -174,8 +147,7 @@ def _refuse_markers(messages: list[Message], markers: tuple[str, ...]) -> None:
             _refuse_marker(message.content, markers, f"messages[{i}].content")
         before = ""
         for j, part in enumerate(message.parts):
-            text = part.get("text") if isinstance(part, dict) else None
-            before = before + text if isinstance(text, str) else ""
+            before = before + part["text"] if part["type"] == "text" else ""
             _refuse_marker(before, markers, f"messages[{i}].content[{j}]")
             # Enough to complete a marker, so that many parts cost no more than their text.
             before = before[-max(map(len, markers)) :]

@@ -1,10 +1,6 @@
 """How many bytes the images of open requests may have together."""
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from cairn.errors import InvalidRequest, Overloaded
-from cairn.http.clients import client_id
-from cairn.http.middleware import HttpMiddleware
 
 
 class ImageRoom:
@@ -49,18 +45,3 @@ class ImageShare:
         """Give back all but these."""
         self._room.give(self._num_bytes - num_bytes)
         self._num_bytes = num_bytes
-
-
-class ImageShares(HttpMiddleware):
-    """Gives every request a share, `scope["cairn.images"]`, and takes it back when the last byte is sent."""
-
-    def __init__(self, app: ASGIApp, room: ImageRoom) -> None:
-        super().__init__(app)
-        self._room = room
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        share = scope["cairn.images"] = ImageShare(self._room, client_id(scope))
-        try:
-            return await self._app(scope, receive, send)
-        finally:
-            share.keep(0)

@@ -1,0 +1,55 @@
+"""What servers under test take and say, held to their own OpenAPI document strictly: no field that it does not have."""
+
+import copy
+import json
+
+import jsonschema_rs
+from typing_extensions import is_typeddict
+
+from cairn.server import answers
+
+STREAM, JSON = "text/event-stream", "application/json"
+OPEN = ("CacheHead",)  # of /cache, whose other fields are another type's
+
+
+class ApiContract:
+    """One document, made strict: objects of answers have the fields that it names and no others."""
+
+    def __init__(self, document):
+        document = copy.deepcopy(document)
+        self._paths, self._parts = document["paths"], document["components"]
+        for name, kind in vars(answers).items():
+            if is_typeddict(kind) and name not in OPEN and name in self._parts["schemas"]:
+                self._parts["schemas"][name]["additionalProperties"] = False
+        self._validators = {}
+        self.num_checked = 0
+
+    def check(self, response):
+        """The answer is what the document says; the body of a request that was answered with 200 is, too."""
+        request, status = response.request, str(response.status_code)
+        operation = self._paths.get(request.url.path, {}).get(request.method.lower())
+        if operation is None:
+            return
+        assert status in operation["responses"], f"{request.method} {request.url.path} says {status}"
+        kind = response.headers.get("content-type", "").partition(";")[0]
+        told = operation["responses"][status].get("content", {})
+        assert kind in told or not told, f"{request.url.path} says {status} in {kind}"
+        if kind == JSON:
+            self._validate(told[JSON]["schema"], response.json())
+        elif kind == STREAM:
+            chunk = told[STREAM]["schema"]["properties"]["data"]["contentSchema"]
+            schema = {"anyOf": [chunk, {"$ref": "#/components/schemas/ErrorResponse"}]}
+            for event in response.text.split("\n\n")[:-1]:
+                if event != "data: [DONE]":
+                    self._validate(schema, json.loads(event.removeprefix("data: ")))
+        if status == "200" and "requestBody" in operation:
+            body = operation["requestBody"]["content"][JSON]["schema"]
+            self._validate(body, json.loads(request.content))
+
+    def _validate(self, schema, value):
+        key = json.dumps(schema)
+        if key not in self._validators:
+            self._validators[key] = jsonschema_rs.Draft202012Validator({**schema, "components": self._parts})
+        error = next(self._validators[key].iter_errors(value), None)
+        assert error is None, f"{key}: {error} in {json.dumps(value)[:2000]}"
+        self.num_checked += 1
