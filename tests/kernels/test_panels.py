@@ -21,7 +21,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((x.shape[0] + 1, weight.shape[0]), torch.nan, dtype=dtype)
-    product_of_panels(x, to_panels(weight), bias, out[:-1], parts_of(x.shape[0]))
+    product_of_panels(x, to_panels(weight), bias, out[:-1], parts_of(x.shape[0], -(-x.shape[1] // 2)))
     assert out[-1].isnan().all()
     return out[:-1]
 

@@ -94,7 +94,7 @@ def int8_product(
     if not rows:
         return out
     if weight.layout == "panels":
-        int8_product_of_panels(x, weight, bias, out, parts_of(rows), expert=expert)
+        int8_product_of_panels(x, weight, bias, out, parts_of(rows, weight.matrices[expert].shape[1]), expert=expert)
         return out
     numbers, scales = torch.empty(height_of(rows), x.shape[1], dtype=torch.uint8), torch.empty(rows)
     _quantize_rows[x.dtype](

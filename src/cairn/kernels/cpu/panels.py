@@ -41,6 +41,9 @@ SEGMENT = 16 * GROUP
 
 SUMS_OF_SEGMENT = SEGMENT * PANEL
 
+_SEGMENT_WORDS = SEGMENT * 1024
+"""Words of a segment's rows at most, 768 KiB, where all have one matrix."""
+
 _CHUNK = 256
 """Words of a panel's outputs, 32 KiB, that all groups are multiplied with before the next ones: they stay in the first
 cache."""
@@ -99,30 +102,39 @@ class RowParts:
         return self.segments.shape[0] * size // 35 + rows * size // 440
 
 
+def parts_of(rows: int, words: int) -> RowParts:
+    """Of rows of so many words for one matrix. A segment fits the second cache, in which all panels come by."""
+    return _parts_of(rows, max(2 * GROUP, min(SEGMENT, _SEGMENT_WORDS // words // GROUP * GROUP)))
+
+
 @lru_cache(maxsize=4096)
-def parts_of(rows: int) -> RowParts:
-    """Of so many rows for one matrix."""
-    return cut_rows(torch.tensor([rows]), rows)
+def _parts_of(rows: int, segment: int) -> RowParts:
+    return cut_rows(torch.tensor([rows]), rows, segment)
 
 
-def cut_rows(ends: Tensor, rows: int) -> RowParts:
-    """Of `rows` rows in all for several matrices. `ends`: int64 [matrices], where each one's rows end."""
-    most_segments = ends.shape[0] + rows // SEGMENT
+def cut_rows(ends: Tensor, rows: int, segment: int = SEGMENT) -> RowParts:
+    """Of `rows` rows in all for several matrices. `ends`: int64 [matrices], where each one's rows end. `segment`: rows
+    of one at most."""
+    most_segments = ends.shape[0] + rows // segment
     segments = torch.empty(most_segments, 4, dtype=torch.int32)
     groups = torch.empty(most_segments + rows // GROUP, 2, dtype=torch.int32)
     sizes = torch.empty(2, dtype=torch.int64)
-    _cut_rows["any"](1, 0, ends.data_ptr(), ends.shape[0], segments.data_ptr(), groups.data_ptr(), sizes.data_ptr())
+    _cut_rows["any"](
+        1, 0, ends.data_ptr(), ends.shape[0], segment, segments.data_ptr(), groups.data_ptr(), sizes.data_ptr()
+    )
     num_segments, num_groups = sizes.tolist()
     return RowParts(groups[:num_groups], segments[:num_segments])
 
 
-@kernel({"any": (I64, INT, I32, I32, I64)})
-def _cut_rows(begin: int, end: int, ends: Any, matrices: int, segments: Any, groups: Any, sizes: Any) -> None:
+@kernel({"any": (I64, INT, INT, I32, I32, I64)})
+def _cut_rows(
+    begin: int, end: int, ends: Any, matrices: int, most: int, segments: Any, groups: Any, sizes: Any
+) -> None:
     """One item does all of it. Segments of a matrix are of nearly the same size, and so are groups of a segment."""
     num_segments = num_groups = first = 0
     for matrix in range(matrices):
         stop = ends[matrix]
-        parts = (stop - first + SEGMENT - 1) // SEGMENT
+        parts = (stop - first + most - 1) // most
         while first < stop:
             rows = (stop - first + parts - 1) // parts
             group = (rows + (rows + GROUP - 1) // GROUP - 1) // ((rows + GROUP - 1) // GROUP)

@@ -64,7 +64,7 @@ def product(
     if weight.layout == "onednn":
         return reordered_product(x, matrix, bias).to(dtype or x.dtype)
     out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
-    product_of_panels(x, matrix, bias, out, parts_of(x.shape[0]))
+    product_of_panels(x, matrix, bias, out, parts_of(x.shape[0], matrix.shape[1]))
     return out
 
 
