@@ -47,6 +47,7 @@ class Asked:
 @dataclass
 class FakeHub:
     """`cut`: a file's name -> after how many bytes its connection breaks, once or, with `cut_always`, each time.
+    `slow`: files that come a byte at a time behind the first. `commit`: what it says instead of a commit.
     `status`: what everything is answered. `silent`: nothing is answered."""
 
     url: str
@@ -54,6 +55,8 @@ class FakeHub:
     asked: list[Asked] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)
     cut_always: bool = False
+    slow: set[str] = field(default_factory=set)
+    commit: str | None = None
     status: int | None = None
     silent: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -159,7 +162,13 @@ class _Handler(BaseHTTPRequestHandler):
             send(*found)
 
     def _send_info(self, commit: str, files: dict[str, bytes]) -> None:
-        self._send_json({"id": "fake", "sha": commit, "siblings": [{"rfilename": file} for file in sorted(files)]})
+        self._send_json(
+            {
+                "id": "fake",
+                "sha": self._hub.commit or commit,
+                "siblings": [{"rfilename": file} for file in sorted(files)],
+            }
+        )
 
     def _send_tree(self, commit: str, files: dict[str, bytes]) -> None:
         self._send_json(
@@ -187,7 +196,21 @@ class _Handler(BaseHTTPRequestHandler):
             begin, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
             first, last = int(begin), min(int(end or last), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        self._send(206 if "Content-Range" in headers else 200, content[first : last + 1], headers, self._cut(file))
+        status, body = 206 if "Content-Range" in headers else 200, content[first : last + 1]
+        if self.command == "GET" and file in self._hub.slow:
+            self._send(status, body, headers, cut=1)
+            self._trickle(body[1:])
+        else:
+            self._send(status, body, headers, self._cut(file))
+
+    def _trickle(self, body: bytes) -> None:
+        for byte in body:
+            if self._hub.ended.wait(0.05):
+                return
+            try:
+                self.wfile.write(bytes([byte]))
+            except ConnectionError:  # the client has gone
+                return
 
     def _cut(self, file: str) -> int | None:
         if self.command != "GET":

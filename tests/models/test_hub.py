@@ -3,9 +3,11 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 
 from cairn.cli import main
 from doubles.fake_hub import FakeHub, Repository, fake_hub, file_name, files_in
+from tiers import more
 
 NAME = "org/tiny"
 SMALL = {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"}
@@ -147,6 +150,27 @@ def test_a_start_that_failed_leaves_what_it_has_fetched(machine, tiny, tiny_file
     assert machine.hub.fetched == [file] and files_in(folder) == tiny_files
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, more(signal.SIGTERM)])
+def test_a_signal_ends_a_download_at_once(machine, tiny, tiny_files, number):
+    file = max(shards(tiny_files))
+    machine.hub.slow.add(file)
+    command = [sys.executable, "-c", FIND.format(before=""), "find_checkpoint", NAME, "", ""]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=machine.variables)
+    try:
+        deadline = time.monotonic() + 60
+        while file not in machine.hub.fetched or len(machine.hub.fetched) < len(tiny_files):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert list(machine.folder.rglob("*.incomplete")) == []
+    machine.hub.slow.clear()
+    assert files_in(Path(machine.find())) == tiny_files and file in machine.hub.fetched
+
+
 def test_a_revision(machine, tiny, tiny_files):
     other = tiny_files | {"generation_config.json": b'{"eos_token_id": 7}'}
     tiny.revisions["v2"] = other
@@ -184,7 +208,7 @@ def test_a_token_goes_to_the_hub_and_nowhere_else(machine, tiny):
     assert by_host == {("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}
 
 
-@pytest.mark.parametrize("variables", [{}, {"HF_TOKEN": "hf_mine"}])
+@pytest.mark.parametrize("variables", [{"HF_TOKEN": "hf_mine"}, more({})])
 def test_a_gated_repository(machine, tiny, variables):
     tiny.gated = True
     said = machine.find(**variables)
@@ -200,7 +224,7 @@ def test_a_gated_repository(machine, tiny, variables):
         (r"config\.json", {}, "the repository has no config.json"),
         (r"tokenizer\.json", {}, "the repository has no tokenizer.json"),
         (r"config\.json", {"config.json": b'{"model_type": "gpt2"}'}, "config.json: model_type 'gpt2' is not served"),
-        (r"config\.json", {"config.json": b"{"}, "config.json: not valid JSON"),
+        more(r"config\.json", {"config.json": b"{"}, "config.json: not valid JSON"),
         (
             r".*safetensors.*",
             {"pytorch_model.bin": b"a pickle"},
@@ -260,6 +284,12 @@ def test_a_hub_that_does_not_answer(machine):
 def test_a_hub_in_trouble(machine, status, said):
     machine.hub.status = status
     assert machine.find() == said.format(machine.hub.url)
+
+
+def test_a_commit_that_is_none_names_no_folder(machine, tiny):
+    machine.hub.commit = "../../../../other"
+    assert machine.find() == f"DownloadError: MODEL org/tiny: {machine.hub.url} gave no commit: check HF_ENDPOINT"
+    assert machine.hub.fetched == [] and not (machine.folder / "other").exists()
 
 
 def test_a_disk_without_room(machine, tiny, tiny_files):

@@ -11,11 +11,15 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import httpx2
@@ -200,17 +204,17 @@ class _Repository:
 
     def fetch(self, files: Sequence[str]) -> Path:
         """The folder of this commit, with those of the files that the repository has in its top folder."""
-        return Path(
-            snapshot_download(
-                self._source.name,
-                revision=self._commit,
-                cache_dir=self._cache,
-                library_name="cairn",
-                library_version=__version__,
-                allow_patterns=[glob.escape(file) for file in files],
-                ignore_patterns=["*/*"],
+        with _ended_by_signals():
+            return Path(
+                snapshot_download(
+                    self._source.name,
+                    revision=self._commit,
+                    cache_dir=self._cache,
+                    library_name="cairn",
+                    library_version=__version__,
+                    allow_patterns=[glob.escape(file) for file in files],
+                )
             )
-        )
 
     def fetch_config(self, *, needs_tokenizer: bool) -> Path:
         """All but weights. Refuses what cannot be served while that has cost nothing yet."""
@@ -309,6 +313,31 @@ def _limit(request: httpx2.Request) -> None:
     given = request.extensions.get("timeout") or {}
     if not given or None in given.values():
         request.extensions["timeout"] = httpx2.Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT).as_dict()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once. An exception would wait for every file that a thread is at."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    # files in the making have names that no later start would know; what is open here is this process's own
+    with suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                path = os.readlink(f"/proc/self/fd/{descriptor}")
+                if path.endswith(".incomplete"):
+                    os.unlink(path)
+    os._exit(128 + number)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
