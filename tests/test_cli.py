@@ -19,7 +19,8 @@ from cairn.models.make_model import MADE_FAMILIES
 
 ECHO_CAIRN = (
     "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "
-    "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer))"
+    "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer, "
+    "find_model=lambda settings: settings.model))"
 )
 
 NUM_CORES = Machine().num_cores()

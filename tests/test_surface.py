@@ -18,17 +18,16 @@ from doubles.echo_core import build_echo_core
 
 FLAGS = """
 --allowed-local-media-path --allowed-media-domains --api-key --block-size --check-plans --config --cpu-threads
---disable-hybrid-kv-cache-manager --dtype --enable-auto-tool-choice --enable-prefix-caching --enforce-eager --eviction
---exact --forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout --in-flight-sharing
---kv-cache-memory-bytes --kv-events-config
---kv-peer-allowlist --kv-secret-file --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level
---mamba-cache-mode --max-body-bytes --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens
---max-num-seqs --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice
---no-check-plans --no-enable-prefix-caching --reasoning-parser --tool-call-parser
---no-enforce-eager --no-exact --no-in-flight-sharing --no-language-model-only
---no-trust-remote-code --port --quantization --request-log --request-log-bytes
---request-timeout --seed --served-model-name --shutdown-timeout --start-timeout
---tensor-parallel-size --trust-remote-code
+--disable-hybrid-kv-cache-manager --download-dir --dtype --enable-auto-tool-choice --enable-prefix-caching
+--enforce-eager --eviction --exact --forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout
+--in-flight-sharing --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file
+--kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
+--max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
+--mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice --no-check-plans
+--no-enable-prefix-caching --reasoning-parser --tool-call-parser --no-enforce-eager --no-exact --no-in-flight-sharing
+--no-language-model-only --no-trust-remote-code --port --quantization --request-log --request-log-bytes
+--request-timeout --revision --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
+--trust-remote-code
 """
 
 PROXY_FLAGS = """
@@ -40,14 +39,15 @@ PROXY_FLAGS = """
 
 BENCH_FLAGS = """
 --api-key --append-result --backend --base-url --burstiness --chat-num-systems --chat-output-len --chat-system-len
---chat-turns --chat-user-len --dataset-name --dataset-path --disable-tqdm --endpoint --extra-body --frequency-penalty
---goodput --header --help --host --ignore-eos --input-len --insecure --label --max-concurrency --metadata
---metric-percentiles --min-p --model --num-prompts --num-warmups --output-len --percentile-metrics --port
+--chat-turns --chat-user-len --dataset-name --dataset-path --disable-tqdm --download-dir --endpoint --extra-body
+--frequency-penalty --goodput --header --help --host --ignore-eos --input-len --insecure --label --max-concurrency
+--metadata --metric-percentiles --min-p --model --num-prompts --num-warmups --output-len --percentile-metrics --port
 --prefix-repetition-num-prefixes --prefix-repetition-output-len --prefix-repetition-prefix-len
 --prefix-repetition-suffix-len --presence-penalty --random-input-len --random-output-len --random-prefix-len
 --random-range-ratio --ready-check-timeout-sec --repetition-penalty --request-rate --request-timeout --result-dir
---result-filename --save-detailed --save-result --seed --served-model-name --sharegpt-output-len --temperature
---tokenizer --top-k --top-p --trace-duration --trace-length-divisor --trace-speedup --trust-remote-code --vocab-size
+--result-filename --revision --save-detailed --save-result --seed --served-model-name --sharegpt-output-len
+--temperature --tokenizer --top-k --top-p --trace-duration --trace-length-divisor --trace-speedup --trust-remote-code
+--vocab-size
 """
 
 METRICS = """
@@ -94,7 +94,7 @@ cairn_proxy:retries_total cairn_proxy:upstream_failures_total cairn_proxy:upstre
 
 EXPORTED = {
     "cairn": "__version__",
-    "cairn.errors": "AuditError CairnError ConfigError EngineDead InvalidRequest ModelError NotFound "
+    "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidRequest ModelError NotFound "
     "Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "

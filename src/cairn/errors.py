@@ -3,6 +3,7 @@
     CairnError
     ├── ConfigError            a flag, an environment variable or a settings file is wrong; exit code 2
     │   └── ModelError         the checkpoint folder cannot be served: config, tensors, tokenizer; exit code 2
+    ├── DownloadError          a model could not be fetched, and nobody asked for anything wrong; exit code 1
     ├── RequestError           one request is wrong; HTTP `status`, OpenAI `code` and `param`
     │   ├── InvalidRequest     400
     │   ├── NotFound           404
@@ -18,6 +19,7 @@ __all__ = [
     "AuditError",
     "CairnError",
     "ConfigError",
+    "DownloadError",
     "EngineDead",
     "InvalidRequest",
     "ModelError",
@@ -38,6 +40,10 @@ class ConfigError(CairnError):
 
 class ModelError(ConfigError):
     """A checkpoint folder cannot be served. The text names the file, the field or the tensor."""
+
+
+class DownloadError(CairnError):
+    """A model could not be fetched: no network, a hub in trouble, a full disk. The text says what to look at."""
 
 
 class RequestError(CairnError):

@@ -11,7 +11,8 @@ import pytest
 
 ECHO_CAIRN = (
     "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "
-    "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer))"
+    "sys.exit(main(core='doubles.echo_core:build_echo_core', load_tokenizer=load_byte_tokenizer, "
+    "find_model=lambda settings: settings.model))"
 )
 KEY = "sk-test-1234"
 SECONDS = 30

@@ -159,7 +159,7 @@ def test_comparing_with_a_plot(tmp_path):
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--extra-body", "{"], "must be a JSON object"),
         (["--metadata", "x"], "--metadata takes KEY=VALUE"),
-        (["--tokenizer", "nowhere"], "--tokenizer nowhere"),
+        (["--tokenizer", "./nowhere"], "--tokenizer ./nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_be_asked_for(words, said, capsys):

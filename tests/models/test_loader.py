@@ -175,7 +175,7 @@ def test_verify_and_load_name_tensor_and_file(tmp_path: Path) -> None:
 
 
 def test_read_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nvidia/model: no such folder; nothing is downloaded"):
+    with pytest.raises(ModelError, match=r"nvidia/model: no such folder; give one that holds config.json"):
         read_config(Path("nvidia/model"))
     with pytest.raises(ModelError, match=r"config\.json is missing; this is not a Hugging Face checkpoint"):
         read_config(tmp_path)

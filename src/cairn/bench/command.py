@@ -35,8 +35,10 @@ _KEEP_ALIVE_SECONDS = 2.0
 _INTERRUPTED = 130
 
 
-def run_bench(arguments: argparse.Namespace) -> int:
+def run_bench(arguments: argparse.Namespace, tokenizer: Path | None = None) -> int:
     """Run `bench serve` or `bench compare`, as `add_bench_flags` has parsed; returns the exit code.
+
+    `tokenizer`: the tokenizer.json that --tokenizer names, or its folder.
 
     Of a load: 0, or 1 when no request succeeded, or 130 when it was interrupted; what there is is printed in any case.
     Raises CairnError that names the flag, the file or the server.
@@ -44,13 +46,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.bench_command == "compare":
         compare(arguments.first, arguments.second, arguments.plot)
         return 0
-    return _serve(arguments)
+    return _serve(arguments, tokenizer)
 
 
-def _serve(asked: argparse.Namespace) -> int:
+def _serve(asked: argparse.Namespace, tokenizer: Path | None) -> int:
     endpoint, goals, metadata = endpoint_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
     limit = open_limit(asked.max_concurrency)
-    material = make_workload(asked, endpoint.kind)
+    material = make_workload(asked, endpoint.kind, tokenizer)
     endpoint, ran = asyncio.run(_measured(asked, replace(endpoint, ignore_eos=material.ignore_eos), material, limit))
     summary = summary_of(ran, asked.metric_percentiles, goals)
     how = _run_info(asked, endpoint, material)
@@ -135,7 +137,7 @@ def _run_info(asked: argparse.Namespace, endpoint: Endpoint, material: Workload)
         backend=endpoint.backend,
         label=asked.label,
         model=endpoint.model,
-        tokenizer=None if asked.tokenizer is None else str(asked.tokenizer),
+        tokenizer=asked.tokenizer,
         num_prompts=material.num_requests,
         request_rate=asked.request_rate,
         burstiness=asked.burstiness,

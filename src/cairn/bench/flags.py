@@ -59,7 +59,13 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="name of the model; default: the first one that /v1/models lists")
     group.add_argument("--served-model-name", metavar="NAME", help="the model's name in requests; default: --model")
     group.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, or its folder, for prompts that go as text"
+        "--tokenizer",
+        metavar="MODEL",
+        help="a tokenizer.json, its folder, or a model's name on the Hugging Face Hub, for prompts that go as text",
+    )
+    group.add_argument("--revision", help="branch, tag or commit of a --tokenizer on the hub; default: main")
+    group.add_argument(
+        "--download-dir", type=Path, metavar="FOLDER", help="cache of what the hub has; default: the Hugging Face cache"
     )
     group.add_argument(
         "--api-key", metavar="KEY", help="default: OPENAI_API_KEY, which other users of this machine cannot see"

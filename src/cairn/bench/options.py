@@ -141,11 +141,13 @@ def open_limit(asked: int | None) -> int:
     return asked if asked is not None else most
 
 
-def make_workload(asked: argparse.Namespace, kind: Literal["completions", "chat"]) -> Workload:
+def make_workload(
+    asked: argparse.Namespace, kind: Literal["completions", "chat"], tokenizer: Path | None = None
+) -> Workload:
     """All prompts, made before anything is sent. Raises ConfigError naming the flag or the file."""
     # Streams of their own: another number of prompts leaves the arrivals as they were, and warm-ups share nothing.
     prompts, arrivals, others = (np.random.default_rng([asked.seed, stream]) for stream in range(3))
-    vocabulary, speller = _language(asked)
+    vocabulary, speller = _language(asked.vocab_size, tokenizer)
     work, settings = _dataset(asked, vocabulary, speller, prompts)
     first = work[0].turns[0]
     shape = RandomPrompts(first.num_tokens, first.max_tokens)
@@ -160,13 +162,13 @@ def make_workload(asked: argparse.Namespace, kind: Literal["completions", "chat"
     return Workload(work, due, warmups, settings, ignore_eos)
 
 
-def _language(asked: argparse.Namespace) -> tuple[Vocabulary, Speller]:
-    if asked.tokenizer is None:
-        return Vocabulary.of_size(asked.vocab_size), Words()
-    speller = TokenizerSpeller(asked.tokenizer)
+def _language(vocab_size: int, tokenizer: Path | None) -> tuple[Vocabulary, Speller]:
+    if tokenizer is None:
+        return Vocabulary.of_size(vocab_size), Words()
+    speller = TokenizerSpeller(tokenizer)
     ids = speller.ordinary_ids()
     if not len(ids):
-        raise ConfigError(f"--tokenizer {asked.tokenizer} has special tokens only")
+        raise ConfigError(f"--tokenizer {tokenizer} has special tokens only")
     return Vocabulary(ids), speller
 
 

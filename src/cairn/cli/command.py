@@ -6,15 +6,18 @@ Heavy imports wait until their command is chosen: `cairn --help` needs neither t
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cairn import __version__
-from cairn.cli.run import load_model_tokenizer, run_proxy, run_server
+from cairn.cli.run import find_served_model, load_model_tokenizer, run_proxy, run_server
 from cairn.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     from cairn.engine.contract import TextTokenizer
+    from cairn.models.hub import ModelSource
+    from cairn.settings.serve import ServeSettings
 
 # Written out: to import them would load torch for every --help.
 _MADE_FAMILIES = "nemotron_h, qwen3_5, qwen3_5_moe, qwen3_5_vl, granitemoehybrid, falcon_h1, lfm2, qwen3"
@@ -32,10 +35,14 @@ def main(
     *,
     core: str = "cairn.engine.build:build_core",
     load_tokenizer: "Callable[[str], TextTokenizer]" = load_model_tokenizer,
+    find_model: "Callable[[ServeSettings], str]" = find_served_model,
 ) -> int:
-    """Run one command and return its exit code. `core` and `load_tokenizer` replace the engine that `serve` runs."""
+    """Run one command and return its exit code.
+
+    `core` and `load_tokenizer` replace the engine that `serve` runs, `find_model` what MODEL means to it.
+    """
     try:
-        return _run(sys.argv[1:] if arguments is None else list(arguments), core, load_tokenizer)
+        return _run(sys.argv[1:] if arguments is None else list(arguments), core, load_tokenizer, find_model)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except ConfigError as error:
@@ -48,14 +55,19 @@ def main(
         return 130
 
 
-def _run(arguments: list[str], core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
+def _run(
+    arguments: list[str],
+    core: str,
+    load_tokenizer: "Callable[[str], TextTokenizer]",
+    find_model: "Callable[[ServeSettings], str]",
+) -> int:
     parser, serve, proxy, replay, bench = _parser()
     match arguments[:1]:
         case ["serve"]:
             from cairn.settings.serve import add_flags, load_settings
 
             source = add_flags(serve)
-            return run_server(load_settings(parser.parse_args(arguments), source), core, load_tokenizer)
+            return run_server(load_settings(parser.parse_args(arguments), source), core, load_tokenizer, find_model)
         case ["proxy"]:
             from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
 
@@ -70,7 +82,8 @@ def _run(arguments: list[str], core: str, load_tokenizer: "Callable[[str], TextT
             from cairn.bench.command import add_bench_flags, run_bench
 
             add_bench_flags(bench)
-            return run_bench(parser.parse_args(arguments))
+            asked = parser.parse_args(arguments)
+            return run_bench(asked, _find_tokenizer(asked))
     parsed = parser.parse_args(arguments)
     return _make_model(parsed) if parsed.command == "make-model" else _check(parsed)
 
@@ -104,7 +117,11 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check = commands.add_parser(
         "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
     )
-    check.add_argument("model", metavar="MODEL", type=Path, help="folder of the checkpoint")
+    check.add_argument("model", metavar="MODEL", help="folder of the checkpoint, or its name on the Hugging Face Hub")
+    check.add_argument("--revision", help="branch, tag or commit of a MODEL on the hub; default: main")
+    check.add_argument(
+        "--download-dir", type=Path, metavar="FOLDER", help="cache of what the hub has; default: the Hugging Face cache"
+    )
     check.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s")
     check.add_argument(
         "-q", "--quantization", choices=("int8",), help="of the weights of matrix products; default: none"
@@ -143,12 +160,30 @@ def _make_model(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _source(parsed: argparse.Namespace, name: str, flag: str) -> "ModelSource":
+    from cairn.models.hub import ModelSource
+
+    return ModelSource(name, parsed.revision, parsed.download_dir, flag)
+
+
+def _find_tokenizer(parsed: argparse.Namespace) -> Path | None:
+    """Where the --tokenizer of `bench serve` is; None without one."""
+    if getattr(parsed, "tokenizer", None) is None:
+        return None
+    from cairn.models.hub import find_tokenizer
+
+    return find_tokenizer(_source(parsed, parsed.tokenizer, "--tokenizer"))
+
+
 def _check(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from cairn.models.check import CheckSettings, check, render
+    from cairn.models.hub import find_headers
 
-    settings = {name: value for name, value in vars(parsed).items() if name not in ("command", "model")}
-    report = check(parsed.model, CheckSettings(**settings))
+    folder, headers = find_headers(_source(parsed, parsed.model, "MODEL"))
+    names = {one.name for one in fields(CheckSettings)}
+    settings = {name: value for name, value in vars(parsed).items() if name in names}
+    report = check(folder, CheckSettings(**settings), headers)
     Console().print(render(report))
     return 0 if report.ok else 1

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,27 +24,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cairn.cli")
 
 
-def run_server(settings: "ServeSettings", core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
+def run_server(
+    settings: "ServeSettings",
+    core: str,
+    load_tokenizer: "Callable[[str], TextTokenizer]",
+    find_model: "Callable[[ServeSettings], str]",
+) -> int:
     from cairn.engine.client import CoreClient, EngineDeadlines
     from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
-    from cairn.http.listening import raise_descriptor_limit
+    from cairn.http.listening import listen, raise_descriptor_limit, trusted_proxies
     from cairn.server.options import ServerLimits
     from cairn.server.run import HttpServer
 
     _start_log(settings.log_level)
     raise_descriptor_limit()
     warn(settings)
+    # huggingface_hub's, a line per request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    # what is wrong is said before anything is downloaded
+    trusted_proxies(settings.forwarded_allow_ips)
+    listen(settings.host, settings.port).close()
+    asked, images = engine_config(settings), image_options(settings)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
+    config = replace(asked, model=find_model(settings))
 
     async def run() -> int:
-        config = engine_config(settings)
         engine = CoreClient(
             ProcessTransport(config, core=core, threads=num_threads),
             lambda: load_tokenizer(config.model),
             EngineDeadlines(start=settings.start_timeout),
         )
-        return await _until_drained(HttpServer(engine, settings, ServerLimits(images=image_options(settings))))
+        return await _until_drained(HttpServer(engine, settings, ServerLimits(images=images)))
 
     return asyncio.run(run())
 
@@ -90,13 +101,20 @@ def warn(settings: "ServeSettings") -> None:
         logger.warning("--kv-peer-allowlist has no effect without --kv-secret-file: only loopback peers are allowed")
 
 
+def find_served_model(settings: "ServeSettings") -> str:
+    """The checkpoint's folder. Raises ConfigError or DownloadError."""
+    from cairn.models.hub import ModelSource, find_checkpoint
+
+    return str(find_checkpoint(ModelSource(settings.model, settings.revision, settings.download_dir)))
+
+
 def load_model_tokenizer(folder: str) -> "TextTokenizer":
     """A checkpoint's own. Raises ModelError."""
     from cairn.engine.text.tokenizer import ModelTokenizer
 
     # The tokenizer is loaded before the model has been looked at, and would complain of a file too deep.
     if not (Path(folder) / "config.json").is_file():
-        raise ModelError(f"{folder}: no checkpoint's folder: there is no config.json in it; models are not downloaded")
+        raise ModelError(f"{folder}: no checkpoint's folder: there is no config.json in it")
     return ModelTokenizer(Path(folder))
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cairn.models.loader import Accounting, DType, account
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
 from cairn.models.registry import open_model
 from cairn.models.served_dtype import ServedQuantization
-from cairn.models.tensor_headers import read_headers
+from cairn.models.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 
@@ -74,15 +75,19 @@ class CheckReport:
         return self.settings.kv_cache_memory_bytes // self.layout.page_bytes
 
 
-def check(folder: Path, settings: CheckSettings | None = None) -> CheckReport:
+def check(
+    folder: Path, settings: CheckSettings | None = None, headers: Mapping[str, TensorHeader] | None = None
+) -> CheckReport:
     """Read config.json and every tensor's header; compare names, shapes and dtypes with what the config calls for.
 
+    `headers`: of a checkpoint whose tensors are not in the folder.
     Raises ModelError when the folder, the config or a file cannot be read at all; tensors that are missing, unknown,
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
     model = open_model(folder, settings.dtype, settings.quantization)
-    headers = read_headers(folder)
+    if headers is None:
+        headers = read_headers(folder)
     vision = _vision_tensors(folder)
     expected = {**model.tensors(headers), **vision}
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.

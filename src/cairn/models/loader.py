@@ -55,7 +55,7 @@ class Accounting:
 def read_config(folder: Path) -> dict[str, object]:
     """config.json, its `eos_token_id` extended by the ids that generation_config.json adds. Raises ModelError."""
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; nothing is downloaded, give a folder that holds config.json")
+        raise ModelError(f"{folder}: no such folder; give one that holds config.json")
     raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     added = _ids(read_json(generation).get("eos_token_id")) if generation.exists() else []

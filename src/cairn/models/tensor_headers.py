@@ -1,6 +1,7 @@
 """Which tensors a checkpoint folder's safetensors files announce, without reading one of them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -38,10 +39,25 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         return _read_file_headers(folder, SINGLE)
     if not (folder / INDEX).exists():
         raise _no_weights(folder)
+    return indexed_headers(folder, lambda file: _read_file_headers(folder, file))
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The files that the folder's index names, each once, in order. Raises ModelError."""
+    return sorted(set(_read_index(folder / INDEX).values()))
+
+
+def indexed_headers(
+    folder: Path, read_file_headers: Callable[[str], dict[str, TensorHeader]]
+) -> dict[str, TensorHeader]:
+    """Name -> header of every tensor in the files that the folder's index names, wherever those are.
+
+    Raises ModelError when index and files disagree.
+    """
     shard_of = _read_index(folder / INDEX)
     headers: dict[str, TensorHeader] = {}
     for file in sorted(set(shard_of.values())):
-        for name, header in _read_file_headers(folder, file).items():
+        for name, header in read_file_headers(file).items():
             if name in headers:
                 raise ModelError(f"{folder}: {name} is both in {headers[name].file} and in {file}")
             headers[name] = header

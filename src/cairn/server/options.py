@@ -17,7 +17,8 @@ class ServerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     model: CliPositionalArg[str] = Field(
-        "", description="folder of the checkpoint: config.json, safetensors, tokenizer"
+        "",
+        description="folder of the checkpoint: config.json, safetensors, tokenizer; or a name on the Hugging Face Hub",
     )
     host: str = Field(
         "127.0.0.1",

@@ -42,6 +42,12 @@ class ServeSettings(BaseSettings, ServerOptions):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=())
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a MODEL on the Hugging Face Hub; main unless given", min_length=1
+    )
+    download_dir: Path | None = Field(
+        None, description="cache that MODEL is looked for in and downloaded to; the Hugging Face cache unless given"
+    )
     quantization: Literal["int8"] | None = Field(
         None, description="weights of matrix products in int8, activations per token: faster, less memory, less precise"
     )
@@ -169,7 +175,7 @@ def _with_model_and_keys(parsed: Namespace, from_file: Mapping[str, Any]) -> Nam
         return flatten_keys(parsed)
     if not Path(word).is_dir():
         raise ConfigError(
-            "MODEL is missing: all words behind --api-key are keys; name the checkpoint's folder before it, as in "
+            "MODEL is missing: all words behind --api-key are keys; name MODEL before it, as in "
             "`cairn serve ./my-model --api-key KEY KEY`"
         )
     return Namespace(**vars(flatten_keys(parsed, without_last=True)) | {"model": word})
@@ -177,7 +183,10 @@ def _with_model_and_keys(parsed: Namespace, from_file: Mapping[str, Any]) -> Nam
 
 def _refuse_what_is_missing(settings: ServeSettings) -> None:
     if not settings.model:
-        raise ConfigError("MODEL is missing: name the checkpoint's folder, as in `cairn serve ./my-model`")
+        raise ConfigError(
+            "MODEL is missing: name a checkpoint's folder, or its name on the Hugging Face Hub, as in "
+            "`cairn serve Qwen/Qwen3.5-4B`"
+        )
     if settings.disable_hybrid_kv_cache_manager:
         raise ConfigError("--disable-hybrid-kv-cache-manager: the cache is always a hybrid one; leave it out")
     if settings.allowed_local_media_path is not None:
