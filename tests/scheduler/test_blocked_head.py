@@ -70,8 +70,8 @@ def test_it_is_looked_up_again_when_the_trees_have_changed(monkeypatch):
     driver.step()
     version, walks = driver.cache.checkpoints.version, counts["walk"]
     # what another one leaves there makes its hit longer
-    lease = driver.requests["r1"].lease
-    driver.cache._writer.commit(lease, lease.committed + 1, ())
+    sequence = driver.requests["r1"].sequence
+    driver.cache._writer.commit(sequence, sequence.committed + 1, ())
     assert driver.cache.checkpoints.version > version
     driver.step()
     assert counts["walk"] == walks + 1
@@ -138,17 +138,18 @@ def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
     seen = Counter()
 
     def checked_find(finder, version, root, namespace, keys, request_id, resumed_from):
-        lease = find(finder, version, root, namespace, keys, request_id, resumed_from)
+        sequence = find(finder, version, root, namespace, keys, request_id, resumed_from)
         anew = finder._find(root, namespace, keys, request_id, resumed_from)
         told, wanted = (
-            [plain(getattr(one, field.name)) for field in fields(one) if field.name != "_keys"] for one in (lease, anew)
+            [plain(getattr(one, field.name)) for field in fields(one) if field.name != "_keys"]
+            for one in (sequence, anew)
         )
-        assert told == wanted and lease.keys.tolist() == anew.keys.tolist()
+        assert told == wanted and sequence.keys.tolist() == anew.keys.tolist()
         seen["finds"] += 1
-        return lease
+        return sequence
 
-    def checked_could_free(cache, lease, num_pages):
-        told = could_free(cache, lease, num_pages)
+    def checked_could_free(cache, sequence, num_pages):
+        told = could_free(cache, sequence, num_pages)
         assert told == (num_pages <= cache.pool.num_pages - cache.num_pinned_pages())
         seen[told] += 1
         return told

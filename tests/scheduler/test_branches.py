@@ -87,10 +87,10 @@ def test_all_branches_share_the_full_pages_while_they_run():
     name = driver.submit(PROMPT, max_tokens=30, n=4)
     for _ in range(6):
         driver.step()
-    leases = [driver.requests[own].lease for own in names(name, 4)]
-    full = {tuple(lease.pages[0][:6].tolist()) for lease in leases}
+    sequences = [driver.requests[own].sequence for own in names(name, 4)]
+    full = {tuple(sequence.pages[0][:6].tolist()) for sequence in sequences}
     assert len(full) == 1
-    assert len({int(lease.pages[0][6]) for lease in leases}) == 4
+    assert len({int(sequence.pages[0][6]) for sequence in sequences}) == 4
     driver.run()
 
 

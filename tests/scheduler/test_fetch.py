@@ -126,7 +126,7 @@ def test_what_has_come_is_free_of_the_pull_and_is_used():
     ((pull, _),) = side.wants.items()
     say(driver, side, PullEnded(pull, None, 200, 200), PagesFree(pull))
     request = driver.requests[name]
-    assert request.phase is Phase.READY and request.lease.hit == request.lease.received == 200
+    assert request.phase is Phase.READY and request.sequence.hit == request.sequence.received == 200
     assert not driver.cache.pins and driver.scheduler.books.counters.external_hits == 200
 
 

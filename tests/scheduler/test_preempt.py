@@ -30,7 +30,7 @@ def fill(driver, but=0):
 
 
 def make_room_for(driver, request):
-    return make_room(driver.scheduler.books, request, request.lease.num_tokens + 32)
+    return make_room(driver.scheduler.books, request, request.sequence.num_tokens + 32)
 
 
 def test_the_youngest_gives_way_first():
@@ -59,18 +59,20 @@ def test_what_a_step_names_does_not_give_way():
 
 def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     driver, (request,) = running(40)
-    driver.cache.extend = lambda lease, num_tokens: None
-    lease = request.lease
+    driver.cache.extend = lambda sequence, num_tokens: None
+    sequence = request.sequence
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
-    assert request.sent_back_at == lease.num_tokens
+    assert request.sent_back_at == sequence.num_tokens
     books = driver.scheduler.books
-    driver.cache.pinned.open(lease := books.cache._finder.find(0, None, request.spec.namespace, lease.keys, "", None))
+    driver.cache.pinned.open(
+        sequence := books.cache._finder.find(0, None, request.spec.namespace, sequence.keys, "", None)
+    )
     books.waiting.remove(request)
     books.running.put(request)
-    request.lease, request.phase = lease, Phase.RUNNING
+    request.sequence, request.phase = sequence, Phase.RUNNING
     with pytest.raises(AssertionError, match="does not fit an empty pool"):
         make_room_for(driver, request)
-    lease.append(7)
+    sequence.append(7)
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
 
 
@@ -79,7 +81,7 @@ def test_a_state_is_saved_that_is_smaller_than_what_was_computed(length, saved):
     """A file is three pages, and a page 16 tokens."""
     driver, (request,) = running(length)
     driver.step()
-    assert request.num_computed == length + 1 and len(request.lease.pages[0]) == 3 + saved
+    assert request.num_computed == length + 1 and len(request.sequence.pages[0]) == 3 + saved
     preempt(driver.scheduler.books, request, request, 0)
     assert (request.phase is Phase.PREEMPTING) == saved
 
@@ -99,7 +101,7 @@ def test_what_is_shared_with_the_tree_does_not_count_for_a_state():
     driver.step()
     driver.step()
     request = driver.requests[name]
-    assert request.lease.matched == 96 and len(request.lease.pages[0]) == 7
+    assert request.sequence.matched == 96 and len(request.sequence.pages[0]) == 7
     preempt(driver.scheduler.books, request, request, 0)
     assert request.phase is Phase.WAITING
 

@@ -125,7 +125,7 @@ def test_a_preempted_request_with_a_saved_state_goes_on_from_it(exact):
     driver.run()
     assert driver.cache.checkpoints.taken[Kind.PREEMPTION] == 1
     assert driver.scheduler.books.counters.recomputed_tokens == 0
-    assert request.lease is None and request.furthest > computed
+    assert request.sequence is None and request.furthest > computed
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
 
 

@@ -18,7 +18,7 @@ def admit_whole(books: Books, builder: PlanBuilder) -> bool:
     if not books.running:
         return False
     for request in sorted(books.transfers.ready, key=lambda request: request.turn):
-        if request.lease is None or request.lease.hit < request.num_known or not _may_go_first(books, request):
+        if request.sequence is None or request.sequence.hit < request.num_known or not _may_go_first(books, request):
             break
         if not _admit_fetched(books, builder, request):
             break
@@ -81,13 +81,13 @@ def _next(books: Books, last: Request | None, leases_full: bool) -> Request | No
 
 def _admit_fetched(books: Books, builder: PlanBuilder, request: Request) -> bool:
     """Plan the first share of one whose pages have been fetched; False if it cannot go now."""
-    lease = request.lease
-    assert lease is not None
-    request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
+    sequence = request.sequence
+    assert sequence is not None
+    request.num_scheduled, request.prefill_until = sequence.hit, request.num_prompt_tokens
     if len(books.free_slots) <= books.in_flight.num_before(request):
         return False
     place = len(builder.copies)
-    if not _first_step(books, builder, request, lease):
+    if not _first_step(books, builder, request, sequence):
         if not books.running and not books.ending:
             give_way(books)
         return False
@@ -102,14 +102,14 @@ def _held_back(books: Books, builder: PlanBuilder, request: Request) -> bool:
 
 
 def _try(books: Books, builder: PlanBuilder, request: Request) -> bool:
-    lease = books.branches.lease(request) or _lookup(books, request)
-    request.lease, request.num_scheduled = lease, lease.hit
+    sequence = books.branches.sequence(request) or _lookup(books, request)
+    request.sequence, request.num_scheduled = sequence, sequence.hit
     by_prompt = books.config.exact or request.spec.hand_over
     request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
-    if _first_step(books, builder, request, lease):
+    if _first_step(books, builder, request, sequence):
         return True
-    request.lease = None
-    books.cache.discard(lease)
+    request.sequence = None
+    books.cache.discard(sequence)
     return False
 
 
@@ -119,57 +119,57 @@ def _lookup(books: Books, request: Request) -> SequenceBlocks:
     # what is handed over is the state at the prompt's end: a deeper one would pass it by
     keys = spec.prompt if spec.hand_over else request.keys()
     bypass = spec.prompt_logprobs is not None and not request.output
-    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)
+    sequence = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)
     for token in request.output[len(keys) - request.num_prompt_tokens :]:
-        lease.append(token)
-    return lease
+        sequence.append(token)
+    return sequence
 
 
-def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: SequenceBlocks) -> bool:
+def _first_step(books: Books, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> bool:
     """Plan the request's first share; False if it has to go on waiting."""
-    if lease.hit == request.num_known:
-        _explain(books, request, lease)
-        _take(books, builder, request, lease)
-        add_sample(builder, request, lease.hit)
-        builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit, samples=True))
+    if sequence.hit == request.num_known:
+        _explain(books, request, sequence)
+        _take(books, builder, request, sequence)
+        add_sample(builder, request, sequence.hit)
+        builder.scheduled.append(ScheduledSequence(request, sequence.hit, sequence.hit, samples=True))
         request.in_flight += 1
         request.sampling_step = builder.step
         return True
     # resumed at a state of its own answer it has nothing to prefill: it goes on decoding with the next step
-    decodes = lease.hit >= request.prefill_until
-    end = lease.hit if decodes else next_prefill_end(books, request, builder.budget)
-    if end == lease.hit and not decodes:
+    decodes = sequence.hit >= request.prefill_until
+    end = sequence.hit if decodes else next_prefill_end(books, request, builder.budget)
+    if end == sequence.hit and not decodes:
         return False
-    num_files = needs_file(request, lease)
-    if not books.cache.could_extend(lease, request.num_known, num_files):
+    num_files = needs_file(request, sequence)
+    if not books.cache.could_extend(sequence, request.num_known, num_files):
         return False
-    if not books.in_flight.leaves_room(request, lease, num_files):
+    if not books.in_flight.leaves_room(request, sequence, num_files):
         return False
-    _explain(books, request, lease)
+    _explain(books, request, sequence)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
     # and one that is resumed has to come further than before, or it would be sent back for ever
-    copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
-    if copies is None or not set_aside(books, request, lease):
+    copies: list[PageCopy] | None = books.cache.extend(sequence, request.num_known)
+    if copies is None or not set_aside(books, request, sequence):
         return False
     if books.branches.wants_state(request):
-        books.cache.force_checkpoint(lease, request.num_prompt_tokens)
-    _take(books, builder, request, lease)
+        books.cache.force_checkpoint(sequence, request.num_prompt_tokens)
+    _take(books, builder, request, sequence)
     if decodes:
         builder.copies += copies
-        builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit))
+        builder.scheduled.append(ScheduledSequence(request, sequence.hit, sequence.hit))
         request.in_flight += 1
     else:
         add_prefill(builder, request, end, copies)
     return True
 
 
-def _explain(books: Books, request: Request, lease: SequenceBlocks) -> None:
+def _explain(books: Books, request: Request, sequence: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
-    books.cache.explain(lease)
-    note_failure(request, lease)
+    books.cache.explain(sequence)
+    note_failure(request, sequence)
 
 
-def _take(books: Books, builder: PlanBuilder, request: Request, lease: SequenceBlocks) -> None:
+def _take(books: Books, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> None:
     if request.phase is Phase.WAITING:
         note_overtaking(books, request)
         books.waiting.remove(request)
@@ -178,29 +178,29 @@ def _take(books: Books, builder: PlanBuilder, request: Request, lease: SequenceB
     if not branches.holds_for(request):
         # a prompt counts once, also where another answer to it has to look it up again
         counted = request.resumed or (trunk is not None and trunk.counted is not None)
-        books.cache.admitted(lease, resumed=counted)
+        books.cache.admitted(sequence, resumed=counted)
         books.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
     if trunk is not None and trunk.counted is None:
         trunk.counted = request.id
     if request.resumed:
-        books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
+        books.counters.recomputed_tokens += max(0, request.furthest - sequence.hit)
         assert request.first is not None
-        lease.held = request.first.held
+        sequence.held = request.first.held
     else:
-        request.first = lease
+        request.first = sequence
         request.times.scheduled = books.clock.now()
     request.scores.clear()
-    books.cache.hold_breakpoints(lease, request.spec.boundaries)
-    request.num_computed = lease.hit
-    request.facts = books.cache.facts(lease, request.prefill_until, request.spec.boundaries)
+    books.cache.hold_breakpoints(sequence, request.spec.boundaries)
+    request.num_computed = sequence.hit
+    request.facts = books.cache.facts(sequence, request.prefill_until, request.spec.boundaries)
     request.slot = books.free_slots.pop()
     request.to(Phase.RUNNING)
     books.running.put(request)
     books.in_flight.started(request)
     builder.add_admit(request)
-    if lease.restore is not None:
-        builder.restores.append(Restore(request.slot, lease.restore))
-    if lease.hit == request.num_prompt_tokens:
+    if sequence.restore is not None:
+        builder.restores.append(Restore(request.slot, sequence.restore))
+    if sequence.hit == request.num_prompt_tokens:
         if request.spec.hand_over:
             hold_state(books, request)
         if branches.leads(request):

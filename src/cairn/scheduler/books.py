@@ -96,7 +96,7 @@ class Books:
         return len(self.waiting) + self.branches.num_parked + len(self.transfers.fetching) + len(self.transfers.ready)
 
     def leave_slot(self, request: Request) -> None:
-        """Give back slot and lease of a request that no step names any more."""
+        """Give back the slot of a request that no step names any more."""
         assert request.in_flight == 0
         if request.slot >= 0:
             self.free_slots.append(request.slot)
@@ -114,9 +114,9 @@ class Books:
         self.waiting.put(request)
 
     def _release(self, request: Request, loss: Reason | None = None) -> None:
-        if request.lease is not None:
-            self.cache.release(request.lease, loss)
-            request.lease = None
+        if request.sequence is not None:
+            self.cache.release(request.sequence, loss)
+            request.sequence = None
         if request.handed is not None:
             self.cache.unpin(request.handed)
             request.handed = None

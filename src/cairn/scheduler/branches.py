@@ -23,7 +23,7 @@ from cairn.scheduler.request import Request, Trunk
 class _Held:
     """What a trunk's branches start from."""
 
-    lease: SequenceBlocks
+    sequence: SequenceBlocks
     state: PagePin
 
 
@@ -59,24 +59,24 @@ class Branches:
 
     def keep_state(self, request: Request) -> None:
         """The state at the prompt's end is there: restored, or in a file that a step has kept."""
-        lease, position = request.lease, request.num_prompt_tokens
-        if not self.wants_state(request) or lease is None or request.trunk is None:
+        sequence, position = request.sequence, request.num_prompt_tokens
+        if not self.wants_state(request) or sequence is None or request.trunk is None:
             return
-        pages = lease.restore if lease.hit == position else None
-        if pages is None and position in lease.files:
-            pages = lease.files[position].pages
+        pages = sequence.restore if sequence.hit == position else None
+        if pages is None and position in sequence.files:
+            pages = sequence.files[position].pages
         if pages is not None:
             self._states[request.trunk] = self._cache.pin(f"prompt end of {request.id}", pages, for_requests=True)
-            self._cache.transfer_checkpoint(lease, position)
+            self._cache.transfer_checkpoint(sequence, position)
 
     def let_start(self, leader: Request) -> None:
         """The prompt of `leader` is computed and committed: the others come into the queue."""
-        trunk, lease = leader.trunk, leader.lease
-        assert trunk is not None and lease is not None
+        trunk, sequence = leader.trunk, leader.sequence
+        assert trunk is not None and sequence is not None
         del self._parked[trunk]
         state = self._states.pop(trunk, None)
         if state is not None:
-            self._held[trunk] = _Held(self._cache.branch(lease, state.pages, f"{leader.id} and others"), state)
+            self._held[trunk] = _Held(self._cache.branch(sequence, state.pages, f"{leader.id} and others"), state)
         for request in trunk.branches:
             self._waiting.put(request)
 
@@ -85,10 +85,10 @@ class Branches:
         trunk = request.trunk
         return trunk is not None and trunk in self._held and request in trunk.branches
 
-    def lease(self, request: Request) -> SequenceBlocks | None:
-        """A lease of its own on what is held for it; None where it has to look its prompt up."""
+    def sequence(self, request: Request) -> SequenceBlocks | None:
+        """Pages of its own, shared with what is held for it; None where it has to look its prompt up."""
         held = self._held.get(request.trunk) if request.trunk is not None and self.holds_for(request) else None
-        return None if held is None else self._cache.branch(held.lease, held.state.pages, request.id)
+        return None if held is None else self._cache.branch(held.sequence, held.state.pages, request.id)
 
     def started(self, request: Request) -> None:
         """It has pages of its own, or needs none any more. The last one of a trunk lets go of what is held."""
@@ -131,7 +131,7 @@ class Branches:
     def _let_go(self, trunk: Trunk) -> None:
         state, held = self._states.pop(trunk, None), self._held.pop(trunk, None)
         if held is not None:
-            self._cache.release(held.lease)
+            self._cache.release(held.sequence)
             state = held.state
         if state is not None:
             self._cache.unpin(state)

@@ -19,9 +19,9 @@ from cairn.types import Keys
 
 def remember(books: Books, request: Request) -> None:
     """The request, whose prompt came from another server, has ended well."""
-    sequences, lease = books.transfers.sequences, request.lease
-    if sequences is not None and lease is not None:
-        keys = lease.keys[: request.num_computed].copy()
+    sequences, sequence = books.transfers.sequences, request.sequence
+    if sequences is not None and sequence is not None:
+        keys = sequence.keys[: request.num_computed].copy()
         sequences.remember(content_name(request), keys)
 
 
@@ -41,13 +41,15 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
     cache, side = books.cache, books.transfers.side
     assert side is not None
     purpose = f"content ask {asked.ask}"
-    lease = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose, probe=True)
-    position = len(keys) if lease.matched == len(keys) else lease.matched // GRID * GRID
-    state = lease.restore if lease.hit <= position else None
+    sequence = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose, probe=True)
+    position = len(keys) if sequence.matched == len(keys) else sequence.matched // GRID * GRID
+    state = sequence.restore if sequence.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
     of_use = position > asked.start and (state is not None or cache.layout.state_bytes == 0)
-    pages = np.concatenate([np.zeros(0, np.int32), *lease.blocks.pages_upto(position)])
-    offer = Offer(purpose, name, keys[:position], pages, () if state is None else (HeldCheckpoint(lease.hit, state),))
+    pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
+    offer = Offer(
+        purpose, name, keys[:position], pages, () if state is None else (HeldCheckpoint(sequence.hit, state),)
+    )
     promised, num_more = promised_pages(books)
     has_room = num_leases(books) < books.transfers.quota.max_leases
     if not of_use or not has_room or not side.has_room(np.concatenate([promised, offer.all_pages]), num_more):
@@ -57,4 +59,4 @@ def _offer(books: Books, asked: ContentAsked, name: ContentName, keys: Keys) -> 
         if reference is not None:
             hold = cache.pin(f"asked for by {purpose}", offer.all_pages)
             books.transfers.offers[reference] = Leased(hold, client=None)
-    cache.discard(lease)
+    cache.discard(sequence)

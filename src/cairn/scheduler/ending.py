@@ -48,8 +48,8 @@ def _forget(books: Books, request: Request) -> None:
 
 def settle(books: Books, request: Request) -> None:
     """No step names a request that is ending: save its last state if that is worth it, or let it go."""
-    lease = request.lease
-    assert lease is not None
+    sequence = request.sequence
+    assert sequence is not None
     if request.save_at is not None:
         return
     placement = books.cache.policy.placement
@@ -57,16 +57,16 @@ def settle(books: Books, request: Request) -> None:
         books.back_to_queue(request)
         return
     position = request.num_computed
-    books.cache.commit(lease, min(position, request.num_known))
+    books.cache.commit(sequence, min(position, request.num_known))
     wanted = (
         placement is not None
         and placement.keeps_answer_end
         and not books.config.exact
         and request.finish in ("stop", "length")
-        and max(lease.hit, request.prefill_until) < position <= request.num_known
+        and max(sequence.hit, request.prefill_until) < position <= request.num_known
         and not request.saved
     )
-    if wanted and books.cache.reserve_checkpoint(lease, Wanted(position, Kind.ANSWER_END)) is not None:
+    if wanted and books.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END)) is not None:
         request.saved = True
         request.save_at = position
         return

@@ -1,10 +1,10 @@
 """Pages from another server: asked for while a request waits, and used as if they had been computed here.
 
-WAITING -> FETCHING   look up; lease what is there, pages for the rest and a file for the state; pull
+WAITING -> FETCHING   look up; share what is there, pages for the rest and a file for the state; pull
 FETCHING -> READY     confirmed: into the tree, and on as after a hit of its own
 FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says)
 
-lease    0 ........ hit .. matched ............ prompt end
+prompt   0 ........ hit .. matched ............ prompt end
          here already              pulled (from the page that holds `matched`)
 """
 
@@ -78,25 +78,25 @@ def _start(books: Books, request: Request, source: Source) -> bool:
         # all of it has to be computed here
         _compute_here(books, request, source)
         return True
-    lease = cache.lookup(request.spec.namespace, request.keys(), request.id, probe=True)
-    if lease.hit == length or (source.nonce is None and source.reach(length) <= lease.matched):
-        cache.discard(lease)
+    sequence = cache.lookup(request.spec.namespace, request.keys(), request.id, probe=True)
+    if sequence.hit == length or (source.nonce is None and source.reach(length) <= sequence.matched):
+        cache.discard(sequence)
         _compute_here(books, request, source)
         return True
-    if not cache.could_extend(lease, length, num_files=1, besides=_pages_before(books, request)):
-        cache.discard(lease)
+    if not cache.could_extend(sequence, length, num_files=1, besides=_pages_before(books, request)):
+        cache.discard(sequence)
         return False
-    cache.explain(lease)
-    copies = cache.extend(lease, length)
-    file = cache.force_checkpoint(lease, length) if copies is not None else None
+    cache.explain(sequence)
+    copies = cache.extend(sequence, length)
+    file = cache.force_checkpoint(sequence, length) if copies is not None else None
     if copies is None or file is None:
-        cache.discard(lease)
+        cache.discard(sequence)
         return False
     books.waiting.remove(request)
-    request.source, request.lease = None, lease
+    request.source, request.sequence = None, sequence
     request.to(Phase.FETCHING)
     assert books.transfers.side is not None
-    pull = books.transfers.side.pull(_want(request, source, lease, file))
+    pull = books.transfers.side.pull(_want(request, source, sequence, file))
     books.transfers.fetching[pull] = Fetch(request, source, copies, books.clock.now())
     return True
 
@@ -111,9 +111,11 @@ def _pages_before(books: Books, request: Request) -> int:
     return num_pages
 
 
-def _want(request: Request, source: Source, lease: SequenceBlocks, file: Pages) -> Want | ContentWant:
-    length, start = request.num_prompt_tokens, _first_token(lease)
-    pages = lease.blocks.span(start, length)[0] if lease.blocks.groups and start < length else np.zeros(0, np.int32)
+def _want(request: Request, source: Source, sequence: SequenceBlocks, file: Pages) -> Want | ContentWant:
+    length, start = request.num_prompt_tokens, _first_token(sequence)
+    pages = (
+        sequence.blocks.span(start, length)[0] if sequence.blocks.groups and start < length else np.zeros(0, np.int32)
+    )
     if source.nonce is not None:
         return _promised(request, source, source.nonce, start, pages, file)
     return ContentWant(
@@ -130,12 +132,12 @@ def _want(request: Request, source: Source, lease: SequenceBlocks, file: Pages) 
     )
 
 
-def _first_token(lease: SequenceBlocks) -> int:
+def _first_token(sequence: SequenceBlocks) -> int:
     """Where reading begins: at the page that holds the first token that is not here."""
-    if lease.matched >= lease.num_tokens or not lease.blocks.groups:
-        return lease.num_tokens
-    tokens_per_page = lease.blocks.groups[0].tokens_per_page
-    return lease.matched // tokens_per_page * tokens_per_page
+    if sequence.matched >= sequence.num_tokens or not sequence.blocks.groups:
+        return sequence.num_tokens
+    tokens_per_page = sequence.blocks.groups[0].tokens_per_page
+    return sequence.matched // tokens_per_page * tokens_per_page
 
 
 def let_source_go(books: Books, request: Request, source: Source) -> None:
@@ -169,8 +171,8 @@ def pull_ended(books: Books, ended: PullEnded) -> Request | None:
     fetch = books.transfers.fetching.pop(ended.pull, None)
     if fetch is None:
         return None
-    request, lease = fetch.request, fetch.request.lease
-    assert lease is not None
+    request, sequence = fetch.request, fetch.request.sequence
+    assert sequence is not None
     if ended.failure is not None:
         _quarantine(books, ended.pull, request)
         return _failed(books, fetch, ended.failure)
@@ -178,14 +180,14 @@ def pull_ended(books: Books, ended: PullEnded) -> Request | None:
     if books.cache.layout.state_bytes == 0:
         # keys and values alone are enough anywhere but at the prompt's end
         position = max(position, min(ended.position, length - 1))
-    if position <= lease.hit:
+    if position <= sequence.hit:
         books.back_to_queue(request)
         return None
-    asked = length - lease.hit
-    copies = fetch.copies if ended.position <= lease.matched else []
-    books.cache.received(lease, ended.position, length, position)
+    asked = length - sequence.hit
+    copies = fetch.copies if ended.position <= sequence.matched else []
+    books.cache.received(sequence, ended.position, length, position)
     books.counters.external_queries += asked
-    books.counters.external_hits += lease.received
+    books.counters.external_hits += sequence.received
     request.pulled, request.pull_seconds = ended, books.clock.now() - fetch.began
     request.to(Phase.READY)
     books.transfers.ready[request] = copies
@@ -201,7 +203,7 @@ def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
     books.counters.failed_pulls += 1
     where = f"{fetch.source.host}:{fetch.source.port}"
     logger.warning("%s: its prompt could not be fetched from %s: %s", request.id, where, failure)
-    books.counters.external_queries += request.num_prompt_tokens - (request.lease.hit if request.lease else 0)
+    books.counters.external_queries += request.num_prompt_tokens - (request.sequence.hit if request.sequence else 0)
     if books.config.on_load_failure == "recompute":
         request.remote_failed = True
         books.back_to_queue(request)
@@ -215,12 +217,12 @@ def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
 
 def _quarantine(books: Books, pull: PullId, request: Request) -> None:
     """The link may still write to what the pull was to fill: nobody gets these pages before it says that it is over."""
-    lease = request.lease
-    assert lease is not None
-    start, length = _first_token(lease), request.num_prompt_tokens
-    pages = [lease.files[length].pages]
-    if lease.blocks.groups and start < length:
-        pages += lease.blocks.span(start, length)
+    sequence = request.sequence
+    assert sequence is not None
+    start, length = _first_token(sequence), request.num_prompt_tokens
+    pages = [sequence.files[length].pages]
+    if sequence.blocks.groups and start < length:
+        pages += sequence.blocks.span(start, length)
     books.transfers.quarantine[pull] = books.cache.pin(f"quarantined after {request.id}", np.concatenate(pages))
 
 
@@ -268,7 +270,7 @@ def give_way(books: Books, before: Request | None = None) -> bool:
     return True
 
 
-def note_failure(request: Request, lease: SequenceBlocks) -> None:
+def note_failure(request: Request, sequence: SequenceBlocks) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
-    if request.remote_failed and lease.hit < request.num_prompt_tokens:
-        lease.blame(Reason.REMOTE_FAILED)
+    if request.remote_failed and sequence.hit < request.num_prompt_tokens:
+        sequence.blame(Reason.REMOTE_FAILED)

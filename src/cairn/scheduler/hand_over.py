@@ -25,9 +25,9 @@ def has_room(books: Books, request: Request, besides: int = 0) -> bool:
     num_more += besides
     if side.has_room(promised, num_more + num_pages(books, request)):
         return True
-    found = request.lease or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
+    found = request.sequence or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
     pages, num_new = _to_lease(books, request, found)
-    if found is not request.lease:
+    if found is not request.sequence:
         books.cache.discard(found)
     return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
 
@@ -37,8 +37,8 @@ def promised_pages(books: Books) -> tuple[Pages, int]:
     spoken for, though nothing is leased yet."""
     pages, num_more = [np.zeros(0, np.int32)], 0
     for request in books.running:
-        if request.spec.hand_over and request.lease is not None:
-            own, num_new = _to_lease(books, request, request.lease)
+        if request.spec.hand_over and request.sequence is not None:
+            own, num_new = _to_lease(books, request, request.sequence)
             pages.append(own)
             num_more += num_new
     return np.concatenate(pages), num_more
@@ -50,52 +50,55 @@ def num_pages(books: Books, request: Request) -> int:
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
 
 
-def _to_lease(books: Books, request: Request, lease: SequenceBlocks) -> tuple[Pages, int]:
-    """Which of the pages in `lease` will be handed over with the request's prompt, and how many others. A page that is
-    shared in part is copied before anything is written behind what it holds."""
+def _to_lease(books: Books, request: Request, sequence: SequenceBlocks) -> tuple[Pages, int]:
+    """Which of the pages of `sequence` are handed over with the request's prompt, and how many others. A page that
+    is shared in part is copied before anything is written behind what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
-    stays = lease.blocks.copied or length + request.spec.max_tokens - 1 <= lease.matched
-    for group, table in zip(lease.blocks.groups, lease.tables, strict=True):
-        shared = min(lease.matched, length) // group.tokens_per_page
+    stays = sequence.blocks.copied or length + request.spec.max_tokens - 1 <= sequence.matched
+    for group, table in zip(sequence.blocks.groups, sequence.tables, strict=True):
+        shared = min(sequence.matched, length) // group.tokens_per_page
         pages.append(table.pages[: group.pages_for(length) if stays else shared])
     if request.handed is not None:
         pages.append(request.handed.pages)
-    elif length in lease.files:
-        pages.append(lease.files[length].pages)
-    elif lease.hit == length and lease.restore is not None:
-        pages.append(lease.restore)
+    elif length in sequence.files:
+        pages.append(sequence.files[length].pages)
+    elif sequence.hit == length and sequence.restore is not None:
+        pages.append(sequence.restore)
     known = np.concatenate(pages)
     return known, num_pages(books, request) - len(known)
 
 
-def needs_file(request: Request, lease: SequenceBlocks) -> bool:
+def needs_file(request: Request, sequence: SequenceBlocks) -> bool:
     """Whether a file for the state at the prompt's end has to be set aside."""
-    return request.spec.hand_over and lease.hit < request.num_prompt_tokens
+    return request.spec.hand_over and sequence.hit < request.num_prompt_tokens
 
 
-def set_aside(books: Books, request: Request, lease: SequenceBlocks) -> bool:
+def set_aside(books: Books, request: Request, sequence: SequenceBlocks) -> bool:
     """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
-    return not needs_file(request, lease) or books.cache.force_checkpoint(lease, request.num_prompt_tokens) is not None
+    return (
+        not needs_file(request, sequence)
+        or books.cache.force_checkpoint(sequence, request.num_prompt_tokens) is not None
+    )
 
 
 def hold_state(books: Books, request: Request) -> None:
     """The state at the prompt's end is there: restored, or kept by a step that has been applied."""
-    lease, position = request.lease, request.num_prompt_tokens
-    if request.handed is not None or lease is None:
+    sequence, position = request.sequence, request.num_prompt_tokens
+    if request.handed is not None or sequence is None:
         return
-    if lease.hit == position:
-        assert lease.restore is not None
-        request.handed = books.cache.pin(f"state of {request.id}", lease.restore)
-    elif position in lease.files:
-        request.handed = books.cache.pin(f"state of {request.id}", lease.files[position].pages)
+    if sequence.hit == position:
+        assert sequence.restore is not None
+        request.handed = books.cache.pin(f"state of {request.id}", sequence.restore)
+    elif position in sequence.files:
+        request.handed = books.cache.pin(f"state of {request.id}", sequence.files[position].pages)
 
 
 def offer(books: Books, request: Request) -> None:
     """The request has ended well: hold its prompt for whoever has the reference."""
-    lease, side, state = request.lease, books.transfers.side, request.handed
-    assert lease is not None and side is not None and state is not None
+    sequence, side, state = request.sequence, books.transfers.side, request.handed
+    assert sequence is not None and side is not None and state is not None
     length = request.num_prompt_tokens
-    pages = np.concatenate([np.zeros(0, np.int32), *lease.blocks.pages_upto(length)])
+    pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(length)])
     made = Offer(
         request_id=request.id,
         name=content_name(request),

@@ -18,24 +18,24 @@ def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy]
     fetches that take long are given up for it. Left alone without room, it goes back once for each time it has come
     further, to share what it holds twice. None: the request does not run in this step.
     """
-    assert request.lease is not None
-    while (copies := books.cache.extend(request.lease, num_tokens)) is None:
+    assert request.sequence is not None
+    while (copies := books.cache.extend(request.sequence, num_tokens)) is None:
         if give_way(books) or books.branches.give_way():
             continue
         younger = books.running.behind(request)
         is_oldest = books.running.head is request
         victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
         if victims:
-            preempt(books, victims[-1], request, request.lease.blocks.missing_pages(num_tokens))
+            preempt(books, victims[-1], request, request.sequence.blocks.missing_pages(num_tokens))
         elif younger or books.ending or request.in_flight:
             return None
         elif books.transfers.is_open:
             cancel_slow_fetch(books)
             return None
-        elif not is_oldest or request.lease.num_tokens > request.sent_back_at:
+        elif not is_oldest or request.sequence.num_tokens > request.sent_back_at:
             if is_oldest:
                 # even alone it may hold pages of tokens that the tree has as well: looked up again, it shares those
-                request.sent_back_at = request.lease.num_tokens
+                request.sent_back_at = request.sequence.num_tokens
             preempt(books, request, request, 0)
             return None
         else:
@@ -49,17 +49,17 @@ def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int
     Its state is saved first if the file can be had beyond the `needed_pages` of the preemptor, and is smaller than
     the victim's own pages (otherwise computing again is cheaper than what it would push out).
     """
-    lease, cache = victim.lease, books.cache
-    assert lease is not None and victim.in_flight == 0
+    sequence, cache = victim.sequence, books.cache
+    assert sequence is not None and victim.in_flight == 0
     books.counters.preemptions += 1
     victim.preempted_by.add(preemptor.id)
-    cache.commit(lease, victim.num_computed)
+    cache.commit(sequence, victim.num_computed)
     size = cache.layout.pages_per_checkpoint
-    own = sum(len(pages) for pages in lease.pages) - cache.layout.pages_for(lease.matched)
+    own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)
     position = victim.num_computed
-    worth_it = position > lease.hit and size < own and position not in lease.files
+    worth_it = position > sequence.hit and size < own and position not in sequence.files
     if worth_it and cache.make_room(needed_pages + size):
-        if cache.reserve_checkpoint(lease, Wanted(position, Kind.PREEMPTION)) is not None:
+        if cache.reserve_checkpoint(sequence, Wanted(position, Kind.PREEMPTION)) is not None:
             victim.save_at = position
             victim.to(Phase.PREEMPTING)
             books.running.remove(victim)

@@ -38,13 +38,13 @@ class Phase(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
-    """In the queue; holds no slot and no lease. A preempted request is back here."""
+    """In the queue; holds no slot and no pages. A preempted request is back here."""
     FETCHING = "fetching"
-    """Another server's pages are being read; holds a lease and no slot."""
+    """Another server's pages are being read; holds pages and no slot."""
     READY = "ready"
-    """What was fetched is there; holds a lease and waits for a slot."""
+    """What was fetched is there; holds pages and waits for a slot."""
     RUNNING = "running"
-    """Has a slot and a lease; some step computes it."""
+    """Has a slot and pages; some step computes it."""
     FINISHING = "finishing"
     """Its answer is complete and told; steps that name it, or the save of its last state, are still out."""
     PREEMPTING = "preempting"
@@ -170,7 +170,8 @@ class Request:
     `arrival` numbers the requests in order. `save_at`: the position whose state waits to be saved; `saved`: the
     answer's end has been. `furthest`: the most tokens ever computed, also before a preemption.
     `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `sampling_step`: the
-    step still out that samples the next token. `first`: the lease facts of the first admission, for the report.
+    step still out that samples the next token. `first`: its pages at the first admission, for the
+    report.
     `preempted_by`: requests that have preempted this one, each once at most. `sent_back_at`: how many tokens it had
     when it last went back to the queue though it was the oldest, which it does again only when it has more.
 
@@ -190,7 +191,7 @@ class Request:
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
     slot: int = -1
-    lease: SequenceBlocks | None = None
+    sequence: SequenceBlocks | None = None
     facts: PromptFacts | None = None
     first: SequenceBlocks | None = None
     num_computed: int = 0

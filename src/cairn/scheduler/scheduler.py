@@ -195,8 +195,8 @@ class Scheduler:
         if self.books.observer is not None:
             self.books.observer.planned(builder)
         for scheduled in builder.scheduled:
-            if scheduled.request.lease is not None:
-                self.books.cache.pin_until(builder.step, scheduled.request.lease)
+            if scheduled.request.sequence is not None:
+                self.books.cache.pin_until(builder.step, scheduled.request.sequence)
         empty = not builder.scheduled and not any(flying.scheduled for flying in self._flying)
         self._stalled = empty and self.books.transfers.is_open
         self._flying.append(builder)
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _apply_sequence(self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken]) -> Progress | None:
         request, books = scheduled.request, self.books
-        assert request.lease is not None
+        assert request.sequence is not None
         request.in_flight -= 1
         sampled = tokens[request.slot] if scheduled.samples else None
         # A step that was out when the request ended may have gone on with tokens that are not part of it. The runner
@@ -244,7 +244,7 @@ class Scheduler:
                 hold_state(books, request)
             books.branches.keep_state(request)
         if scheduled.end <= request.prefill_until or (scheduled.kept and known):
-            books.cache.commit(request.lease, scheduled.end, scheduled.kept)
+            books.cache.commit(request.sequence, scheduled.end, scheduled.kept)
         if books.branches.leads(request) and request.num_computed >= request.num_prompt_tokens:
             books.branches.let_start(request)
         news = None
@@ -260,13 +260,13 @@ class Scheduler:
         self.books.counters.computed_prompt_tokens += computed
 
     def _take_token(self, request: Request, sampled: SampledToken) -> Progress:
-        assert request.lease is not None
+        assert request.sequence is not None
         books, token = self.books, sampled.token
         books.counters.generation_tokens += 1
         if request.times.first_token is None:
             request.times.first_token = books.clock.now()
         request.output.append(token)
-        request.lease.append(token)
+        request.sequence.append(token)
         request.sampling_step = request.sampling_step if request.in_flight else None
         finish: Finish | None = None
         if token in request.spec.stop_token_ids:

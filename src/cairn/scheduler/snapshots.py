@@ -15,8 +15,8 @@ def add_saves(books: Books, builder: PlanBuilder) -> None:
         position = request.save_at
         if position is None or request.in_flight:
             continue
-        assert request.lease is not None
-        builder.saves.append(Save(request.slot, request.lease.files[position].pages))
+        assert request.sequence is not None
+        builder.saves.append(Save(request.slot, request.sequence.files[position].pages))
         builder.scheduled.append(ScheduledSequence(request, position, position, kept=[position]))
         request.save_at = None
         request.in_flight += 1
@@ -32,18 +32,18 @@ def add_snapshots(books: Books, builder: PlanBuilder) -> None:
             _add_for_others(books, builder, scheduled)
         if placement is None:
             continue
-        lease = scheduled.request.lease
-        assert lease is not None
+        sequence = scheduled.request.sequence
+        assert sequence is not None
         for wanted in _wanted(books, placement, scheduled):
-            if (pages := books.cache.reserve_checkpoint(lease, wanted)) is not None:
+            if (pages := books.cache.reserve_checkpoint(sequence, wanted)) is not None:
                 _add(builder, scheduled, wanted.position, pages)
 
 
 def _add_for_others(books: Books, builder: PlanBuilder, scheduled: ScheduledSequence) -> None:
     """States that other servers, other answers or other requests are going to start from."""
     request = scheduled.request
-    assert request.lease is not None
-    files, end = request.lease.files, request.num_prompt_tokens
+    assert request.sequence is not None
+    files, end = request.sequence.files, request.num_prompt_tokens
     handed_over = request.spec.hand_over and request.handed is None
     asked = handed_over or (books.branches.wants_state(request) and end in files)
     if asked and scheduled.start < end <= scheduled.end:

@@ -82,14 +82,14 @@ class RequestLog:
         # running requests get their pages before others are admitted; checkpoints are reserved last
         before_admission = min([now, *(when - _NANOSECOND for when in admitted)])
         for part in builder.scheduled:
-            lease = part.request.lease
+            sequence = part.request.sequence
             times = self._step_times[part.request.id]
             if part.has_row and (not part.is_decode or self._is_recorded(part)):
                 when = before_admission if part.is_decode and self._needs_page(part) else now
                 times.steps.append((when, part.end))
-            if lease is not None:
+            if sequence is not None:
                 scheduled = self._scheduled(part.request)
-                for position in [at for at, file in lease.files.items() if file.forced]:
+                for position in [at for at, file in sequence.files.items() if file.forced]:
                     # for other answers, or another server, the one at the prompt's end is reserved with the pages
                     with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
                     times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
