@@ -278,7 +278,7 @@ def test_an_error_of_one_answer_ends_them_all():
     for _ in range(3):
         engine.step()
     failed = engine._scheduler.books.requests["a"]
-    failed.failure = "it did not come"
+    failed.outcome.failure = "it did not come"
     engine._scheduler.finish(failed, "error")
     (output,) = engine._answers.outputs([Progress(failed, (), "error")])
     assert (output.finish_reason, output.error, output.status) == ("error", "it did not come", 502)

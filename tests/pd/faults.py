@@ -90,9 +90,9 @@ class Round:
                 continue
             assert name in server.ended, f"{name} never ended"
             request = server.ended[name]
-            if request.finish == "error":
-                assert name in self.may_fail, f"{name} failed: {request.failure}"
-                assert request.failure and not server.answers[name]
+            if request.outcome.finish_reason == "error":
+                assert name in self.may_fail, f"{name} failed: {request.outcome.failure}"
+                assert request.outcome.failure and not server.answers[name]
             else:
                 assert server.answers[name] == expected, f"{name} has a wrong answer"
 

@@ -29,7 +29,7 @@ def test_a_failure_is_a_clear_error_where_the_policy_says_so(fault):
     failed = 0
     for seed in range(10):
         r = play(fault, seed, "fail")
-        failed += sum(request.finish == "error" for request in r.d.ended.values())
+        failed += sum(request.outcome.finish_reason == "error" for request in r.d.ended.values())
     assert failed or EFFECTS[fault] != "failed"
 
 

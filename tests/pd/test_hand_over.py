@@ -269,7 +269,7 @@ def test_a_prompt_that_waits_for_the_share_with_its_pages_fetched_is_not_overtak
     world.run()
     assert long not in p.ended and short not in p.ended
     world.pass_time(31)
-    assert p.ended[long].offered is not None and p.answers[long] == alone(TEXT[:310], 1)
+    assert p.ended[long].transfer.offered is not None and p.answers[long] == alone(TEXT[:310], 1)
     world.pass_time(31)
     assert p.answers[short] == alone(TEXT[2000:2100], 1)
     world.pass_time(31)
@@ -320,8 +320,8 @@ def test_the_reason_says_that_another_server_failed():
         world.clock.advance(0.5)
         world.run()
     assert d.answers[name] == alone(prompt)
-    assert d.ended[name].first.reason is Reason.REMOTE_FAILED
-    assert set(d.ended[name].first.lost) == set(d.cache.counters.lost) == {Reason.REMOTE_FAILED}
+    assert d.ended[name].stats.first_sequence.reason is Reason.REMOTE_FAILED
+    assert set(d.ended[name].stats.first_sequence.lost) == set(d.cache.counters.lost) == {Reason.REMOTE_FAILED}
     assert d.cache.counters.reasons[Reason.REMOTE_FAILED] == 1
 
 
@@ -341,8 +341,8 @@ def test_less_comes_back_than_keys_and_values_are_there():
     del said["num_tokens"]
     name = p.submit(turn, max_tokens=3, params=REMOTE_DECODE | {"cairn_decode_hint": said})
     world.run()
-    assert p.ended[name].first.hit == 192
-    assert p.ended[name].first.matched == 200
+    assert p.ended[name].stats.first_sequence.hit == 192
+    assert p.ended[name].stats.first_sequence.matched == 200
     assert p.answers[name] == alone(turn, 3)
     second = d.submit(turn, params=p.params(name))
     world.run()
@@ -362,7 +362,7 @@ def test_an_image_is_compared_by_its_digest_and_not_by_its_numbers():
     params = prefill(p, prompt, images=(image(b"a"),))
     other = d.submit(prompt, params=params, images=(image(b"b"),))
     world.run()
-    assert d.ended[other].remote_failed and d.scheduler.books.counters.failed_pulls == 1
+    assert d.ended[other].transfer.remote_failed and d.scheduler.books.counters.failed_pulls == 1
     d.cache.clear()
     params = prefill(p, prompt, images=(image(b"a"),))
     same = d.submit(prompt, max_tokens=100, params=params, images=(image(b"a"),))

@@ -138,8 +138,12 @@ class Mix:
             if name in self.gone:
                 continue
             request, answer = server.ended[name], expected(prompt, max_tokens)
-            assert request.refused if request.finish == "error" else request.finish in ("stop", "length")
-            assert server.answers[name] == (answer[: len(request.output)] if request.refused else answer), name
+            assert (
+                request.outcome.refused
+                if request.outcome.finish_reason == "error"
+                else request.outcome.finish_reason in ("stop", "length")
+            )
+            assert server.answers[name] == (answer[: len(request.output)] if request.outcome.refused else answer), name
 
 
 def check(seeds) -> Counter:

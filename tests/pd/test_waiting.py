@@ -255,14 +255,14 @@ def test_offers_of_one_prompt_that_nobody_fetches_are_counted_once_and_stall_nob
     prompt = TEXT[:4000]
     names = [p.submit(prompt, max_tokens=1, params=REMOTE_DECODE) for _ in range(100)]
     world.run()
-    assert all(p.ended[name].offered is not None for name in names)
+    assert all(p.ended[name].transfer.offered is not None for name in names)
     assert p.port.num_leased == p.producer.leases.num_pages == p.layout.pages_for(4000) + p.layout.pages_per_checkpoint
     assert p.producer.leases.num_held == 100
     plain = p.submit(text(5000, 60))
     other = p.submit(text(6000, 60), max_tokens=1, params=REMOTE_DECODE, client="another")
     assert starts(p, plain) and starts(p, other)
     world.run()
-    assert p.answers[plain] == alone(text(5000, 60)) and p.ended[other].offered is not None
+    assert p.answers[plain] == alone(text(5000, 60)) and p.ended[other].transfer.offered is not None
     clean(world)
 
 
@@ -296,7 +296,7 @@ def test_a_cached_prompt_needs_no_more_room_than_it_has_already():
     world.run()
     assert decodes not in p.ended and p.port.num_leased == 10
     world.pass_time(31)
-    assert p.answers[decodes] == alone(text(0, 100), 5) and p.ended[decodes].offered is not None
+    assert p.answers[decodes] == alone(text(0, 100), 5) and p.ended[decodes].transfer.offered is not None
     clean(world)
 
 
@@ -322,7 +322,7 @@ def test_what_was_fetched_for_another_server_does_not_overtake_a_hand_over_that_
     world.pass_time(31)
     assert large in p.ended and small not in p.ended
     world.pass_time(31)
-    assert p.ended[small].offered is not None and p.scheduler.books.counters.external_hits == len(turn)
+    assert p.ended[small].transfer.offered is not None and p.scheduler.books.counters.external_hits == len(turn)
     clean(world)
 
 
@@ -361,11 +361,11 @@ def test_a_hand_over_that_finds_no_room_in_time_is_refused():
     world.pass_time(1)
     # the leases of the first three have run out, and three others have their place; for the last three none has come
     assert set(p.ended) == set(names)
-    assert all(p.ended[name].offered is not None for name in names[:6])
+    assert all(p.ended[name].transfer.offered is not None for name in names[:6])
     for name in names[6:]:
         request = p.ended[name]
-        assert request.finish == "error" and request.refused and not p.answers[name]
-        assert "no room for this prompt for 30 s" in request.failure
+        assert request.outcome.finish_reason == "error" and request.outcome.refused and not p.answers[name]
+        assert "no room for this prompt for 30 s" in request.outcome.failure
     counters = p.scheduler.books.counters
     assert counters.refused_hand_overs == {"total": 0, "client": 0, "timeout": 3}
     clean(world)
@@ -384,7 +384,7 @@ def test_a_hand_over_whose_leases_have_ended_waits_for_a_slot_like_any_other():
         world.clock.advance(0.5)
     assert busy not in p.ended and second not in p.ended and not p.port.num_leased
     world.run()
-    assert p.ended[second].offered is not None
+    assert p.ended[second].transfer.offered is not None
     assert p.scheduler.books.counters.refused_hand_overs["timeout"] == 0
     clean(world)
 
@@ -405,7 +405,7 @@ def test_an_answer_that_has_begun_is_refused_as_well():
     while other not in p.ended:
         assert p.turn()
     let_all_end(world, oldest, decoding)
-    assert p.ended[decoding].refused and p.answers[decoding] == begun
+    assert p.ended[decoding].outcome.refused and p.answers[decoding] == begun
     assert p.answers[oldest] == alone(text(0, 500), 300)
     clean(world)
 

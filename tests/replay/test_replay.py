@@ -66,7 +66,7 @@ def served(trace_rows, num_pages, mode, exact):
         computed = prompt + request.output[:num_answer]
         sequences.append(computed)
         told.append((prompt, computed, ends))
-        hits.append(request.first.hit)
+        hits.append(request.stats.first_sequence.hit)
     return told, hits, driver
 
 

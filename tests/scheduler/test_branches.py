@@ -64,11 +64,11 @@ def test_what_is_held_for_the_last_prompt_gives_way_first():
     prompts = [driver.submit(PROMPT[number:], max_tokens=50, n=2) for number in range(2)]
     driver.step()
     driver.step()
-    branches = driver.scheduler.books.branches
+    parallel_sampling = driver.scheduler.books.parallel_sampling
     waiting = [driver.requests[names(name, 2)[1]] for name in prompts]
-    assert [branches.holds_for(request) for request in waiting] == [True, True]
-    assert branches.give_way()
-    assert [branches.holds_for(request) for request in waiting] == [True, False]
+    assert [parallel_sampling.has_pinned_prompt(request) for request in waiting] == [True, True]
+    assert parallel_sampling.release_last()
+    assert [parallel_sampling.has_pinned_prompt(request) for request in waiting] == [True, False]
     driver.run()
 
 

@@ -142,7 +142,10 @@ def test_a_failure_may_be_the_end_of_a_promise_and_never_of_a_hint():
         say(driver, side, PagesFree(pull))
         driver.run()
         if source is PROMISED:
-            assert request.finish == "error" and "127.0.0.1:5: the other server is gone" in request.failure
+            assert (
+                request.outcome.finish_reason == "error"
+                and "127.0.0.1:5: the other server is gone" in request.outcome.failure
+            )
 
 
 def test_no_more_is_fetched_at_a_time_than_can_run():
@@ -171,8 +174,8 @@ def test_a_promise_that_is_not_needed_is_given_back_at_once():
     while driver.scheduler.has_work:
         driver.scheduler.poll()
         driver.step()
-    assert len(side.wants) == 1 and driver.requests[name].first.reason is Reason.NONE
-    assert driver.requests[hinted].first.hit == 200
+    assert len(side.wants) == 1 and driver.requests[name].stats.first_sequence.reason is Reason.NONE
+    assert driver.requests[hinted].stats.first_sequence.hit == 200
 
 
 @pytest.mark.parametrize(("known", "end"), [(192, None), (200, 200)])
@@ -238,7 +241,7 @@ def test_what_adds_nothing_to_what_is_here_is_not_used():
     say(driver, side, PullEnded(pull, None, 192, 64), PagesFree(pull))
     assert driver.requests[name].phase is Phase.WAITING
     driver.run()
-    assert driver.requests[name].first.hit == 128 and driver.scheduler.books.counters.external_hits == 0
+    assert driver.requests[name].stats.first_sequence.hit == 128 and driver.scheduler.books.counters.external_hits == 0
 
 
 @pytest.mark.parametrize("failure", [None, "gone"])

@@ -6,7 +6,7 @@ from driver import Driver
 
 from cairn.scheduler.preempt import make_room, preempt
 from cairn.scheduler.queue import WaitingQueue
-from cairn.scheduler.request import PATIENCE, Phase, Request, Spec, Times
+from cairn.scheduler.request import PATIENCE, Phase, Request, RequestStats, Spec
 from cairn.types import RequestId, SamplingParams
 
 
@@ -42,7 +42,7 @@ def test_the_youngest_gives_way_first():
 
 def test_nobody_gives_way_twice_to_the_same_one_and_the_youngest_of_all_gives_way_itself():
     driver, (first, second) = running(40, 40)
-    second.preempted_by.add(first.id)
+    second.stats.preempted_by.add(first.id)
     fill(driver)
     assert make_room_for(driver, first) is None
     assert first.phase is second.phase is Phase.RUNNING
@@ -62,7 +62,7 @@ def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     driver.cache.extend = lambda sequence, num_tokens: None
     sequence = request.sequence
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
-    assert request.sent_back_at == sequence.num_tokens
+    assert request.stats.sent_back_at == sequence.num_tokens
     books = driver.scheduler.books
     driver.cache.pinned.open(
         sequence := books.cache._finder.find(0, None, request.spec.namespace, sequence.keys, "", None)
@@ -128,7 +128,7 @@ def test_turns_that_tie_are_told_apart_by_arrival():
             max_tokens=1,
             priority=priority,
         )
-        return Request(spec, Times(0.0), arrival)
+        return Request(spec, RequestStats(0.0), arrival)
 
     # one step of priority is worth so many arrivals
     late, early = request(1, 1), request(1 + PATIENCE, 0)

@@ -23,7 +23,11 @@ def test_a_second_identical_prompt_runs_no_forward_pass():
     second = driver.ask(TEXT[:300], max_tokens=1)
     assert driver.runner.forward_passes == passes == 2
     assert second.output == first.output
-    assert (second.first.hit, second.first.reason, second.num_prompt_computed) == (300, Reason.NONE, 0)
+    assert (second.stats.first_sequence.hit, second.stats.first_sequence.reason, second.stats.num_prompt_computed) == (
+        300,
+        Reason.NONE,
+        0,
+    )
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -40,7 +44,7 @@ def test_shared_beginnings_are_not_computed_again(exact):
     driver.ask(TEXT[:500])
     prompt = TEXT[:330] + [7] * 100
     request = driver.ask(prompt)
-    assert request.first.hit == 320 and request.num_prompt_computed == 110
+    assert request.stats.first_sequence.hit == 320 and request.stats.num_prompt_computed == 110
     assert request.output == alone(prompt, exact)
 
 
@@ -50,9 +54,9 @@ def test_the_answer_is_part_of_the_next_prompt():
     prompt = TEXT[:100] + first.output + [3] * 10
     second = driver.ask(prompt)
     # the last token of the answer was sampled but never computed
-    assert second.first.hit == 299 and second.output == alone(prompt, False)
+    assert second.stats.first_sequence.hit == 299 and second.output == alone(prompt, False)
     inside = TEXT[:100] + first.output[:150] + [4] * 10
-    assert driver.ask(inside).first.hit >= 250 - 63
+    assert driver.ask(inside).stats.first_sequence.hit >= 250 - 63
 
 
 def test_checkpoints_cost_no_step_and_no_forward_pass():
@@ -125,7 +129,7 @@ def test_a_preempted_request_with_a_saved_state_goes_on_from_it(exact):
     driver.run()
     assert driver.cache.checkpoints.taken[Kind.PREEMPTION] == 1
     assert driver.scheduler.books.counters.recomputed_tokens == 0
-    assert request.sequence is None and request.furthest > computed
+    assert request.sequence is None and request.stats.max_computed > computed
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
 
 
@@ -172,9 +176,10 @@ def test_the_time_of_the_first_token_is_not_that_of_a_later_one():
     while driver.scheduler.has_work:
         driver.clock.advance(1)
         driver.step()
-    times = driver.requests[name].times
+    stats = driver.requests[name].stats
     # 600 tokens are three steps of at most 256
-    assert (times.arrived, times.scheduled, times.first_token, times.finished) == (0, 1, 3, 7)
+    times = (stats.arrival_time, stats.scheduled_time, stats.first_token_time, stats.finished_time)
+    assert times == (0, 1, 3, 7)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
@@ -190,11 +195,11 @@ def test_a_finish_seen_late_is_trimmed(ahead):
     stop = plain[11]
     driver = Driver(max_in_flight=ahead)
     request = driver.ask(TEXT[:100], max_tokens=30, stop=[stop])
-    assert request.output == plain[: plain.index(stop) + 1] and request.finish == "stop"
+    assert request.output == plain[: plain.index(stop) + 1] and request.outcome.finish_reason == "stop"
     prompt = TEXT[:100] + request.output + [7]
     follow_up = driver.ask(prompt)
     # steps that were out went on with the stop token and behind it: the runner has left the state before it alone
-    assert follow_up.first.hit == 99 + len(request.output)
+    assert follow_up.stats.first_sequence.hit == 99 + len(request.output)
     assert follow_up.output == alone(prompt, False)
 
 

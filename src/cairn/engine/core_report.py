@@ -101,7 +101,7 @@ def engine_stats(
 def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheReport | None:
     """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`. It came by a client: more
     than the prompt has is nothing that a server would say."""
-    first = request.first
+    first = request.stats.first_sequence
     if first is None:
         return None
     believed = prefill_cached_tokens is not None and prefill_cached_tokens <= request.num_prompt_tokens
@@ -109,22 +109,22 @@ def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheRe
         prompt_tokens=request.num_prompt_tokens,
         matched_tokens=first.matched,
         cached_tokens=first.hit - first.received,
-        computed_tokens=request.num_prompt_computed,
+        computed_tokens=request.stats.num_prompt_computed,
         reason=first.reason.value,
         received_tokens=first.received,
         held_breakpoints=len(first.held),
         lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
-        prefill_cached_tokens=prefill_cached_tokens if believed and not request.remote_failed else None,
+        prefill_cached_tokens=prefill_cached_tokens if believed and not request.transfer.remote_failed else None,
     )
 
 
 def timings(request: Request) -> Timings | None:
     """None for a request that ended without a token."""
-    times = request.times
-    if times.scheduled is None or times.first_token is None or times.finished is None:
+    stats = request.stats
+    if stats.scheduled_time is None or stats.first_token_time is None or stats.finished_time is None:
         return None
     return Timings(
-        queue=times.scheduled - times.arrived,
-        prefill=times.first_token - times.scheduled,
-        decode=times.finished - times.first_token,
+        queue=stats.scheduled_time - stats.arrival_time,
+        prefill=stats.first_token_time - stats.scheduled_time,
+        decode=stats.finished_time - stats.first_token_time,
     )

@@ -64,7 +64,7 @@ def admit(books: Books, builder: PlanBuilder) -> None:
         if books.running or books.ending or books.cache.step_pins or books.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
-        while books.branches.give_way():
+        while books.parallel_sampling.release_last():
             pass
         books.cache.clear()
         if not _try(books, builder, request):
@@ -96,13 +96,13 @@ def _admit_fetched(books: Books, builder: PlanBuilder, request: Request) -> bool
 
 
 def _held_back(books: Books, builder: PlanBuilder, request: Request) -> bool:
-    if books.branches.holds_for(request):
+    if books.parallel_sampling.has_pinned_prompt(request):
         return False
     return books.in_flight.holds_back(builder, request, lambda request: _lookup(books, request))
 
 
 def _try(books: Books, builder: PlanBuilder, request: Request) -> bool:
-    sequence = books.branches.sequence(request) or _lookup(books, request)
+    sequence = books.parallel_sampling.branch(request) or _lookup(books, request)
     request.sequence, request.num_scheduled = sequence, sequence.hit
     by_prompt = books.config.exact or request.spec.hand_over
     request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
@@ -151,7 +151,7 @@ def _first_step(books: Books, builder: PlanBuilder, request: Request, sequence: 
     copies: list[PageCopy] | None = books.cache.extend(sequence, request.num_known)
     if copies is None or not set_aside(books, request, sequence):
         return False
-    if books.branches.wants_state(request):
+    if books.parallel_sampling.needs_checkpoint(request):
         books.cache.force_checkpoint(sequence, request.num_prompt_tokens)
     _take(books, builder, request, sequence)
     if decodes:
@@ -173,23 +173,24 @@ def _take(books: Books, builder: PlanBuilder, request: Request, sequence: Sequen
     if request.phase is Phase.WAITING:
         note_overtaking(books, request)
         books.waiting.remove(request)
-    request.no_lease_room_since = None
-    branches, trunk = books.branches, request.trunk
-    if not branches.holds_for(request):
+    request.transfer.no_lease_room_since = None
+    parallel_sampling = books.parallel_sampling
+    group = parallel_sampling.group_of(request)
+    if not parallel_sampling.has_pinned_prompt(request):
         # a prompt counts once, also where another answer to it has to look it up again
-        counted = request.resumed or (trunk is not None and trunk.counted is not None)
+        counted = request.resumed or (group is not None and group.counted)
         books.cache.admitted(sequence, resumed=counted)
         books.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
-    if trunk is not None and trunk.counted is None:
-        trunk.counted = request.id
+    if group is not None and not group.counted:
+        group.counted, request.stats.is_parallel_sample = True, False
     if request.resumed:
-        books.counters.recomputed_tokens += max(0, request.furthest - sequence.hit)
-        assert request.first is not None
-        sequence.held = request.first.held
+        books.counters.recomputed_tokens += max(0, request.stats.max_computed - sequence.hit)
+        assert request.stats.first_sequence is not None
+        sequence.held = request.stats.first_sequence.held
     else:
-        request.first = sequence
-        request.times.scheduled = books.clock.now()
-    request.scores.clear()
+        request.stats.first_sequence = sequence
+        request.stats.scheduled_time = books.clock.now()
+    request.outcome.prompt_logprobs.clear()
     books.cache.hold_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit
     request.facts = books.cache.facts(sequence, request.prefill_until, request.spec.boundaries)
@@ -203,7 +204,7 @@ def _take(books: Books, builder: PlanBuilder, request: Request, sequence: Sequen
     if sequence.hit == request.num_prompt_tokens:
         if request.spec.hand_over:
             hold_state(books, request)
-        if branches.leads(request):
-            branches.keep_state(request)
-            branches.let_start(request)
-    branches.started(request)
+        if parallel_sampling.is_leader(request):
+            parallel_sampling.pin_checkpoint(request)
+            parallel_sampling.queue_others(request)
+    parallel_sampling.start(request)

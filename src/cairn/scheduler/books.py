@@ -7,9 +7,9 @@ from typing import Literal
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
-from cairn.scheduler.branches import Branches
 from cairn.scheduler.in_flight import InFlight, SharedCounters
 from cairn.scheduler.observer import RequestObserver
+from cairn.scheduler.parallel_sampling import ParallelSampling
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.transfers import Transfers
@@ -67,9 +67,13 @@ class Counters:
 
 @dataclass(eq=False)
 class Books:
-    """`running`, and `ending`: requests whose state is being saved, or that are finished. `transfers`: what is
-    under way between this server and others. `branches`: prompts that are to have several answers. `in_flight`: who
-    waits for what another one computes."""
+    """What the scheduler's parts share.
+
+    `requests`: all that have not ended. `running`, and `ending`: those whose state is being saved, or that are finished
+    while steps still name them. `pending_saves`: the position of the state to be saved for a request once no step names
+    it any more. `transfers`: what is under way between this server and others. `parallel_sampling`: prompts with
+    several answers. `in_flight`: who waits for what another one computes.
+    """
 
     config: SchedulerConfig
     cache: PrefixCache
@@ -79,21 +83,27 @@ class Books:
     requests: dict[RequestId, Request] = field(default_factory=dict)
     running: RequestQueue = field(default_factory=RequestQueue)
     ending: RequestQueue = field(default_factory=RequestQueue)
+    pending_saves: dict[Request, int] = field(default_factory=dict)
     transfers: Transfers = field(default_factory=Transfers)
     observer: RequestObserver | None = None
     counters: Counters = field(default_factory=Counters)
-    branches: Branches = field(init=False)
+    parallel_sampling: ParallelSampling = field(init=False)
     in_flight: InFlight = field(init=False)
 
     def __post_init__(self) -> None:
-        self.branches = Branches(self.cache, self.waiting)
+        self.parallel_sampling = ParallelSampling(self.cache, self.waiting)
         config = self.config
         self.in_flight = InFlight(self.cache, self.counters.shared, config.exact, config.in_flight_sharing)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not been admitted, or wait again."""
-        return len(self.waiting) + self.branches.num_parked + len(self.transfers.fetching) + len(self.transfers.ready)
+        return (
+            len(self.waiting)
+            + self.parallel_sampling.num_deferred
+            + len(self.transfers.fetching)
+            + len(self.transfers.ready)
+        )
 
     def leave_slot(self, request: Request) -> None:
         """Give back the slot of a request that no step names any more."""
@@ -117,9 +127,9 @@ class Books:
         if request.sequence is not None:
             self.cache.release(request.sequence, loss)
             request.sequence = None
-        if request.handed is not None:
-            self.cache.unpin(request.handed)
-            request.handed = None
+        if request.transfer.pinned_checkpoint is not None:
+            self.cache.unpin(request.transfer.pinned_checkpoint)
+            request.transfer.pinned_checkpoint = None
         self.leave_slot(request)
 
     def drop(self, request: Request) -> None:
@@ -127,7 +137,7 @@ class Books:
         self._release(request)
         request.to(Phase.FINISHED)
         self.requests.pop(request.id, None)
-        self.branches.ended(request)
+        self.parallel_sampling.remove(request)
         self.in_flight.ended(request)
         if self.observer is not None:
             self.observer.ended(request)

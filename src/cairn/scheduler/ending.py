@@ -13,8 +13,8 @@ def finish(books: Books, request: Request, reason: Finish) -> bool:
     """End a request now. False if it has ended already."""
     if request.phase in (Phase.FINISHING, Phase.FINISHED):
         return False
-    request.finish = reason
-    request.times.finished = books.clock.now()
+    request.outcome.finish_reason = reason
+    request.stats.finished_time = books.clock.now()
     if request.phase in (Phase.WAITING, Phase.FETCHING, Phase.READY):
         _forget(books, request)
         return True
@@ -35,10 +35,10 @@ def finish(books: Books, request: Request, reason: Finish) -> bool:
 def _forget(books: Books, request: Request) -> None:
     match request.phase:
         case Phase.WAITING:
-            if not books.branches.is_parked(request):
+            if not books.parallel_sampling.is_deferred(request):
                 books.waiting.remove(request)
-            if request.source is not None:
-                let_source_go(books, request, request.source)
+            if request.transfer.source is not None:
+                let_source_go(books, request, request.transfer.source)
         case Phase.FETCHING:
             abandon(books, request)
         case Phase.READY:
@@ -50,7 +50,7 @@ def settle(books: Books, request: Request) -> None:
     """No step names a request that is ending: save its last state if that is worth it, or let it go."""
     sequence = request.sequence
     assert sequence is not None
-    if request.save_at is not None:
+    if request in books.pending_saves:
         return
     placement = books.cache.policy.placement
     if request.phase is Phase.PREEMPTING:
@@ -62,12 +62,12 @@ def settle(books: Books, request: Request) -> None:
         placement is not None
         and placement.keeps_answer_end
         and not books.config.exact
-        and request.finish in ("stop", "length")
+        and request.outcome.finish_reason in ("stop", "length")
         and max(sequence.hit, request.prefill_until) < position <= request.num_known
-        and not request.saved
+        and not request.stats.saved_answer_end
     )
     if wanted and books.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END)) is not None:
-        request.saved = True
-        request.save_at = position
+        request.stats.saved_answer_end = True
+        books.pending_saves[request] = position
         return
     books.drop(request)

@@ -37,12 +37,12 @@ def start_pulls(books: Books) -> bool:
     never keep them waiting.
     """
     transfers, changed = books.transfers, False
-    while (request := books.waiting.fetches.head) is not None and (source := request.source) is not None:
+    while (request := books.waiting.fetches.head) is not None and (source := request.transfer.source) is not None:
         if len(transfers.fetching) + len(transfers.ready) >= books.config.max_num_seqs:
-            request.num_overtaken = 0
+            request.transfer.num_overtaken = 0
             break
         if not _start(books, request, source):
-            if request.num_overtaken < MAX_OVERTAKEN and not _is_alone(books, request):
+            if request.transfer.num_overtaken < MAX_OVERTAKEN and not _is_alone(books, request):
                 break
             _compute_here(books, request, source)
         changed = True
@@ -66,7 +66,7 @@ def note_overtaking(books: Books, request: Request) -> None:
     """`request` comes in from the queue, perhaps before one that waits for pages for its fetch."""
     first = books.waiting.fetches.head
     if first is not None and first.turn < request.turn:
-        first.num_overtaken += 1
+        first.transfer.num_overtaken += 1
 
 
 def _start(books: Books, request: Request, source: Source) -> bool:
@@ -93,7 +93,7 @@ def _start(books: Books, request: Request, source: Source) -> bool:
         cache.discard(sequence)
         return False
     books.waiting.remove(request)
-    request.source, request.sequence = None, sequence
+    request.transfer.source, request.sequence = None, sequence
     request.to(Phase.FETCHING)
     assert books.transfers.side is not None
     pull = books.transfers.side.pull(_want(request, source, sequence, file))
@@ -188,7 +188,7 @@ def pull_ended(books: Books, ended: PullEnded) -> Request | None:
     books.cache.received(sequence, ended.position, length, position)
     books.counters.external_queries += asked
     books.counters.external_hits += sequence.received
-    request.pulled, request.pull_seconds = ended, books.clock.now() - fetch.began
+    request.transfer.pulled, request.transfer.pull_seconds = ended, books.clock.now() - fetch.began
     request.to(Phase.READY)
     books.transfers.ready[request] = copies
     return None
@@ -205,12 +205,12 @@ def _failed(books: Books, fetch: Fetch, failure: str) -> Request | None:
     logger.warning("%s: its prompt could not be fetched from %s: %s", request.id, where, failure)
     books.counters.external_queries += request.num_prompt_tokens - (request.sequence.hit if request.sequence else 0)
     if books.config.on_load_failure == "recompute":
-        request.remote_failed = True
+        request.transfer.remote_failed = True
         books.back_to_queue(request)
         return None
-    request.failure = f"the prompt could not be fetched from {where}: {failure}"
-    request.finish = "error"
-    request.times.finished = books.clock.now()
+    request.outcome.failure = f"the prompt could not be fetched from {where}: {failure}"
+    request.outcome.finish_reason = "error"
+    request.stats.finished_time = books.clock.now()
     books.drop(request)
     return request
 
@@ -272,5 +272,5 @@ def give_way(books: Books, before: Request | None = None) -> bool:
 
 def note_failure(request: Request, sequence: SequenceBlocks) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
-    if request.remote_failed and sequence.hit < request.num_prompt_tokens:
+    if request.transfer.remote_failed and sequence.hit < request.num_prompt_tokens:
         sequence.blame(Reason.REMOTE_FAILED)

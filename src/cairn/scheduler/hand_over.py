@@ -58,8 +58,8 @@ def _to_lease(books: Books, request: Request, sequence: SequenceBlocks) -> tuple
     for group, table in zip(sequence.blocks.groups, sequence.tables, strict=True):
         shared = min(sequence.matched, length) // group.tokens_per_page
         pages.append(table.pages[: group.pages_for(length) if stays else shared])
-    if request.handed is not None:
-        pages.append(request.handed.pages)
+    if request.transfer.pinned_checkpoint is not None:
+        pages.append(request.transfer.pinned_checkpoint.pages)
     elif length in sequence.files:
         pages.append(sequence.files[length].pages)
     elif sequence.hit == length and sequence.restore is not None:
@@ -84,18 +84,18 @@ def set_aside(books: Books, request: Request, sequence: SequenceBlocks) -> bool:
 def hold_state(books: Books, request: Request) -> None:
     """The state at the prompt's end is there: restored, or kept by a step that has been applied."""
     sequence, position = request.sequence, request.num_prompt_tokens
-    if request.handed is not None or sequence is None:
+    if request.transfer.pinned_checkpoint is not None or sequence is None:
         return
     if sequence.hit == position:
         assert sequence.restore is not None
-        request.handed = books.cache.pin(f"state of {request.id}", sequence.restore)
+        request.transfer.pinned_checkpoint = books.cache.pin(f"state of {request.id}", sequence.restore)
     elif position in sequence.files:
-        request.handed = books.cache.pin(f"state of {request.id}", sequence.files[position].pages)
+        request.transfer.pinned_checkpoint = books.cache.pin(f"state of {request.id}", sequence.files[position].pages)
 
 
 def offer(books: Books, request: Request) -> None:
     """The request has ended well: hold its prompt for whoever has the reference."""
-    sequence, side, state = request.sequence, books.transfers.side, request.handed
+    sequence, side, state = request.sequence, books.transfers.side, request.transfer.pinned_checkpoint
     assert sequence is not None and side is not None and state is not None
     length = request.num_prompt_tokens
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(length)])
@@ -107,7 +107,7 @@ def offer(books: Books, request: Request) -> None:
         checkpoints=(HeldCheckpoint(length, state.pages),),
     )
     reference = side.offer(made)
-    request.offered = Offered(made, reference)
+    request.transfer.offered = Offered(made, reference)
     hold = books.cache.pin(f"handed over by {request.id}", made.all_pages)
     books.transfers.offers[reference] = Leased(hold, request.spec.client)
 

@@ -58,4 +58,4 @@ def _num_by_client(books: Books) -> Counter[str]:
 
 def _counts(request: Request) -> bool:
     """Whether it is going to be leased: once it is, the lease counts."""
-    return request.spec.hand_over and request.offered is None
+    return request.spec.hand_over and request.transfer.offered is None

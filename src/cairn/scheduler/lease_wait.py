@@ -14,16 +14,18 @@ from cairn.scheduler.request import Phase, Request
 
 def await_lease_room(books: Books, request: Request) -> None:
     """The leases leave no room for `request`, or are first to have room for one before it."""
-    if request.no_lease_room_since is None:
+    if request.transfer.no_lease_room_since is None:
         _set_since(books, request, books.clock.now())
 
 
 def refuse_overdue(books: Books) -> list[Request]:
     """End the hand-overs that have waited for lease room for too long. Returns them."""
-    ready = (request for request in books.transfers.ready if request.no_lease_room_since is not None)
+    ready = (request for request in books.transfers.ready if request.transfer.no_lease_room_since is not None)
     waiting = list(chain(books.waiting.hand_overs, ready))
     limit = books.transfers.quota.wait_seconds
-    overdue = [request for request in waiting if books.clock.now() - (request.no_lease_room_since or 0.0) >= limit]
+    overdue = [
+        request for request in waiting if books.clock.now() - (request.transfer.no_lease_room_since or 0.0) >= limit
+    ]
     if not overdue:
         return []
     besides = 0
@@ -33,12 +35,12 @@ def refuse_overdue(books: Books) -> list[Request]:
         # slots or pages are what it waits for by now, as all others do
         _set_since(books, request, None)
         besides += num_pages(books, request)
-    overdue = [request for request in overdue if request.no_lease_room_since is not None]
+    overdue = [request for request in overdue if request.transfer.no_lease_room_since is not None]
     for request in overdue:
-        request.failure = (
+        request.outcome.failure = (
             f"what is held for other servers has left no room for this prompt for {limit:g} s: try again later"
         )
-        request.refused = True
+        request.outcome.refused = True
         books.counters.refused_hand_overs["timeout"] += 1
         finish(books, request, "error")
     return overdue
@@ -48,4 +50,4 @@ def _set_since(books: Books, request: Request, since: float | None) -> None:
     if request.phase is Phase.WAITING:
         books.waiting.set_no_lease_room(request, since)
     else:
-        request.no_lease_room_since = since
+        request.transfer.no_lease_room_since = since

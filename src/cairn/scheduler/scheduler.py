@@ -18,7 +18,7 @@ from cairn.scheduler.observer import RequestObserver
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.remote import take_events
-from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
+from cairn.scheduler.request import Finish, Phase, Request, RequestStats, Spec
 from cairn.scheduler.sampling import masks_of
 from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.transfers import Transfers
@@ -86,7 +86,7 @@ class Scheduler:
         for group in groups:
             leader, *others = [self._arrived(own) for own in group]
             if others:
-                self.books.branches.park(leader, others)
+                self.books.parallel_sampling.defer(leader, others)
             self.books.waiting.put(leader)
         self._stalled = False
 
@@ -117,13 +117,14 @@ class Scheduler:
         if total > limit:
             fix = "send fewer prompts at a time" if most == 1 else "send fewer prompts at a time or lower n"
             raise InvalidRequest(f"{total} answers are more than may wait: {fix}", "prompt")
-        if len(books.waiting) + books.branches.num_parked + total > limit:
+        if len(books.waiting) + books.parallel_sampling.num_deferred + total > limit:
             raise QueueFull(f"{books.num_waiting} requests are waiting already: try again later")
 
     def _arrived(self, spec: Spec) -> Request:
         books = self.books
         self._arrivals += 1
-        request = Request(spec, Times(arrived=books.clock.now()), arrival=self._arrivals, source=spec.source)
+        request = Request(spec, RequestStats(books.clock.now()), self._arrivals)
+        request.transfer.source = spec.source
         books.requests[request.id] = request
         if books.observer is not None:
             books.observer.submitted(request)
@@ -162,7 +163,7 @@ class Scheduler:
         ended. To be called between steps while `books.transfers` has a side."""
         changed, failed = take_events(self.books)
         self._stalled = self._stalled and not changed
-        return [Progress(request, (), request.finish) for request in failed]
+        return [Progress(request, (), request.outcome.finish_reason) for request in failed]
 
     @property
     def has_work(self) -> bool:
@@ -216,7 +217,7 @@ class Scheduler:
         tokens = {sampled.slot: sampled for sampled in result.sampled}
         owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
         for scored in result.scored:
-            owners[scored.slot].scores.append(scored.logprobs)
+            owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
         progress = []
         # each of them has a slot of its own, so their order does not matter
         for scheduled in builder.scheduled:
@@ -233,20 +234,23 @@ class Scheduler:
         sampled = tokens[request.slot] if scheduled.samples else None
         # A step that was out when the request ended may have gone on with tokens that are not part of it. The runner
         # itself has seen where one of its stop tokens came last: then the slot's state is that before it.
-        stopped = request.stop_token is not None and scheduled.is_decode and scheduled.end >= request.num_known
+        stopped = request.outcome.stop_token is not None and scheduled.is_decode and scheduled.end >= request.num_known
         known = scheduled.end <= request.num_known and not stopped
         if scheduled.has_row and not stopped:
-            self._count(request, scheduled)
+            num_prompt_computed = min(scheduled.end, request.num_prompt_tokens) - request.num_computed
+            if num_prompt_computed > 0:
+                request.stats.num_prompt_computed += num_prompt_computed
+                books.counters.computed_prompt_tokens += num_prompt_computed
             request.num_computed = max(request.num_computed, scheduled.end)
-            request.furthest = max(request.furthest, request.num_computed)
+            request.stats.max_computed = max(request.stats.max_computed, request.num_computed)
         if request.num_prompt_tokens in scheduled.kept:
             if request.spec.hand_over:
                 hold_state(books, request)
-            books.branches.keep_state(request)
+            books.parallel_sampling.pin_checkpoint(request)
         if scheduled.end <= request.prefill_until or (scheduled.kept and known):
             books.cache.commit(request.sequence, scheduled.end, scheduled.kept)
-        if books.branches.leads(request) and request.num_computed >= request.num_prompt_tokens:
-            books.branches.let_start(request)
+        if request.num_computed >= request.num_prompt_tokens and books.parallel_sampling.is_leader(request):
+            books.parallel_sampling.queue_others(request)
         news = None
         if request.phase is Phase.RUNNING and sampled is not None:
             news = self._take_token(request, sampled)
@@ -254,23 +258,18 @@ class Scheduler:
             settle(books, request)
         return news
 
-    def _count(self, request: Request, scheduled: ScheduledSequence) -> None:
-        computed = max(0, min(scheduled.end, request.num_prompt_tokens) - request.num_computed)
-        request.num_prompt_computed += computed
-        self.books.counters.computed_prompt_tokens += computed
-
     def _take_token(self, request: Request, sampled: SampledToken) -> Progress:
         assert request.sequence is not None
         books, token = self.books, sampled.token
         books.counters.generation_tokens += 1
-        if request.times.first_token is None:
-            request.times.first_token = books.clock.now()
+        if request.stats.first_token_time is None:
+            request.stats.first_token_time = books.clock.now()
         request.output.append(token)
         request.sequence.append(token)
         request.sampling_step = request.sampling_step if request.in_flight else None
         finish: Finish | None = None
         if token in request.spec.stop_token_ids:
-            finish, request.stop_token = "stop", token
+            finish, request.outcome.stop_token = "stop", token
         elif len(request.output) >= request.spec.max_tokens:
             finish = "length"
         if finish is not None:

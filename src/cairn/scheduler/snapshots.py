@@ -12,13 +12,13 @@ from cairn.types import Pages
 def add_saves(books: Books, builder: PlanBuilder) -> None:
     """The last states of requests that are ending, once no step names them any more."""
     for request in books.ending:
-        position = request.save_at
+        position = books.pending_saves.get(request)
         if position is None or request.in_flight:
             continue
         assert request.sequence is not None
         builder.saves.append(Save(request.slot, request.sequence.files[position].pages))
         builder.scheduled.append(ScheduledSequence(request, position, position, kept=[position]))
-        request.save_at = None
+        del books.pending_saves[request]
         request.in_flight += 1
 
 
@@ -44,8 +44,8 @@ def _add_for_others(books: Books, builder: PlanBuilder, scheduled: ScheduledSequ
     request = scheduled.request
     assert request.sequence is not None
     files, end = request.sequence.files, request.num_prompt_tokens
-    handed_over = request.spec.hand_over and request.handed is None
-    asked = handed_over or (books.branches.wants_state(request) and end in files)
+    handed_over = request.spec.hand_over and request.transfer.pinned_checkpoint is None
+    asked = handed_over or (books.parallel_sampling.needs_checkpoint(request) and end in files)
     if asked and scheduled.start < end <= scheduled.end:
         _add(builder, scheduled, end, files[end].pages)
     for position in books.in_flight.asked(request, scheduled.start, scheduled.end):
