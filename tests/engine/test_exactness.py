@@ -28,10 +28,10 @@ from cairn.models.registry import OpenModel, open_model
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.runner.slots import Sample
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.counted_device import counted_device, counted_kernels
 from tiers import more
@@ -120,7 +120,7 @@ class Engine:
             boundaries=tuple(map(Boundary, boundaries)),
         )
         self.scheduler.submit(spec)
-        self.requests[number] = self.scheduler.books.requests[name]
+        self.requests[number] = self.scheduler.state.requests[name]
         return number
 
     @cached_property
@@ -261,7 +261,7 @@ def test_a_preempted_request(loaded, room, steps):
         engine.step()
     request = engine.requests[number]
     # with room 0 the state is saved and restored, with all pages wanted it is computed again
-    preempt(engine.scheduler.books, request, request, room)
+    preempt(engine.scheduler.state, request, request, room)
     engine.run()
     expected = loaded.alone(TEXT[:150], 25)
     tokens = [int(logits.argmax()) for logits in expected]
@@ -331,7 +331,7 @@ def test_the_tiny_pool_really_preempts_and_evicts(loaded):
     prompts = [TEXT[i : i + 100] for i in range(4)]
     numbers = [engine.submit(prompt, 90) for prompt in prompts]
     engine.run()
-    assert engine.scheduler.books.counters.preemptions > 0
+    assert engine.scheduler.state.counters.preemptions > 0
     assert engine.cache.checkpoints.evicted.total() > 0
     for number, prompt in zip(numbers, prompts, strict=True):
         assert_same(engine.logits[number], loaded.alone(prompt, 90))

@@ -65,7 +65,7 @@ def test_a_preempted_request(loaded):
     number = engine.submit(TEXT[:150], 12)
     for _ in range(5):
         engine.step()
-    preempt(engine.scheduler.books, engine.requests[number], engine.requests[number], 0)
+    preempt(engine.scheduler.state, engine.requests[number], engine.requests[number], 0)
     engine.run()
     assert_same(engine.logits[number], loaded.alone(TEXT[:150], 12))
 
@@ -78,7 +78,7 @@ def test_a_chat_that_grows_to_the_end_of_the_pool(loaded):
         engine.ask(TEXT[:length], 1)
     most = engine.scheduler.max_tokens_for(9)
     found = engine.ask(TEXT[:9], most)
-    assert most == 39 and engine.scheduler.books.counters.preemptions > 0
+    assert most == 39 and engine.scheduler.state.counters.preemptions > 0
     assert_same(found, loaded.alone(TEXT[:9], most))
 
 

@@ -126,7 +126,7 @@ def test_a_preempted_request(several, room, steps):
     number = engine.submit(TEXT[:150], 12)
     for _ in range(steps):
         engine.step()
-    preempt(engine.scheduler.books, engine.requests[number], engine.requests[number], room)
+    preempt(engine.scheduler.state, engine.requests[number], engine.requests[number], room)
     engine.run()
     assert_same(engine.logits[number], several.alone(TEXT[:150], 12))
 

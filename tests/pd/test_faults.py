@@ -48,5 +48,5 @@ def test_an_error_with_one_peer_is_nobody_elses(monkeypatch, caplog):
     for server, received in ((other, 0), (d, 100)):
         name = server.submit(prompt, params=prefill(p, prompt))
         world.pass_time(6.0)
-        assert server.answers[name] == alone(prompt) and server.scheduler.books.counters.external_hits == received
+        assert server.answers[name] == alone(prompt) and server.scheduler.state.counters.external_hits == received
     assert p.kv.loop.failure is None and "a peer that nobody thought of" in caplog.text

@@ -94,7 +94,7 @@ def test_it_comes_in_when_it_would_have_come_in_anyhow(monkeypatch, num_pages, e
             [(admit.slot, *(pages.tolist() for pages in admit.tables)) for admit in plan.admits]
             for plan in driver.plans
         ]
-        return told, driver.cache.counters, driver.scheduler.books.counters
+        return told, driver.cache.counters, driver.scheduler.state.counters
 
     kept = plans()
     forget_everything(monkeypatch)

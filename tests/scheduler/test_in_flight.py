@@ -28,7 +28,7 @@ def prefilled(driver: Driver) -> int:
 
 
 def shared(driver: Driver) -> tuple[int, int]:
-    counters = driver.scheduler.books.counters.shared
+    counters = driver.scheduler.state.counters.shared
     return counters.requests, counters.tokens
 
 
@@ -51,7 +51,7 @@ def test_32_equal_prompts_cost_one_prefill(mode, exact, ahead, length):
     driver.run()
     assert prefilled(driver) == length
     assert shared(driver) == (31, 31 * length)
-    assert driver.scheduler.books.counters.computed_prompt_tokens == length
+    assert driver.scheduler.state.counters.computed_prompt_tokens == length
     for i in (0, 1, 31):
         assert driver.output(names[i]) == alone(TEXT[:length], exact, seed=i)
     reasons = driver.cache.counters.reasons
@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_state_that_is_not_going_to_be_there(steps):
     name, waited = driver.submit(fork(0, 300, 500)), False
     while driver.scheduler.has_work:
         driver.step()
-        waited = waited or bool(driver.scheduler.books.in_flight._waits)
+        waited = waited or bool(driver.scheduler.state.in_flight._waits)
     # nothing else is kept, so who has not waited hits nothing, and who has waited has not done so in vain
     assert bool(driver.requests[name].stats.first_sequence.hit) == waited
     assert waited == (steps < 3)
@@ -205,7 +205,7 @@ def test_nobody_waits_for_more_than_a_few():
     for prompt in prompts:
         driver.submit(prompt)
     last = driver.submit(TEXT)
-    request, past = driver.requests[last], driver.scheduler.books.in_flight._past
+    request, past = driver.requests[last], driver.scheduler.state.in_flight._past
     most = 0
     while driver.scheduler.has_work:
         driver.step()
@@ -263,7 +263,7 @@ def test_one_that_waits_is_aborted():
     driver.scheduler.abort(RequestId(names[1]))
     driver.run()
     assert prefilled(driver) == 700 and driver.output(names[2]) == alone(TEXT[:700], False, seed=2)
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     assert not sharing._past and not sharing._waits and not sharing._leading
 
 
@@ -275,9 +275,9 @@ def test_a_leader_that_is_preempted_is_waited_for_no_longer(exact, steps):
     for _ in range(steps):
         driver.step()
     leader = driver.requests[names[0]]
-    preempt(driver.scheduler.books, leader, leader, 10_000)
+    preempt(driver.scheduler.state, leader, leader, 10_000)
     assert leader.phase is Phase.WAITING
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     while driver.scheduler.has_work:
         driver.step()
         # nor waited for a second time, when it runs again
@@ -305,7 +305,7 @@ def test_no_room_for_the_state_and_nobody_waits():
     driver = Driver("junction", num_pages=21, max_num_batched_tokens=68)
     first, second = driver.submit(TEXT[:300]), driver.submit(fork(0, 260, 290))
     driver.step()
-    assert waiting(driver, second) and not driver.scheduler.books.in_flight._waits
+    assert waiting(driver, second) and not driver.scheduler.state.in_flight._waits
     driver.run()
     assert driver.output(first) == alone(TEXT[:300], False)
     assert driver.output(second) == alone(fork(0, 260, 290), False)
@@ -359,7 +359,7 @@ def test_pages_are_put_by_for_one_that_waits():
     held = driver.submit(fork(0, 260, 500), max_tokens=2)
     small, large = driver.submit(range(5000, 5100), max_tokens=2), driver.submit(range(6000, 6200), max_tokens=9)
     driver.step()
-    assert waiting(driver, held) and driver.scheduler.books.in_flight._waits
+    assert waiting(driver, held) and driver.scheduler.state.in_flight._waits
     assert driver.requests[small].phase is Phase.RUNNING
     while waiting(driver, held):
         assert waiting(driver, large)
@@ -396,7 +396,7 @@ def test_nobody_waits_for_one_that_is_behind_what_is_cached():
     name = driver.submit(WORDS[:900])
     while driver.scheduler.has_work:
         driver.step()
-        assert not driver.scheduler.books.in_flight._waits
+        assert not driver.scheduler.state.in_flight._waits
     assert driver.requests[name].stats.num_prompt_computed <= 260
     assert driver.output(name) == alone(WORDS[:900], False)
 
@@ -418,7 +418,7 @@ def test_other_namespaces_share_nothing():
     driver.submit(TEXT[:500], namespace=Namespace("adapter"))
     while driver.scheduler.has_work:
         driver.step()
-        assert not driver.scheduler.books.in_flight._waits
+        assert not driver.scheduler.state.in_flight._waits
     assert prefilled(driver) == 4 * 500 and shared(driver) == (0, 0)
 
 
@@ -444,7 +444,7 @@ def test_a_leader_that_does_not_get_on_is_given_up():
     driver = Driver(max_num_batched_tokens=80, max_num_seqs=4)
     leader, name = driver.submit(TEXT), driver.submit(TEXT)
     driver.step()
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     for _ in range(2):
         # plans without a row of the leader
         for _ in range(MAX_IDLE):
@@ -533,7 +533,7 @@ def check_mix(**mix):
         assert driver.output(name) == alone(prompt, mix["exact"], max_tokens=max_tokens), name
     counted = driver.cache.counters
     assert counted.queries == counted.hits + counted.lost.total(), "a prompt token has no reason"
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     assert not sharing._past and not sharing._waits and not sharing._leading
     assert driver.cache.clear(), "a page leaked"
     # one that is aborted has computed more by then if it did not have to begin at the start, and what `align` keeps
@@ -573,9 +573,9 @@ def test_what_waiting_has_saved_is_counted_once():
     name = driver.submit(TEXT[:300], max_tokens=30)
     while len(driver.output(name)) < 9:
         driver.step()
-    preempt(driver.scheduler.books, driver.requests[name], driver.requests[name], 10_000)
+    preempt(driver.scheduler.state, driver.requests[name], driver.requests[name], 10_000)
     driver.run()
-    assert driver.scheduler.books.counters.preemptions == 1 and shared(driver) == (1, 300)
+    assert driver.scheduler.state.counters.preemptions == 1 and shared(driver) == (1, 300)
 
 
 def test_equal_prompts_in_a_burst_are_counted_once_each():

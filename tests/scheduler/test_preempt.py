@@ -30,7 +30,7 @@ def fill(driver, but=0):
 
 
 def make_room_for(driver, request):
-    return make_room(driver.scheduler.books, request, request.sequence.num_tokens + 32)
+    return make_room(driver.scheduler.state, request, request.sequence.num_tokens + 32)
 
 
 def test_the_youngest_gives_way_first():
@@ -53,7 +53,7 @@ def test_nobody_gives_way_twice_to_the_same_one_and_the_youngest_of_all_gives_wa
 def test_what_a_step_names_does_not_give_way():
     driver, (first, second) = running(40, 40)
     fill(driver)
-    second.in_flight = 1
+    second.num_in_flight = 1
     assert make_room_for(driver, first) is None and second.phase is Phase.RUNNING
 
 
@@ -63,12 +63,12 @@ def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     sequence = request.sequence
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
     assert request.stats.sent_back_at == sequence.num_tokens
-    books = driver.scheduler.books
+    state = driver.scheduler.state
     driver.cache.pinned.open(
-        sequence := books.cache._finder.find(0, None, request.spec.namespace, sequence.keys, "", None)
+        sequence := state.cache._finder.find(0, None, request.spec.namespace, sequence.keys, "", None)
     )
-    books.waiting.remove(request)
-    books.running.put(request)
+    state.waiting.remove(request)
+    state.running.put(request)
     request.sequence, request.phase = sequence, Phase.RUNNING
     with pytest.raises(AssertionError, match="does not fit an empty pool"):
         make_room_for(driver, request)
@@ -82,7 +82,7 @@ def test_a_state_is_saved_that_is_smaller_than_what_was_computed(length, saved):
     driver, (request,) = running(length)
     driver.step()
     assert request.num_computed == length + 1 and len(request.sequence.pages[0]) == 3 + saved
-    preempt(driver.scheduler.books, request, request, 0)
+    preempt(driver.scheduler.state, request, request, 0)
     assert (request.phase is Phase.PREEMPTING) == saved
 
 
@@ -90,7 +90,7 @@ def test_a_state_is_saved_that_is_smaller_than_what_was_computed(length, saved):
 def test_a_state_is_saved_where_the_one_that_preempts_leaves_room_for_it(free, saved):
     driver, (first, second) = running(100, 100)
     fill(driver, but=free)
-    preempt(driver.scheduler.books, second, first, 5)
+    preempt(driver.scheduler.state, second, first, 5)
     assert (second.phase is Phase.PREEMPTING) == saved
 
 
@@ -102,7 +102,7 @@ def test_what_is_shared_with_the_tree_does_not_count_for_a_state():
     driver.step()
     request = driver.requests[name]
     assert request.sequence.matched == 96 and len(request.sequence.pages[0]) == 7
-    preempt(driver.scheduler.books, request, request, 0)
+    preempt(driver.scheduler.state, request, request, 0)
     assert request.phase is Phase.WAITING
 
 

@@ -84,9 +84,9 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
     for _ in range(steps):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, room)
+    preempt(driver.scheduler.state, request, request, room)
     driver.run()
-    assert driver.scheduler.books.counters.preemptions == 1
+    assert driver.scheduler.state.counters.preemptions == 1
     if exact:
         assert driver.output(name) == alone(PROMPT, exact, max_tokens=15, sampling=PENALTY)
     slots, samples = Slots(), []
@@ -136,7 +136,7 @@ def test_a_form_survives_a_preemption():
     for _ in range(5):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, 10_000)
+    preempt(driver.scheduler.state, request, request, 10_000)
     driver.run()
     assert request.output == list(range(12))
 
@@ -182,7 +182,7 @@ def test_a_prompt_preempted_midway_is_scored_anew(steps):
         driver.step()
     request = driver.requests[name]
     done = bool(request.output)
-    preempt(driver.scheduler.books, request, request, 10_000)
+    preempt(driver.scheduler.state, request, request, 10_000)
     driver.run()
     if not done:
         assert [token for token, _ in scored(driver, name)] == prompt[1:]
@@ -235,7 +235,7 @@ def test_the_one_that_matters_least_is_preempted():
     low = driver.submit(range(100), max_tokens=100, priority=7)
     high = driver.submit(range(200, 300), max_tokens=100)
     driver.run()
-    assert driver.scheduler.books.counters.preemptions > 0
+    assert driver.scheduler.state.counters.preemptions > 0
     assert driver.requests[low].stats.preempted_by and not driver.requests[high].stats.preempted_by
     assert driver.output(low) == alone(range(100), False, max_tokens=100)
 

@@ -7,10 +7,11 @@ from driver import Driver, alone
 from cairn.cache.checkpoint import Kind
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError, InvalidRequest, Overloaded
-from cairn.scheduler.books import SchedulerConfig
-from cairn.scheduler.budget import capacity_tokens, chunk_end
+from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import TRANSITIONS, Phase
+from cairn.scheduler.scheduler import capacity_tokens
+from cairn.scheduler.state import SchedulerConfig
 from cairn.step import SAMPLED, StepResult
 
 TEXT = list(range(100, 900))
@@ -101,7 +102,7 @@ def test_decodes_go_on_behind_a_long_prompt_that_comes_before_them():
         before = [len(driver.output(name)) for name in behind]
         driver.step()
         assert [len(driver.output(name)) for name in behind] == [length + 1 for length in before]
-    assert [request.id for request in driver.scheduler.books.running] == [first, *behind]
+    assert [request.id for request in driver.scheduler.state.running] == [first, *behind]
     driver.run()
 
 
@@ -111,7 +112,7 @@ def test_a_tiny_pool_preempts_and_every_answer_is_right():
         prompts = [TEXT[i * 50 : i * 50 + 100 + i] for i in range(6)]
         names = [driver.submit(prompt, max_tokens=100) for prompt in prompts]
         driver.run()
-        assert driver.scheduler.books.counters.preemptions > 0
+        assert driver.scheduler.state.counters.preemptions > 0
         for name, prompt in zip(names, prompts, strict=True):
             assert driver.output(name) == alone(prompt, exact, max_tokens=100), (exact, name)
 
@@ -124,11 +125,11 @@ def test_a_preempted_request_with_a_saved_state_goes_on_from_it(exact):
         driver.step()
     request = driver.requests[name]
     computed = request.num_computed
-    preempt(driver.scheduler.books, request, request, 0)
+    preempt(driver.scheduler.state, request, request, 0)
     assert request.phase is Phase.PREEMPTING
     driver.run()
     assert driver.cache.checkpoints.taken[Kind.PREEMPTION] == 1
-    assert driver.scheduler.books.counters.recomputed_tokens == 0
+    assert driver.scheduler.state.counters.recomputed_tokens == 0
     assert request.sequence is None and request.stats.max_computed > computed
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
 
@@ -140,10 +141,10 @@ def test_a_preempted_request_without_a_saved_state_computes_again(exact):
     for _ in range(30):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, 1000)
+    preempt(driver.scheduler.state, request, request, 1000)
     assert request.phase is Phase.WAITING
     driver.run()
-    assert driver.scheduler.books.counters.recomputed_tokens > 0
+    assert driver.scheduler.state.counters.recomputed_tokens > 0
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
 
 
@@ -308,7 +309,7 @@ def test_a_prompt_comes_in_only_when_all_of_it_has_room(num_pages):
     driver = Driver(num_pages=num_pages, max_num_seqs=8, max_num_batched_tokens=256)
     names = [driver.submit(range(10_000 * i, 10_000 * i + 1000), max_tokens=20) for i in range(12)]
     driver.run()
-    counters = driver.scheduler.books.counters
+    counters = driver.scheduler.state.counters
     assert (counters.preemptions, counters.recomputed_tokens) == (0, 0)
     assert all(len(driver.output(name)) == 20 for name in names)
 

@@ -1,12 +1,12 @@
-"""The core's books as records for the client: one request's, and the engine's."""
+"""The core's counters as records for the client: one request's, and the engine's."""
 
 from typing import TYPE_CHECKING
 
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import CacheReport, EngineStats, Timings
 from cairn.engine.transfers.kv_transfer import KvTransfer
-from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
+from cairn.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
@@ -37,7 +37,7 @@ class StepSizes:
 
 
 def engine_stats(
-    books: Books,
+    state: SchedulerState,
     transfer: KvTransfer | None,
     images: "ImageCounts | None",
     steps: StepSizes,
@@ -47,14 +47,14 @@ def engine_stats(
     request_log_dropped: int,
 ) -> EngineStats:
     """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
-    cache, counters, transfers = books.cache, books.counters, books.transfers
+    cache, counters, transfers = state.cache, state.counters, state.transfers
     held, hits, received = cache.num_pinned_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
     cache.checkpoints.let_expired_go()
     return EngineStats(
-        num_running=len(books.running),
-        num_waiting=books.num_waiting,
+        num_running=len(state.running),
+        num_waiting=state.num_waiting,
         num_pages=cache.pool.num_pages,
         free_pages=cache.pool.num_free,
         held_pages=held,

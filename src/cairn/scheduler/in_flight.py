@@ -119,14 +119,16 @@ class InFlight:
             del self._leading[leader]
         self._compared = 0
 
-    def holds_back(self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], SequenceBlocks]) -> bool:
+    def should_wait_for_prefix(
+        self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], SequenceBlocks]
+    ) -> bool:
         """Whether `request`, whose turn it is, waits for one that runs. `lookup`: as for its admission."""
         if request in self._waits:
             return True
         if not self._on or (request.spec.prompt_logprobs is not None and not request.output):
             return False
         past = self._past.setdefault(request, _Past())
-        found = self._covering(request, past)
+        found = self._leaders_sharing(request, past)
         past.looked = self._begun
         if not found or len(past.leaders) >= MAX_WAITS:
             return False
@@ -134,7 +136,7 @@ class InFlight:
         for leader, shared in reversed(found):
             if leader.num_computed < sequence.hit:
                 continue
-            position = self._meet(builder, leader, request, sequence.hit, shared)
+            position = self._meeting_point(builder, leader, request, sequence.hit, shared)
             if position is not None:
                 self._wait(request, past, leader, position, sequence.hit)
                 break
@@ -175,7 +177,7 @@ class InFlight:
 
     # -- who waits where -----------------------------------------------------------------------------------------
 
-    def _covering(self, request: Request, past: _Past) -> list[tuple[Request, int]]:
+    def _leaders_sharing(self, request: Request, past: _Past) -> list[tuple[Request, int]]:
         """Requests in prefill that have not been looked at for this one, with the tokens that both begin with: each
         shares more than the one before it. Most are told apart by one token."""
         found: list[tuple[Request, int]] = []
@@ -198,16 +200,18 @@ class InFlight:
                 least = shared + 1
         return found
 
-    def _meet(self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int) -> int | None:
+    def _meeting_point(
+        self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int
+    ) -> int | None:
         """Where the leader is going to leave a state that `request` can start from; None if nowhere worth it."""
         assert leader.sequence is not None
         files = leader.sequence.files
         if self._cache.layout.state_bytes == 0:
             points = [shared]
         else:
-            points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._serves(request, p)]
+            points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._can_resume_at(request, p)]
             points = [p for p in points if p in files or self._can_ask(builder, leader, p)]
-            points += sorted((p for p in files if p <= shared and self._serves(request, p)), reverse=True)
+            points += sorted((p for p in files if p <= shared and self._can_resume_at(request, p)), reverse=True)
         for point in points:
             if point - hit < MIN_SHARED or point <= leader.num_computed:
                 continue
@@ -215,7 +219,7 @@ class InFlight:
                 return point
         return None
 
-    def _serves(self, request: Request, position: int) -> bool:
+    def _can_resume_at(self, request: Request, position: int) -> bool:
         """Whether it may go on from a state there that was built by prefill (DESIGN section 6)."""
         return not self._exact or position % GRID == 0 or position == request.num_prompt_tokens
 

@@ -96,9 +96,11 @@ class PlanBuilder:
         self._added_row(added)
         return added
 
-    def add_sample(self, request: Request, position: int, bans_stop_tokens: bool) -> None:
-        """The token at absolute position `position` is drawn."""
+    def add_sample(self, request: Request, position: int) -> None:
+        """The token at absolute position `position` is drawn; no stop token before `min_tokens` have been."""
+        bans_stop_tokens = position - request.num_prompt_tokens < request.spec.min_tokens
         self._samples.append((request.slot, position, bans_stop_tokens))
+        request.sampling_step = self.step
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""

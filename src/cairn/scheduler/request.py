@@ -147,10 +147,10 @@ class RequestStats:
 
     Times are clock readings in seconds, None until it has happened. `first_sequence`: its pages at the first admission,
     with the hit and the miss reasons. `num_prompt_computed`: prompt tokens that were computed here. `max_computed`: the
-    most tokens ever computed, also before a preemption. `preempted_by`: requests that have preempted this one, each
-    once at most. `sent_back_at`: how many tokens it had when it last went back to the queue though it was the oldest,
-    which it does again only when it has more. `saved_answer_end`: whether the state at the answer's end is being saved.
-    `is_parallel_sample`: another answer has brought its prompt into the counters.
+    most tokens it had computed when it gave back its pages. `preempted_by`: requests that have preempted this one,
+    each once at most. `sent_back_at`: how many tokens it had when it last went back to the queue though it was the
+    oldest, which it does again only when it has more. `saved_answer_end`: whether the state at the answer's end has
+    been given a file. `is_parallel_sample`: another answer has brought its prompt into the counters.
     """
 
     arrival_time: float
@@ -209,7 +209,7 @@ class Request:
                                still out
 
     `arrival` numbers the requests in order. `slot`: -1 without one. `sequence`: its pages, None without; `facts` go
-    with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `in_flight`:
+    with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `num_in_flight`:
     steps that name it and are still out; `sampling_step`: the one of them that samples the next token.
     """
 
@@ -224,7 +224,7 @@ class Request:
     num_computed: int = 0
     num_scheduled: int = 0
     prefill_until: int = 0
-    in_flight: int = 0
+    num_in_flight: int = 0
     sampling_step: int | None = None
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     transfer: RequestTransfer = field(default_factory=RequestTransfer)
@@ -245,6 +245,11 @@ class Request:
     @property
     def num_known(self) -> int:
         return len(self.spec.prompt) + len(self.output)
+
+    @property
+    def is_to_be_leased(self) -> bool:
+        """Whether its prompt is going to be leased to another server: once it is, the lease counts."""
+        return self.spec.hand_over and self.transfer.offered is None
 
     @property
     def resumed(self) -> bool:

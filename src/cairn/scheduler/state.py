@@ -2,20 +2,20 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
 from cairn.scheduler.in_flight import InFlight, SharedCounters
-from cairn.scheduler.observer import RequestObserver
 from cairn.scheduler.parallel_sampling import ParallelSampling
+from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
-__all__ = ["Books", "Counters", "SchedulerConfig"]
+__all__ = ["Counters", "RequestObserver", "SchedulerConfig", "SchedulerState"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,23 @@ class Counters:
     shared: SharedCounters = field(default_factory=SharedCounters)
 
 
+class RequestObserver(Protocol):
+    """Told what the scheduler does with requests, right after it has: `cairn.engine.request_log.log.RequestLog`.
+    Called by the scheduler's thread; must neither block nor call back."""
+
+    def submitted(self, request: Request) -> None: ...
+
+    def planned(self, builder: PlanBuilder) -> None:
+        """A step is complete: its rows, and the files for the checkpoints that they keep."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """It holds nothing any more, and no step names it."""
+        ...
+
+
 @dataclass(eq=False)
-class Books:
+class SchedulerState:
     """What the scheduler's parts share.
 
     `requests`: all that have not ended. `running`, and `ending`: those whose state is being saved, or that are finished
@@ -105,9 +120,14 @@ class Books:
             + len(self.transfers.ready)
         )
 
+    @property
+    def num_leases(self) -> int:
+        """Prompts that are leased to other servers, or are going to be."""
+        return len(self.transfers.offers) + sum(request.is_to_be_leased for request in self.requests.values())
+
     def leave_slot(self, request: Request) -> None:
         """Give back the slot of a request that no step names any more."""
-        assert request.in_flight == 0
+        assert request.num_in_flight == 0
         if request.slot >= 0:
             self.free_slots.append(request.slot)
             request.slot = -1
@@ -124,6 +144,7 @@ class Books:
         self.waiting.put(request)
 
     def _release(self, request: Request, loss: Reason | None = None) -> None:
+        request.stats.max_computed = max(request.stats.max_computed, request.num_computed)
         if request.sequence is not None:
             self.cache.release(request.sequence, loss)
             request.sequence = None

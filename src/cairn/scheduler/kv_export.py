@@ -7,50 +7,50 @@ cache off, so a prompt that is computed can always be handed over.
 import numpy as np
 
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.books import Books
 from cairn.scheduler.request import Offered, Request
+from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import Leased, content_name
 from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
 from cairn.types import Pages
 
 
-def has_room(books: Books, request: Request, besides: int = 0) -> bool:
+def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
     """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
     more. What of it is leased already needs none, and a prompt that is larger than the share itself goes alone."""
-    side = books.transfers.side
+    side = state.transfers.side
     assert side is not None
-    if not (besides or books.transfers.offers or any(other.spec.hand_over for other in books.running)):
+    if not (besides or state.transfers.offers or any(other.spec.hand_over for other in state.running)):
         return True
-    promised, num_more = promised_pages(books)
+    promised, num_more = promised_pages(state)
     num_more += besides
-    if side.has_room(promised, num_more + num_pages(books, request)):
+    if side.has_room(promised, num_more + num_pages(state, request)):
         return True
-    found = request.sequence or books.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
-    pages, num_new = _to_lease(books, request, found)
+    found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
+    pages, num_new = _pages_to_lease(state, request, found)
     if found is not request.sequence:
-        books.cache.discard(found)
+        state.cache.discard(found)
     return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
 
 
-def promised_pages(books: Books) -> tuple[Pages, int]:
+def promised_pages(state: SchedulerState) -> tuple[Pages, int]:
     """Pages that those that run are going to keep for other servers, and how many more they are going to need for it:
     spoken for, though nothing is leased yet."""
     pages, num_more = [np.zeros(0, np.int32)], 0
-    for request in books.running:
+    for request in state.running:
         if request.spec.hand_over and request.sequence is not None:
-            own, num_new = _to_lease(books, request, request.sequence)
+            own, num_new = _pages_to_lease(state, request, request.sequence)
             pages.append(own)
             num_more += num_new
     return np.concatenate(pages), num_more
 
 
-def num_pages(books: Books, request: Request) -> int:
+def num_pages(state: SchedulerState, request: Request) -> int:
     """Pages that the request's prompt and the state at its end take."""
-    layout = books.cache.layout
+    layout = state.cache.layout
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
 
 
-def _to_lease(books: Books, request: Request, sequence: SequenceBlocks) -> tuple[Pages, int]:
+def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> tuple[Pages, int]:
     """Which of the pages of `sequence` are handed over with the request's prompt, and how many others. A page that
     is shared in part is copied before anything is written behind what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
@@ -65,38 +65,38 @@ def _to_lease(books: Books, request: Request, sequence: SequenceBlocks) -> tuple
     elif sequence.hit == length and sequence.restore is not None:
         pages.append(sequence.restore)
     known = np.concatenate(pages)
-    return known, num_pages(books, request) - len(known)
+    return known, num_pages(state, request) - len(known)
 
 
-def needs_file(request: Request, sequence: SequenceBlocks) -> bool:
+def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
     """Whether a file for the state at the prompt's end has to be set aside."""
     return request.spec.hand_over and sequence.hit < request.num_prompt_tokens
 
 
-def set_aside(books: Books, request: Request, sequence: SequenceBlocks) -> bool:
+def reserve_prompt_checkpoint(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> bool:
     """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
     return (
-        not needs_file(request, sequence)
-        or books.cache.force_checkpoint(sequence, request.num_prompt_tokens) is not None
+        not needs_prompt_checkpoint(request, sequence)
+        or state.cache.force_checkpoint(sequence, request.num_prompt_tokens) is not None
     )
 
 
-def hold_state(books: Books, request: Request) -> None:
+def pin_prompt_checkpoint(state: SchedulerState, request: Request) -> None:
     """The state at the prompt's end is there: restored, or kept by a step that has been applied."""
     sequence, position = request.sequence, request.num_prompt_tokens
     if request.transfer.pinned_checkpoint is not None or sequence is None:
         return
     if sequence.hit == position:
         assert sequence.restore is not None
-        request.transfer.pinned_checkpoint = books.cache.pin(f"state of {request.id}", sequence.restore)
+        request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", sequence.restore)
     elif position in sequence.files:
-        request.transfer.pinned_checkpoint = books.cache.pin(f"state of {request.id}", sequence.files[position].pages)
+        request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", sequence.files[position].pages)
 
 
-def offer(books: Books, request: Request) -> None:
+def offer_prompt(state: SchedulerState, request: Request) -> None:
     """The request has ended well: hold its prompt for whoever has the reference."""
-    sequence, side, state = request.sequence, books.transfers.side, request.transfer.pinned_checkpoint
-    assert sequence is not None and side is not None and state is not None
+    sequence, side, checkpoint = request.sequence, state.transfers.side, request.transfer.pinned_checkpoint
+    assert sequence is not None and side is not None and checkpoint is not None
     length = request.num_prompt_tokens
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(length)])
     made = Offer(
@@ -104,16 +104,16 @@ def offer(books: Books, request: Request) -> None:
         name=content_name(request),
         keys=request.spec.prompt,
         pages=pages,
-        checkpoints=(HeldCheckpoint(length, state.pages),),
+        checkpoints=(HeldCheckpoint(length, checkpoint.pages),),
     )
     reference = side.offer(made)
     request.transfer.offered = Offered(made, reference)
-    hold = books.cache.pin(f"handed over by {request.id}", made.all_pages)
-    books.transfers.offers[reference] = Leased(hold, request.spec.client)
+    hold = state.cache.pin(f"handed over by {request.id}", made.all_pages)
+    state.transfers.offers[reference] = Leased(hold, request.spec.client)
 
 
-def lease_ended(books: Books, ended: LeaseEnded) -> None:
-    leased = books.transfers.offers.pop(ended.remote_request_id, None)
+def release_offer(state: SchedulerState, ended: LeaseEnded) -> None:
+    leased = state.transfers.offers.pop(ended.remote_request_id, None)
     if leased is not None:
-        books.cache.unpin(leased.hold)
-        books.counters.expired_offers += ended.state == "expired"
+        state.cache.unpin(leased.hold)
+        state.counters.expired_offers += ended.state == "expired"

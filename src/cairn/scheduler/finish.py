@@ -2,72 +2,72 @@
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
-from cairn.scheduler.books import Books
-from cairn.scheduler.content import remember
-from cairn.scheduler.fetch import abandon, let_source_go
-from cairn.scheduler.hand_over import offer
+from cairn.scheduler.kv_export import offer_prompt
+from cairn.scheduler.kv_import import cancel_fetch, release_source
+from cairn.scheduler.kv_lookup import remember_sequence
 from cairn.scheduler.request import Finish, Phase, Request
+from cairn.scheduler.state import SchedulerState
 
 
-def finish(books: Books, request: Request, reason: Finish) -> bool:
+def finish(state: SchedulerState, request: Request, reason: Finish) -> bool:
     """End a request now. False if it has ended already."""
     if request.phase in (Phase.FINISHING, Phase.FINISHED):
         return False
     request.outcome.finish_reason = reason
-    request.stats.finished_time = books.clock.now()
+    request.stats.finished_time = state.clock.now()
     if request.phase in (Phase.WAITING, Phase.FETCHING, Phase.READY):
-        _forget(books, request)
+        _forget(state, request)
         return True
     if reason in ("stop", "length"):
         if request.spec.hand_over:
-            offer(books, request)
+            offer_prompt(state, request)
         elif request.spec.source is not None:
-            remember(books, request)
+            remember_sequence(state, request)
     if request.phase is Phase.RUNNING:
-        books.running.remove(request)
-        books.ending.put(request)
+        state.running.remove(request)
+        state.ending.put(request)
     request.to(Phase.FINISHING)
-    if request.in_flight == 0:
-        settle(books, request)
+    if request.num_in_flight == 0:
+        release_or_save(state, request)
     return True
 
 
-def _forget(books: Books, request: Request) -> None:
+def _forget(state: SchedulerState, request: Request) -> None:
     match request.phase:
         case Phase.WAITING:
-            if not books.parallel_sampling.is_deferred(request):
-                books.waiting.remove(request)
+            if not state.parallel_sampling.is_deferred(request):
+                state.waiting.remove(request)
             if request.transfer.source is not None:
-                let_source_go(books, request, request.transfer.source)
+                release_source(state, request, request.transfer.source)
         case Phase.FETCHING:
-            abandon(books, request)
+            cancel_fetch(state, request)
         case Phase.READY:
-            del books.transfers.ready[request]
-    books.drop(request)
+            del state.transfers.ready[request]
+    state.drop(request)
 
 
-def settle(books: Books, request: Request) -> None:
+def release_or_save(state: SchedulerState, request: Request) -> None:
     """No step names a request that is ending: save its last state if that is worth it, or let it go."""
     sequence = request.sequence
     assert sequence is not None
-    if request in books.pending_saves:
+    if request in state.pending_saves:
         return
-    placement = books.cache.policy.placement
+    placement = state.cache.policy.placement
     if request.phase is Phase.PREEMPTING:
-        books.back_to_queue(request)
+        state.back_to_queue(request)
         return
     position = request.num_computed
-    books.cache.commit(sequence, min(position, request.num_known))
+    state.cache.commit(sequence, min(position, request.num_known))
     wanted = (
         placement is not None
         and placement.keeps_answer_end
-        and not books.config.exact
+        and not state.config.exact
         and request.outcome.finish_reason in ("stop", "length")
         and max(sequence.hit, request.prefill_until) < position <= request.num_known
         and not request.stats.saved_answer_end
     )
-    if wanted and books.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END)) is not None:
+    if wanted and state.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END)) is not None:
         request.stats.saved_answer_end = True
-        books.pending_saves[request] = position
+        state.pending_saves[request] = position
         return
-    books.drop(request)
+    state.drop(request)
