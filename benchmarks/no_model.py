@@ -20,8 +20,8 @@ from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import SystemClock
 
 __all__ = ["STEP_SECONDS", "NoModel", "NoModelEngine", "build_core", "build_engine"]

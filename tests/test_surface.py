@@ -109,8 +109,9 @@ EXPORTED = {
     "hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
-    "cairn.scheduler.books": "Books Counters SchedulerConfig",
-    "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request Source Spec TRANSITIONS Times Trunk",
+    "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
+    "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request RequestOutcome RequestStats "
+    "RequestTransfer Source Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.contract": "StepRunner",
     "cairn.runner.runner": "Observe Runner",

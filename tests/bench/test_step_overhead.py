@@ -56,13 +56,13 @@ def test_every_step_has_all_sequences_and_no_more_than_that(model):
 def test_steps_of_the_engine_without_a_model_are_real_ones(model):
     engine = build_engine(config_of(model, 3, 200, 100))
     decoding = Decoding(engine, 3, 200, 1, seed=0)
-    books = engine.scheduler.books
-    assert books.counters.computed_prompt_tokens == books.counters.prompt_tokens == 600
-    before = (engine.runner.forward_passes, books.counters.generation_tokens, books.counters.steps)
+    state = engine.scheduler.state
+    assert state.counters.computed_prompt_tokens == state.counters.prompt_tokens == 600
+    before = (engine.runner.forward_passes, state.counters.generation_tokens, state.counters.steps)
     decoding.measure()
-    after = (engine.runner.forward_passes, books.counters.generation_tokens, books.counters.steps)
+    after = (engine.runner.forward_passes, state.counters.generation_tokens, state.counters.steps)
     assert tuple(b - a for a, b in zip(before, after, strict=True)) == (WINDOW, 3 * WINDOW, WINDOW)
-    answers = [request.output for request in books.running]
+    answers = [request.output for request in state.running]
     assert all(len(set(answer)) > WINDOW // 2 for answer in answers), "an answer of one token says nothing of texts"
     assert len({tuple(answer) for answer in answers}) == 3
 

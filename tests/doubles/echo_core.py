@@ -22,8 +22,8 @@ from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.transfers.build import RankMemory, build_transfer
 from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.errors import AuditError, InvalidRequest, ModelError
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
 from cairn.transfer.staging import staging_pages_for
 from cairn.types import Clock, SystemClock
@@ -131,10 +131,10 @@ class EchoCore(Core):
         self._faults = msgspec.structs.replace(self._faults, pause_after=None)
 
     def _is_paused(self) -> bool:
-        limit, books = self._faults.pause_after, self._scheduler.books
-        if limit is None or books.ending or not books.running or (len(books.waiting) and books.free_slots):
+        limit, state = self._faults.pause_after, self._scheduler.state
+        if limit is None or state.ending or not state.running or (len(state.waiting) and state.free_slots):
             return False
-        return all(len(request.output) >= limit for request in books.running)
+        return all(len(request.output) >= limit for request in state.running)
 
     def _misbehave(self, turn: int) -> None:
         faults = self._faults

@@ -18,8 +18,8 @@ from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace
 from cairn.runner.simulated import SimulatedRunner
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
 
 VOCAB = 50

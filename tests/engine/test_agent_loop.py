@@ -20,8 +20,8 @@ from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineI
 from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.runner.simulated import SimulatedRunner
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
 
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
@@ -194,7 +194,7 @@ def test_breakpoints_are_held_and_said_so(folder):
     again, _, _ = speaker.ask(messages, points)
     assert (again.held_breakpoints, again.cached_tokens) == (2, again.prompt_tokens)
     assert speaker.ask(messages)[0].held_breakpoints == 0
-    held = {checkpoint.position for checkpoint in speaker.core._scheduler.books.cache.checkpoints.held}
+    held = {checkpoint.position for checkpoint in speaker.core._scheduler.state.cache.checkpoints.held}
     assert held == {ends[0], ends[1]}
 
 

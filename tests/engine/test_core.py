@@ -14,8 +14,8 @@ from cairn.engine.specs import SpecMaker
 from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.runner.simulated import SimulatedRunner
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
 
@@ -205,7 +205,7 @@ def test_without_max_tokens_an_answer_may_fill_the_rest():
 def test_a_leaked_lease_is_found_when_idle():
     engine = core()
     run(engine, request())
-    cache = engine._scheduler.books.cache
+    cache = engine._scheduler.state.cache
     cache.lookup(next(iter(cache.tree.roots)), np.arange(100), "leak")
     with pytest.raises(AuditError, match="1 leases"):
         engine.idle()
@@ -214,7 +214,7 @@ def test_a_leaked_lease_is_found_when_idle():
 def test_pages_that_a_step_has_left_behind_are_found_when_idle():
     engine = core()
     run(engine, request())
-    cache = engine._scheduler.books.cache
+    cache = engine._scheduler.state.cache
     cache.step_pins[7] = [cache.pool.allocate(1)]
     with pytest.raises(AuditError, match="0 leases"):
         engine.idle()
@@ -223,7 +223,7 @@ def test_pages_that_a_step_has_left_behind_are_found_when_idle():
 def test_pages_that_nobody_outside_wants_any_more_are_found_when_idle():
     engine = core()
     run(engine, request())
-    cache = engine._scheduler.books.cache
+    cache = engine._scheduler.state.cache
     pages = cache.pool.allocate(1)
     cache.pin("leak", pages)
     cache.pool.release(pages)

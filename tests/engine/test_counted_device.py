@@ -55,7 +55,9 @@ class Mixed(Engine):
                 told = None if news.logprobs is None else [array.tolist() for array in vars_of(news.logprobs)]
                 self.told.setdefault(news.request.id, []).append((news.tokens, told))
                 if news.finish is not None:
-                    scores = [[array.tolist() for array in vars_of(one)] for one in news.request.scores]
+                    scores = [
+                        [array.tolist() for array in vars_of(one)] for one in news.request.outcome.prompt_logprobs
+                    ]
                     self.told[news.request.id].append((news.finish, scores))
             if self._copies is not None:
                 self.copies.append((plans, *self._copies.take()))

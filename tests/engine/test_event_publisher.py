@@ -18,8 +18,8 @@ from cairn.engine.core import Core
 from cairn.engine.event_publisher import EventPublisher, encode_event
 from cairn.errors import ConfigError
 from cairn.runner.simulated import SimulatedRunner
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
 

@@ -28,10 +28,10 @@ from cairn.models.registry import OpenModel, open_model
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.runner.slots import Sample
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.counted_device import counted_device, counted_kernels
 from tiers import more
@@ -120,7 +120,7 @@ class Engine:
             boundaries=tuple(map(Boundary, boundaries)),
         )
         self.scheduler.submit(spec)
-        self.requests[number] = self.scheduler.books.requests[name]
+        self.requests[number] = self.scheduler.state.requests[name]
         return number
 
     @cached_property
@@ -186,7 +186,7 @@ def test_a_prompt_after_one_that_shares_its_beginning(loaded, shared, longer):
     engine.ask(TEXT[: shared + 60] if longer else TEXT[:shared])
     prompt = TEXT[:shared] + OTHER[:70]
     assert_same(engine.ask(prompt), loaded.alone(prompt))
-    assert engine.requests[2].first.hit == shared // loaded.grid * loaded.grid
+    assert engine.requests[2].stats.first_sequence.hit == shared // loaded.grid * loaded.grid
 
 
 @pytest.mark.parametrize("length", EDGES)
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_wholly_cached(loaded, length):
     engine = Engine(loaded)
     for _ in range(2):
         assert_same(engine.ask(TEXT[:length]), loaded.alone(TEXT[:length]))
-    assert engine.requests[2].first.hit == length
+    assert engine.requests[2].stats.first_sequence.hit == length
 
 
 @pytest.mark.parametrize("length", [2, 16, 64, 65, 128, 129, 200])
@@ -261,7 +261,7 @@ def test_a_preempted_request(loaded, room, steps):
         engine.step()
     request = engine.requests[number]
     # with room 0 the state is saved and restored, with all pages wanted it is computed again
-    preempt(engine.scheduler.books, request, request, room)
+    preempt(engine.scheduler.state, request, request, room)
     engine.run()
     expected = loaded.alone(TEXT[:150], 25)
     tokens = [int(logits.argmax()) for logits in expected]
@@ -286,7 +286,7 @@ def test_after_an_abort_midway(loaded, steps):
     engine.scheduler.abort(RequestId(str(number)))
     engine.run()
     assert_same(engine.ask(TEXT[:300]), loaded.alone(TEXT[:300]))
-    assert engine.requests[2].first.hit >= min(64 * steps, 256)
+    assert engine.requests[2].stats.first_sequence.hit >= min(64 * steps, 256)
 
 
 # The two that take longest.
@@ -331,7 +331,7 @@ def test_the_tiny_pool_really_preempts_and_evicts(loaded):
     prompts = [TEXT[i : i + 100] for i in range(4)]
     numbers = [engine.submit(prompt, 90) for prompt in prompts]
     engine.run()
-    assert engine.scheduler.books.counters.preemptions > 0
+    assert engine.scheduler.state.counters.preemptions > 0
     assert engine.cache.checkpoints.evicted.total() > 0
     for number, prompt in zip(numbers, prompts, strict=True):
         assert_same(engine.logits[number], loaded.alone(prompt, 90))
@@ -347,7 +347,7 @@ def test_default_numerics_stay_within_the_tolerance(loaded, shared):
     engine.ask(TEXT[: shared + 60], boundaries=(shared,))
     prompt = TEXT[:shared] + OTHER[:70]
     found, expected = [each.cpu() for each in engine.ask(prompt, 12)], loaded.alone(prompt, 12, exact=False)
-    assert engine.requests[2].first.hit == shared
+    assert engine.requests[2].stats.first_sequence.hit == shared
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= TOLERANCE * other.std()
         best = other.topk(2).values
@@ -365,8 +365,8 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
         fresh = tuple(np.random.default_rng(shared).integers(20, 4000, 50).tolist())
         number = engine.submit(path[:shared] + fresh, 2)
         engine.run()
-        assert engine.requests[number].first.hit >= shared - 63
-    assert engine.requests[number].first.hit == 399
+        assert engine.requests[number].stats.first_sequence.hit >= shared - 63
+    assert engine.requests[number].stats.first_sequence.hit == 399
 
 
 def test_build_core_runs_exact_on_its_own_self_test(tiny_model):

@@ -35,7 +35,7 @@ def test_a_prompt_after_one_that_shares_its_beginning(loaded, shared):
     engine.ask(TEXT[: shared + 60])
     prompt = TEXT[:shared] + OTHER[:70]
     assert_same(engine.ask(prompt), loaded.alone(prompt))
-    assert engine.requests[2].first.hit == shared // loaded.grid * loaded.grid
+    assert engine.requests[2].stats.first_sequence.hit == shared // loaded.grid * loaded.grid
 
 
 def test_a_prompt_that_is_wholly_cached(loaded):
@@ -43,7 +43,7 @@ def test_a_prompt_that_is_wholly_cached(loaded):
     assert_same(engine.ask(TEXT[:65]), loaded.alone(TEXT[:65]))
     passes = engine.runner.forward_passes
     assert_same(engine.ask(TEXT[:65]), loaded.alone(TEXT[:65]))
-    assert engine.requests[2].first.hit == 65
+    assert engine.requests[2].stats.first_sequence.hit == 65
     # the first token comes from what was kept, the three others take a pass each
     assert engine.runner.forward_passes == passes + 3
 
@@ -65,7 +65,7 @@ def test_a_preempted_request(loaded):
     number = engine.submit(TEXT[:150], 12)
     for _ in range(5):
         engine.step()
-    preempt(engine.scheduler.books, engine.requests[number], engine.requests[number], 0)
+    preempt(engine.scheduler.state, engine.requests[number], engine.requests[number], 0)
     engine.run()
     assert_same(engine.logits[number], loaded.alone(TEXT[:150], 12))
 
@@ -78,7 +78,7 @@ def test_a_chat_that_grows_to_the_end_of_the_pool(loaded):
         engine.ask(TEXT[:length], 1)
     most = engine.scheduler.max_tokens_for(9)
     found = engine.ask(TEXT[:9], most)
-    assert most == 39 and engine.scheduler.books.counters.preemptions > 0
+    assert most == 39 and engine.scheduler.state.counters.preemptions > 0
     assert_same(found, loaded.alone(TEXT[:9], most))
 
 
@@ -87,7 +87,7 @@ def test_default_numerics_stay_within_the_tolerance(loaded):
     engine.ask(TEXT[:97], boundaries=(37,))
     prompt = TEXT[:37] + OTHER[:70]
     (found, *_), (expected, *_) = engine.ask(prompt), loaded.alone(prompt, exact=False)
-    assert engine.requests[2].first.hit == 37
+    assert engine.requests[2].stats.first_sequence.hit == 37
     assert (found.cpu() - expected).abs().max() <= TOLERANCE * expected.std()
 
 
@@ -99,7 +99,7 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
         fresh = tuple(np.random.default_rng(shared).integers(20, 4000, 50).tolist())
         number = engine.submit(path[:shared] + fresh, 2)
         engine.run()
-        hit = engine.requests[number].first.hit
+        hit = engine.requests[number].stats.first_sequence.hit
         assert shared - loaded.grid < hit <= shared
     assert hit == 319
 
@@ -119,4 +119,4 @@ def test_several_ranks(several, shared):
     engine.ask(TEXT[: shared + 60])
     for prompt in (TEXT[:shared] + OTHER[:70], TEXT[: shared + 60]):
         assert_same(engine.ask(prompt), several.alone(prompt))
-    assert engine.requests[3].first.hit == shared + 60
+    assert engine.requests[3].stats.first_sequence.hit == shared + 60

@@ -15,7 +15,7 @@ def loaded(request, made_model) -> Loaded:
 
 
 def computed(engine: Engine) -> int:
-    return engine.scheduler.books.counters.computed_prompt_tokens
+    return engine.scheduler.state.counters.computed_prompt_tokens
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -24,7 +24,7 @@ def test_32_equal_prompts_cost_one_prefill_and_give_one_answer(loaded, ahead):
     numbers = [engine.submit(TEXT[:LENGTH]) for _ in range(32)]
     engine.run()
     assert computed(engine) == LENGTH
-    shared = engine.scheduler.books.counters.shared
+    shared = engine.scheduler.state.counters.shared
     assert (shared.requests, shared.tokens) == (3, 3 * LENGTH)  # as many as there are slots; the others come later
     for number in numbers:
         assert_same(engine.logits[number], loaded.alone(TEXT[:LENGTH]))

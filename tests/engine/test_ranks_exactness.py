@@ -83,7 +83,7 @@ def test_a_prompt_after_one_that_shares_its_beginning(several, shared):
     engine.ask(TEXT[: shared + 60])
     prompt = TEXT[:shared] + OTHER[:70]
     assert_same(engine.ask(prompt), several.alone(prompt))
-    assert engine.requests[2].first.hit == shared // 64 * 64
+    assert engine.requests[2].stats.first_sequence.hit == shared // 64 * 64
 
 
 @pytest.mark.parametrize("length", [16, 65, *map(long, (1, 64, 129))])
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_wholly_cached(several, length):
     engine = several.engine()
     for _ in range(2):
         assert_same(engine.ask(TEXT[:length]), several.alone(TEXT[:length]))
-    assert engine.requests[2].first.hit == length
+    assert engine.requests[2].stats.first_sequence.hit == length
 
 
 @pytest.mark.parametrize(("mode", "block_size"), [("auto", 48), long("align", 16), long("all", 128)])
@@ -126,7 +126,7 @@ def test_a_preempted_request(several, room, steps):
     number = engine.submit(TEXT[:150], 12)
     for _ in range(steps):
         engine.step()
-    preempt(engine.scheduler.books, engine.requests[number], engine.requests[number], room)
+    preempt(engine.scheduler.state, engine.requests[number], engine.requests[number], room)
     engine.run()
     assert_same(engine.logits[number], several.alone(TEXT[:150], 12))
 

@@ -89,7 +89,7 @@ def test_requests_that_were_preempted_have_their_lines(tmp_path):
     """Of a pool that hardly holds what runs, chance decides what is evicted: that is no cache to measure."""
     server = LoggedServer(tmp_path / "log", num_pages=100)
     serve(server, Load(1), "chat", requests=150)
-    assert server.scheduler.books.counters.preemptions > 0 and server.log.dropped == 0
+    assert server.scheduler.state.counters.preemptions > 0 and server.log.dropped == 0
     trace = read_trace(tmp_path / "log")
     assert set(server.reports) <= logged_hits(trace).keys()
     assert_agrees(server, tmp_path / "log", within=0.15)

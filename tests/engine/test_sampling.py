@@ -67,8 +67,8 @@ class Engine:
         return self.outputs["only"]
 
     @property
-    def books(self):
-        return self.core._scheduler.books
+    def state(self):
+        return self.core._scheduler.state
 
 
 def answer(outputs, index=0):
@@ -126,7 +126,7 @@ def test_rules_are_kept_side_by_side_after_a_hit_and_after_a_preemption(tiny_mod
     for _ in range(steps):
         engine.step()
     if steps:
-        preempt(engine.books, engine.books.requests["a"], engine.books.requests["a"], 0)
+        preempt(engine.state, engine.state.requests["a"], engine.state.requests["a"], 0)
     engine.run()
     assert answer(engine.outputs["a"]) == alone != free
     assert answer(engine.outputs["b"]) == expected(TEXT[:150], allowed_token_ids=tuple(allowed), max_tokens=20)
@@ -166,8 +166,8 @@ def test_a_preempted_request_draws_as_if_nothing_had_happened(tiny_model, expect
     engine.submit("a", TEXT[:120], **LIVELY, max_tokens=20, logprobs=2)
     for _ in range(steps):
         engine.step()
-    victim = engine.books.requests["a"]
-    preempt(engine.books, victim, victim, room)
+    victim = engine.state.requests["a"]
+    preempt(engine.state, victim, victim, room)
     engine.run()
     assert answer(engine.outputs["a"]) == expected(TEXT[:120], **LIVELY, max_tokens=20)
     told = [token for output in engine.outputs["a"] for _, ((token, _), *_) in output.logprobs or ()]
@@ -277,8 +277,8 @@ def test_an_error_of_one_answer_ends_them_all():
     engine.submit(request(n=3, max_tokens=50))
     for _ in range(3):
         engine.step()
-    failed = engine._scheduler.books.requests["a"]
-    failed.failure = "it did not come"
+    failed = engine._scheduler.state.requests["a"]
+    failed.outcome.failure = "it did not come"
     engine._scheduler.finish(failed, "error")
     (output,) = engine._answers.outputs([Progress(failed, (), "error")])
     assert (output.finish_reason, output.error, output.status) == ("error", "it did not come", 502)

@@ -212,16 +212,16 @@ def test_beside_others_preempted_and_alone_are_the_same(turned):
     free.run()
     engine = turned(exact=True)
     engine.ask("x", form("json", SCHEMA), seed=5)
-    books, preempted = engine.core._scheduler.books, 0
-    while "x" not in books.requests:
+    state, preempted = engine.core._scheduler.state, 0
+    while "x" not in state.requests:
         engine.turn()
     engine.ask("free", seed=7, max_tokens=24, ignore_eos=True)
-    while "x" in books.requests or not preempted:
+    while "x" in state.requests or not preempted:
         engine.turn()
-        request = next((one for one in books.running if one.id == "x"), None)
-        others = [one for one in books.running if one.id != "x"]
-        if request and others and request.in_flight == 0 and len(request.output) in (1, 4, 9) and preempted < 3:
-            preempt(books, request, others[0], 0)
+        request = next((one for one in state.running if one.id == "x"), None)
+        others = [one for one in state.running if one.id != "x"]
+        if request and others and request.num_in_flight == 0 and len(request.output) in (1, 4, 9) and preempted < 3:
+            preempt(state, request, others[0], 0)
             preempted += 1
     engine.run()
     assert preempted == 3 and len(alone.tokens["x", 0]) > 10
@@ -277,10 +277,10 @@ def test_a_dead_end_is_an_error_that_says_so(turned, monkeypatch):
     engine = turned()
     engine.ask("x", form("regex", "a{5}b"))
     deadline = time.monotonic() + 20
-    while "x" not in engine.core._scheduler.books.requests:
+    while "x" not in engine.core._scheduler.state.requests:
         assert time.monotonic() < deadline
         engine.turn()
-    constraint = engine.core._scheduler.books.requests["x"].spec.constraint
+    constraint = engine.core._scheduler.state.requests["x"].spec.constraint
     constraint._matcher.consume_token(11)  # now it is in no state that any answer leads to
     engine.run()
     end = engine.end("x")

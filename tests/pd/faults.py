@@ -90,9 +90,9 @@ class Round:
                 continue
             assert name in server.ended, f"{name} never ended"
             request = server.ended[name]
-            if request.finish == "error":
-                assert name in self.may_fail, f"{name} failed: {request.failure}"
-                assert request.failure and not server.answers[name]
+            if request.outcome.finish_reason == "error":
+                assert name in self.may_fail, f"{name} failed: {request.outcome.failure}"
+                assert request.outcome.failure and not server.answers[name]
             else:
                 assert server.answers[name] == expected, f"{name} has a wrong answer"
 
@@ -151,7 +151,7 @@ def client_gone(r: Round) -> None:
     for _ in range(r.rng.randrange(7)):
         r.turn()
     r.gone = frozenset({name})
-    request = r.d.scheduler.books.requests.get(name)
+    request = r.d.scheduler.state.requests.get(name)
     if request is not None:
         r.d.scheduler.finish(request, "abort")
     r.decode(r.d, r.tokens(r.rng.randint(1, 120)))
@@ -161,7 +161,7 @@ def client_gone_from_p(r: Round) -> None:
     name = r.p.submit(r.prompt, max_tokens=1, params=REMOTE_DECODE)
     for _ in range(r.rng.randrange(3)):
         r.p.turn()
-    request = r.p.scheduler.books.requests.get(name)
+    request = r.p.scheduler.state.requests.get(name)
     if request is not None:
         r.p.scheduler.finish(request, "abort")
     r.decode(r.p, r.prompt)
@@ -304,7 +304,7 @@ FAULTS = tuple(EFFECTS)
 
 def effects(r: Round) -> set[str]:
     """Which of the marks a round has left."""
-    counters = [server.scheduler.books.counters for server in r.world.servers]
+    counters = [server.scheduler.state.counters for server in r.world.servers]
     marks = {
         FAILED: any(each.failed_pulls for each in counters),
         RECEIVED: any(each.external_hits for each in counters),

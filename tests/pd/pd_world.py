@@ -16,9 +16,9 @@ from cairn.engine.specs import answers_to
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfers.kv_transfer import KvTransfer, terms_of
 from cairn.engine.transfers.loop import TransferLoop, TransferPort
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
@@ -194,12 +194,12 @@ class Server:
 
     def check_leases(self) -> None:
         """What is leased keeps within its bounds, and each page is counted once."""
-        transfers, requests = self.scheduler.books.transfers, self.scheduler.books.requests.values()
+        transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
         pages = {page for each in leased for page in each.hold.pages.tolist()}
         assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
-        coming = [request.spec for request in requests if request.spec.hand_over and request.offered is None]
+        coming = [request.spec for request in requests if request.spec.hand_over and request.transfer.offered is None]
         assert len(leased) + len(coming) <= transfers.quota.max_leases
         clients = Counter([each.client for each in leased if each.client is not None] + [s.client for s in coming])
         assert max(clients.values(), default=0) <= transfers.quota.max_leases_per_client
@@ -207,10 +207,10 @@ class Server:
     def assert_clean(self) -> None:
         """Nothing is held for anybody any more, and the books add up."""
         audit(self.cache)
-        books, transfers = self.scheduler.books, self.scheduler.books.transfers
-        assert not books.requests and not self.cache.sequences and not self.cache.step_pins and not self.cache.pins
+        state, transfers = self.scheduler.state, self.scheduler.state.transfers
+        assert not state.requests and not self.cache.sequences and not self.cache.step_pins and not self.cache.pins
         assert not transfers.is_open and not self.port.num_leased
-        assert sorted(books.free_slots) == list(range(books.config.max_num_seqs))
+        assert sorted(state.free_slots) == list(range(state.config.max_num_seqs))
         assert self.cache.clear()
 
 

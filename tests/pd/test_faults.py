@@ -29,7 +29,7 @@ def test_a_failure_is_a_clear_error_where_the_policy_says_so(fault):
     failed = 0
     for seed in range(10):
         r = play(fault, seed, "fail")
-        failed += sum(request.finish == "error" for request in r.d.ended.values())
+        failed += sum(request.outcome.finish_reason == "error" for request in r.d.ended.values())
     assert failed or EFFECTS[fault] != "failed"
 
 
@@ -48,5 +48,5 @@ def test_an_error_with_one_peer_is_nobody_elses(monkeypatch, caplog):
     for server, received in ((other, 0), (d, 100)):
         name = server.submit(prompt, params=prefill(p, prompt))
         world.pass_time(6.0)
-        assert server.answers[name] == alone(prompt) and server.scheduler.books.counters.external_hits == received
+        assert server.answers[name] == alone(prompt) and server.scheduler.state.counters.external_hits == received
     assert p.kv.loop.failure is None and "a peer that nobody thought of" in caplog.text

@@ -32,8 +32,8 @@ def test_the_answer_is_that_of_one_server(length, mode):
     name = d.submit(prompt, params=params)
     world.run()
     assert d.answers[name] == alone(prompt)
-    assert d.scheduler.books.counters.computed_prompt_tokens == 0
-    assert d.scheduler.books.counters.external_hits == length
+    assert d.scheduler.state.counters.computed_prompt_tokens == 0
+    assert d.scheduler.state.counters.external_hits == length
     for server in (p, d):
         server.assert_clean()
 
@@ -71,7 +71,7 @@ def test_only_what_is_missing_moves(known, block_sizes):
     name = d.submit(prompt, params=params)
     world.run()
     assert d.answers[name] == alone(prompt)
-    assert d.scheduler.books.counters.computed_prompt_tokens == known
+    assert d.scheduler.state.counters.computed_prompt_tokens == known
     block = block_sizes[1]
     pages = -(-400 // block) - known // block if known < 400 else 0
     if block_sizes[0] == block and known < 400:
@@ -98,7 +98,7 @@ def test_many_at_once():
     world.run()
     for name, prompt in asked.items():
         assert d.answers[name] == alone(prompt, 5)
-    assert d.scheduler.books.counters.computed_prompt_tokens == 0
+    assert d.scheduler.state.counters.computed_prompt_tokens == 0
     for server in (p, d):
         server.assert_clean()
 
@@ -132,7 +132,7 @@ def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(oth
         p.turn()
     assert p.producer.leases.num_held <= others and p.port.num_leased < p.layout.pages_for(400)
     world.run()
-    assert p.scheduler.books.counters.expired_offers == 0 and p.port.num_leased == 0
+    assert p.scheduler.state.counters.expired_offers == 0 and p.port.num_leased == 0
     assert all(other in d.ended for other in (running, *queued))
     for server in (p, d):
         server.assert_clean()
@@ -166,7 +166,7 @@ def test_p_may_decode_as_well(max_tokens):
     again = d.submit(prompt, params=p.params(name))
     world.run()
     assert d.answers[again] == alone(prompt)
-    assert d.scheduler.books.counters.external_hits == 100
+    assert d.scheduler.state.counters.external_hits == 100
     assert all(other in p.ended for other in others)
     for server in (p, d):
         server.assert_clean()
@@ -186,8 +186,8 @@ def test_a_state_for_another_server_is_not_kept_by_a_request_that_was_preempted(
         world.run(turns=2000)
         assert d.answers[again] == alone(prompt)
     assert p.answers[oldest] == alone(TEXT[500:520], 340)
-    assert p.scheduler.books.counters.preemptions >= 1
-    assert d.scheduler.books.counters.external_hits == 120
+    assert p.scheduler.state.counters.preemptions >= 1
+    assert d.scheduler.state.counters.external_hits == 120
     for server in (p, d):
         server.assert_clean()
 
@@ -214,11 +214,11 @@ def test_the_second_turn_comes_back_for_the_answer(answer, block_sizes, ends):
     if not ends:
         del said["num_tokens"]
     p.link.moved.clear()
-    before = p.scheduler.books.counters.computed_prompt_tokens
+    before = p.scheduler.state.counters.computed_prompt_tokens
     params = prefill(p, turn, hint=said)
     reached = max(130, computed if ends else computed // 64 * 64)
-    assert p.scheduler.books.counters.external_hits == reached - 130
-    assert p.scheduler.books.counters.computed_prompt_tokens - before == len(turn) - reached
+    assert p.scheduler.state.counters.external_hits == reached - 130
+    assert p.scheduler.state.counters.computed_prompt_tokens - before == len(turn) - reached
     read = sum(move.num_bytes for move in p.link.moved)
     if block_sizes[0] == block_sizes[1]:
         new_pages = -(-reached // block_sizes[0]) - 130 // block_sizes[0]
@@ -264,12 +264,12 @@ def test_a_prompt_that_waits_for_the_share_with_its_pages_fetched_is_not_overtak
     prefill(p, TEXT[1000:1100])
     long = p.submit(TEXT[:310], max_tokens=1, params=REMOTE_DECODE | {"cairn_decode_hint": hint(d, first)})
     world.run()
-    assert [request.id for request in p.scheduler.books.transfers.ready] == [long]
+    assert [request.id for request in p.scheduler.state.transfers.ready] == [long]
     short = p.submit(TEXT[2000:2100], max_tokens=1, params=REMOTE_DECODE)
     world.run()
     assert long not in p.ended and short not in p.ended
     world.pass_time(31)
-    assert p.ended[long].offered is not None and p.answers[long] == alone(TEXT[:310], 1)
+    assert p.ended[long].transfer.offered is not None and p.answers[long] == alone(TEXT[:310], 1)
     world.pass_time(31)
     assert p.answers[short] == alone(TEXT[2000:2100], 1)
     world.pass_time(31)
@@ -284,8 +284,8 @@ def test_a_hint_that_leads_nowhere_changes_nothing():
     turn = prompt[:130] + d.answers[first] + TEXT[500:530]
     d.cache.clear()
     params = prefill(p, turn, hint=hint(d, first))
-    assert p.scheduler.books.counters.external_hits == 0
-    assert p.scheduler.books.counters.failed_pulls == 0
+    assert p.scheduler.state.counters.external_hits == 0
+    assert p.scheduler.state.counters.failed_pulls == 0
     assert params["remote_prefill_cached_tokens"] == 130
     d.die()
     world.fabric.inject(d.engine_id, Fault.DEAD)
@@ -304,9 +304,9 @@ def test_an_answer_of_another_salt_is_not_found():
     world.run()
     turn = prompt + d.answers[first] + TEXT[500:530]
     prefill(p, turn, hint=hint(d, first))
-    assert p.scheduler.books.counters.external_hits == 0
+    assert p.scheduler.state.counters.external_hits == 0
     prefill(p, turn, hint=hint(d, first), namespace=salted)
-    assert p.scheduler.books.counters.external_hits > 0
+    assert p.scheduler.state.counters.external_hits > 0
 
 
 def test_the_reason_says_that_another_server_failed():
@@ -320,8 +320,8 @@ def test_the_reason_says_that_another_server_failed():
         world.clock.advance(0.5)
         world.run()
     assert d.answers[name] == alone(prompt)
-    assert d.ended[name].first.reason is Reason.REMOTE_FAILED
-    assert set(d.ended[name].first.lost) == set(d.cache.counters.lost) == {Reason.REMOTE_FAILED}
+    assert d.ended[name].stats.first_sequence.reason is Reason.REMOTE_FAILED
+    assert set(d.ended[name].stats.first_sequence.lost) == set(d.cache.counters.lost) == {Reason.REMOTE_FAILED}
     assert d.cache.counters.reasons[Reason.REMOTE_FAILED] == 1
 
 
@@ -341,8 +341,8 @@ def test_less_comes_back_than_keys_and_values_are_there():
     del said["num_tokens"]
     name = p.submit(turn, max_tokens=3, params=REMOTE_DECODE | {"cairn_decode_hint": said})
     world.run()
-    assert p.ended[name].first.hit == 192
-    assert p.ended[name].first.matched == 200
+    assert p.ended[name].stats.first_sequence.hit == 192
+    assert p.ended[name].stats.first_sequence.matched == 200
     assert p.answers[name] == alone(turn, 3)
     second = d.submit(turn, params=p.params(name))
     world.run()
@@ -362,16 +362,16 @@ def test_an_image_is_compared_by_its_digest_and_not_by_its_numbers():
     params = prefill(p, prompt, images=(image(b"a"),))
     other = d.submit(prompt, params=params, images=(image(b"b"),))
     world.run()
-    assert d.ended[other].remote_failed and d.scheduler.books.counters.failed_pulls == 1
+    assert d.ended[other].transfer.remote_failed and d.scheduler.state.counters.failed_pulls == 1
     d.cache.clear()
     params = prefill(p, prompt, images=(image(b"a"),))
     same = d.submit(prompt, max_tokens=100, params=params, images=(image(b"a"),))
     world.run()
-    assert d.scheduler.books.counters.external_hits == 100
+    assert d.scheduler.state.counters.external_hits == 100
     # the second turn finds the answer behind the image
     turn = prompt + d.answers[same] + TEXT[500:530]
     prefill(p, turn, images=(image(b"a"),), hint=hint(d, same))
-    assert p.scheduler.books.counters.external_hits == 99
+    assert p.scheduler.state.counters.external_hits == 99
 
 
 def turn_until(done, *servers) -> None:

@@ -7,7 +7,7 @@ from pd.test_hand_over import TEXT, pair
 
 
 def computed(server) -> int:
-    return server.scheduler.books.counters.computed_prompt_tokens
+    return server.scheduler.state.counters.computed_prompt_tokens
 
 
 @pytest.mark.parametrize("mode", ["auto", "junction"])
@@ -19,7 +19,7 @@ def test_a_prompt_that_is_handed_over_several_times_is_computed_once(mode, lengt
     names = [p.submit(prompt, max_tokens=1, params=REMOTE_DECODE) for _ in range(5)]
     world.run()
     assert computed(p) == length
-    assert p.scheduler.books.counters.shared.requests >= slots - 1
+    assert p.scheduler.state.counters.shared.requests >= slots - 1
     answers = [d.submit(prompt, params=p.params(name), seed=i) for i, name in enumerate(names)]
     world.run()
     for i, name in enumerate(answers):
@@ -53,6 +53,6 @@ def test_one_that_is_fetched_comes_behind_one_that_waits(num_pages):
     assert computed(d) == 400
     assert d.answers[first] == alone(TEXT[:400]) and d.answers[held] == alone(TEXT[:400], seed=1)
     assert d.answers[fetched] == alone(TEXT[1000:1100])
-    assert d.scheduler.books.counters.external_hits == 100
+    assert d.scheduler.state.counters.external_hits == 100
     for server in (p, d):
         server.assert_clean()

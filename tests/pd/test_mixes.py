@@ -80,7 +80,7 @@ class Mix:
         self.wanted[name] = (server, tuple(prompt), max_tokens)
 
     def abort(self, server) -> None:
-        requests = list(server.scheduler.books.requests.values())
+        requests = list(server.scheduler.state.requests.values())
         if requests:
             request = self.rng.choice(requests)
             stop = request.phase is Phase.RUNNING and request.output and self.rng.random() < 0.5
@@ -108,7 +108,7 @@ class Mix:
             if self.rng.random() < 0.03:
                 self.abort(server)
             self.hear(server)
-            leased = [len(each.hold.pages) for each in server.scheduler.books.transfers.offers.values()]
+            leased = [len(each.hold.pages) for each in server.scheduler.state.transfers.offers.values()]
             self.shared_pages += sum(leased) - server.port.num_leased
         if self.rng.random() < 0.02:
             self.world.clock.advance(self.rng.choice([0.5, 1.5, 6.0]))
@@ -118,7 +118,7 @@ class Mix:
     def is_over(self) -> bool:
         """Whether nothing is open any more, on either server."""
         return not self.left and not any(
-            server.scheduler.books.requests or server.scheduler.books.transfers.is_open or server.consumer.num_open
+            server.scheduler.state.requests or server.scheduler.state.transfers.is_open or server.consumer.num_open
             for server in self.servers
         )
 
@@ -138,8 +138,12 @@ class Mix:
             if name in self.gone:
                 continue
             request, answer = server.ended[name], expected(prompt, max_tokens)
-            assert request.refused if request.finish == "error" else request.finish in ("stop", "length")
-            assert server.answers[name] == (answer[: len(request.output)] if request.refused else answer), name
+            assert (
+                request.outcome.refused
+                if request.outcome.finish_reason == "error"
+                else request.outcome.finish_reason in ("stop", "length")
+            )
+            assert server.answers[name] == (answer[: len(request.output)] if request.outcome.refused else answer), name
 
 
 def check(seeds) -> Counter:
@@ -151,7 +155,7 @@ def check(seeds) -> Counter:
             mix.play()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        counters = [server.scheduler.books.counters for server in mix.servers]
+        counters = [server.scheduler.state.counters for server in mix.servers]
         for each in counters:
             seen.update(hits=each.external_hits, preemptions=each.preemptions, failed=each.failed_pulls)
             seen.update(each.refused_hand_overs)

@@ -12,7 +12,7 @@ def test_a_claim_finds_an_offer_that_is_still_in_the_queue():
     p, d = world.server(1), world.server(2)
     d.submit(TEXT[:100], params=prefill(p, TEXT[:100]))
     world.run()
-    assert d.scheduler.books.counters.external_hits == 100
+    assert d.scheduler.state.counters.external_hits == 100
 
     prompt = TEXT[100:500]
     asked = p.submit(prompt, max_tokens=1, params=REMOTE_DECODE)
@@ -30,7 +30,7 @@ def test_a_claim_finds_an_offer_that_is_still_in_the_queue():
     assert len(p.channel._inbox) == 1 and p.port.commands.qsize() == 1
     world.run()
     assert d.answers[name] == alone(prompt)
-    assert d.scheduler.books.counters.external_hits == 100 + len(prompt)
-    assert d.scheduler.books.counters.failed_pulls == 0
+    assert d.scheduler.state.counters.external_hits == 100 + len(prompt)
+    assert d.scheduler.state.counters.failed_pulls == 0
     for server in (p, d):
         server.assert_clean()

@@ -21,7 +21,7 @@ def server(tiny_model):
 
 
 def test_what_finds_no_room_in_time_is_refused_as_the_queue_refuses(server):
-    transfers = server.core._scheduler.books.transfers
+    transfers = server.core._scheduler.state.transfers
     assert transfers.quota.wait_seconds == 2.0
     transfers.quota = replace(transfers.quota, wait_seconds=0.05)
     _, first = finish(server, server.submit(PROMPTS[0], 1, REMOTE_DECODE))

@@ -30,9 +30,9 @@ def test_several_answers_start_from_what_was_fetched_once(mode, length):
     world.run()
     for i, own in enumerate(names(name, 6)):
         assert d.answers[own] == alone(prompt, 5, seed=i)
-    counters = d.scheduler.books.counters
+    counters = d.scheduler.state.counters
     assert counters.computed_prompt_tokens == 0 and counters.external_hits == length
-    assert p.scheduler.books.counters.computed_prompt_tokens == length
+    assert p.scheduler.state.counters.computed_prompt_tokens == length
     for server in (p, d):
         server.assert_clean()
 
@@ -46,7 +46,7 @@ def test_a_prompt_that_does_not_come_is_computed_once_for_all_of_them():
     world.pass_time(60, d)
     for i, own in enumerate(names(name, 3)):
         assert d.answers[own] == alone(TEXT, seed=i)
-    assert d.scheduler.books.counters.computed_prompt_tokens == len(TEXT)
+    assert d.scheduler.state.counters.computed_prompt_tokens == len(TEXT)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3, 6, 10])
@@ -82,8 +82,8 @@ def test_a_prompt_whose_tokens_are_told_of_is_computed_here_and_let_go_there():
     world.run()
     assert d.answers[name] == alone(prompt)
     assert [int(one.token_ids[0, 0]) for one in told] == prompt[1:]
-    assert d.scheduler.books.counters.computed_prompt_tokens == len(prompt)
-    assert d.scheduler.books.counters.external_hits == 0
+    assert d.scheduler.state.counters.computed_prompt_tokens == len(prompt)
+    assert d.scheduler.state.counters.external_hits == 0
     for server in (p, d):
         server.assert_clean()
 

@@ -8,7 +8,7 @@ import pytest
 from pd_world import REMOTE_DECODE, World, alone, prefill, silent
 
 from cairn.errors import InvalidRequest, QueueFull
-from cairn.scheduler.fetch import MAX_OVERTAKEN, SLOW_SECONDS
+from cairn.scheduler.kv_import import MAX_OVERTAKEN, SLOW_SECONDS
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import ContentAsked
 from cairn.types import RequestId
@@ -24,7 +24,7 @@ def text(place: int, length: int) -> list[int]:
 
 
 def phases(server) -> Counter:
-    return Counter(request.phase for request in server.scheduler.books.requests.values())
+    return Counter(request.phase for request in server.scheduler.state.requests.values())
 
 
 def starts(server, name, plans: int = PLANS) -> bool:
@@ -34,7 +34,7 @@ def starts(server, name, plans: int = PLANS) -> bool:
         if server.runner.steps >= before + plans:
             break
         server.turn()
-    request = server.scheduler.books.requests.get(RequestId(name))
+    request = server.scheduler.state.requests.get(RequestId(name))
     return request is None or request.phase is not Phase.WAITING
 
 
@@ -50,7 +50,7 @@ def let_all_end(world, *names) -> None:
 def clean(world) -> None:
     for _ in range(200):
         world.run()
-        if not any(server.scheduler.books.transfers.is_open for server in world.servers):
+        if not any(server.scheduler.state.transfers.is_open for server in world.servers):
             break
         world.clock.advance(1.0)
     for server in world.servers:
@@ -77,7 +77,7 @@ def test_a_plain_request_does_not_wait_for_fetches_from_a_silent_server(ahead, r
         assert d.answers[name] == alone(text(2000 + i, 40))
     for i, name in enumerate(names):
         assert d.answers[name] == alone(text(i, 20))
-    assert d.scheduler.books.counters.failed_pulls == 48
+    assert d.scheduler.state.counters.failed_pulls == 48
     clean(world)
 
 
@@ -86,12 +86,12 @@ def test_fetches_begin_in_the_order_of_their_turns():
     d = world.server(2, max_num_seqs=3)
     names = [d.submit(text(i, 20), params=silent(i)) for i in range(9)]
     d.turn()
-    begun = [fetch.request.id for fetch in d.scheduler.books.transfers.fetching.values()]
+    begun = [fetch.request.id for fetch in d.scheduler.state.transfers.fetching.values()]
     assert begun == names[:3]
     first = d.submit(text(50, 20), params=silent(50), priority=-1)
     d.scheduler.abort(RequestId(names[0]))
     d.turn()
-    begun = [fetch.request.id for fetch in d.scheduler.books.transfers.fetching.values()]
+    begun = [fetch.request.id for fetch in d.scheduler.state.transfers.fetching.values()]
     assert begun == [*names[1:3], first]
     let_all_end(world, *names[1:], first)
     clean(world)
@@ -110,7 +110,7 @@ def test_a_failed_fetch_is_computed_in_its_old_place():
         world.clock.advance(0.5)
         d.turn()
     assert busy not in d.ended and d.ended == {}
-    assert [request.id for request in d.scheduler.books.waiting.plain] == [fetched, *later]
+    assert [request.id for request in d.scheduler.state.waiting.plain] == [fetched, *later]
     let_all_end(world, busy, fetched, *later)
     assert list(d.ended) == [busy, fetched, *later]
     clean(world)
@@ -153,7 +153,7 @@ def test_what_was_fetched_takes_no_slot_before_an_older_request():
             break
     assert Phase.READY in seen
     assert list(d.ended) == [busy, older, *fetched]
-    assert d.scheduler.books.counters.external_hits == 40 * 3
+    assert d.scheduler.state.counters.external_hits == 40 * 3
     clean(world)
 
 
@@ -205,7 +205,7 @@ def test_a_running_request_does_not_wait_for_the_pages_of_a_slow_fetch():
     world.run(turns=3000)
     world.clock.advance(SLOW_SECONDS)
     world.run(turns=3000)
-    assert set(d.ended) == {running, fetched} and d.scheduler.books.counters.failed_pulls == 0
+    assert set(d.ended) == {running, fetched} and d.scheduler.state.counters.failed_pulls == 0
     assert d.answers[running] == alone(text(0, 100), 250)
     clean(world)
 
@@ -237,7 +237,7 @@ def test_a_fetch_that_finds_no_pages_is_overtaken_by_a_bounded_number_of_request
     large = d.submit(text(0, 800), params=silent(0))
     for number in range(2 * MAX_OVERTAKEN):
         names.append(d.submit(text(10 * number + 1000, 200), max_tokens=20))
-        while len(d.scheduler.books.waiting.plain) > 2:
+        while len(d.scheduler.state.waiting.plain) > 2:
             d.turn()
     let_all_end(world, large, *names)
     place = list(d.ended).index(large)
@@ -255,14 +255,14 @@ def test_offers_of_one_prompt_that_nobody_fetches_are_counted_once_and_stall_nob
     prompt = TEXT[:4000]
     names = [p.submit(prompt, max_tokens=1, params=REMOTE_DECODE) for _ in range(100)]
     world.run()
-    assert all(p.ended[name].offered is not None for name in names)
+    assert all(p.ended[name].transfer.offered is not None for name in names)
     assert p.port.num_leased == p.producer.leases.num_pages == p.layout.pages_for(4000) + p.layout.pages_per_checkpoint
     assert p.producer.leases.num_held == 100
     plain = p.submit(text(5000, 60))
     other = p.submit(text(6000, 60), max_tokens=1, params=REMOTE_DECODE, client="another")
     assert starts(p, plain) and starts(p, other)
     world.run()
-    assert p.answers[plain] == alone(text(5000, 60)) and p.ended[other].offered is not None
+    assert p.answers[plain] == alone(text(5000, 60)) and p.ended[other].transfer.offered is not None
     clean(world)
 
 
@@ -280,7 +280,7 @@ def test_prompts_that_begin_alike_share_what_is_leased(max_tokens):
     leased = [name for name in names if name in p.ended]
     assert leased == names[: len(leased)] and 4 <= len(leased) < 12
     assert p.port.num_leased == p.producer.leases.num_pages <= 60
-    held = {page for leased in p.scheduler.books.transfers.offers.values() for page in leased.hold.pages.tolist()}
+    held = {page for leased in p.scheduler.state.transfers.offers.values() for page in leased.hold.pages.tolist()}
     assert len(held) == p.port.num_leased
     clean(world)
 
@@ -296,7 +296,7 @@ def test_a_cached_prompt_needs_no_more_room_than_it_has_already():
     world.run()
     assert decodes not in p.ended and p.port.num_leased == 10
     world.pass_time(31)
-    assert p.answers[decodes] == alone(text(0, 100), 5) and p.ended[decodes].offered is not None
+    assert p.answers[decodes] == alone(text(0, 100), 5) and p.ended[decodes].transfer.offered is not None
     clean(world)
 
 
@@ -317,12 +317,12 @@ def test_what_was_fetched_for_another_server_does_not_overtake_a_hand_over_that_
         p.turn()
         d.turn()
     assert busy not in p.ended and small not in p.ended
-    assert [request.id for request in p.scheduler.books.transfers.ready] == [small]
+    assert [request.id for request in p.scheduler.state.transfers.ready] == [small]
     world.run()
     world.pass_time(31)
     assert large in p.ended and small not in p.ended
     world.pass_time(31)
-    assert p.ended[small].offered is not None and p.scheduler.books.counters.external_hits == len(turn)
+    assert p.ended[small].transfer.offered is not None and p.scheduler.state.counters.external_hits == len(turn)
     clean(world)
 
 
@@ -333,7 +333,7 @@ def test_hand_overs_without_room_wait_beside_the_queue_and_go_in_order():
     names = [p.submit(prompt, max_tokens=1, params=REMOTE_DECODE) for prompt in prompts]
     world.run()
     assert [name in p.ended for name in names] == [True] * 3 + [False] * 5
-    assert len(p.scheduler.books.waiting.hand_overs) == 5
+    assert len(p.scheduler.state.waiting.hand_overs) == 5
     plain = p.submit(text(5000, 100))
     assert starts(p, plain)
     world.run()
@@ -346,7 +346,7 @@ def test_hand_overs_without_room_wait_beside_the_queue_and_go_in_order():
         world.run()
         assert d.answers[name] == alone(prompts[place])
         assert not waiting or waiting[0] in p.ended
-    assert d.scheduler.books.counters.external_hits == 800 and small in p.ended
+    assert d.scheduler.state.counters.external_hits == 800 and small in p.ended
     assert [name for name in p.ended if name != plain] == [*names, small]
     clean(world)
 
@@ -361,12 +361,12 @@ def test_a_hand_over_that_finds_no_room_in_time_is_refused():
     world.pass_time(1)
     # the leases of the first three have run out, and three others have their place; for the last three none has come
     assert set(p.ended) == set(names)
-    assert all(p.ended[name].offered is not None for name in names[:6])
+    assert all(p.ended[name].transfer.offered is not None for name in names[:6])
     for name in names[6:]:
         request = p.ended[name]
-        assert request.finish == "error" and request.refused and not p.answers[name]
-        assert "no room for this prompt for 30 s" in request.failure
-    counters = p.scheduler.books.counters
+        assert request.outcome.finish_reason == "error" and request.outcome.refused and not p.answers[name]
+        assert "no room for this prompt for 30 s" in request.outcome.failure
+    counters = p.scheduler.state.counters
     assert counters.refused_hand_overs == {"total": 0, "client": 0, "timeout": 3}
     clean(world)
 
@@ -377,15 +377,15 @@ def test_a_hand_over_whose_leases_have_ended_waits_for_a_slot_like_any_other():
     prefill(p, text(0, 100))
     second = p.submit(text(200, 100), max_tokens=1, params=REMOTE_DECODE)
     world.run()
-    assert p.scheduler.books.waiting.hand_overs.head is not None
+    assert p.scheduler.state.waiting.hand_overs.head is not None
     busy = p.submit(text(400, 60), max_tokens=60)
     for _ in range(20):
         p.turn()
         world.clock.advance(0.5)
     assert busy not in p.ended and second not in p.ended and not p.port.num_leased
     world.run()
-    assert p.ended[second].offered is not None
-    assert p.scheduler.books.counters.refused_hand_overs["timeout"] == 0
+    assert p.ended[second].transfer.offered is not None
+    assert p.scheduler.state.counters.refused_hand_overs["timeout"] == 0
     clean(world)
 
 
@@ -397,7 +397,7 @@ def test_an_answer_that_has_begun_is_refused_as_well():
     for _ in range(4):
         p.turn()
     decoding = p.submit(text(1000, 200), max_tokens=150, params=REMOTE_DECODE)
-    while not p.scheduler.books.counters.preemptions:
+    while not p.scheduler.state.counters.preemptions:
         assert p.turn()
     begun = list(p.answers[decoding])
     assert begun
@@ -405,7 +405,7 @@ def test_an_answer_that_has_begun_is_refused_as_well():
     while other not in p.ended:
         assert p.turn()
     let_all_end(world, oldest, decoding)
-    assert p.ended[decoding].refused and p.answers[decoding] == begun
+    assert p.ended[decoding].outcome.refused and p.answers[decoding] == begun
     assert p.answers[oldest] == alone(text(0, 500), 300)
     clean(world)
 
@@ -436,7 +436,7 @@ def test_leases_are_bounded_per_client():
     left = p.submit(prompts[7], max_tokens=1, params=REMOTE_DECODE, client="a")
     p.scheduler.abort(RequestId(left))
     p.submit(prompts[8], max_tokens=1, params=REMOTE_DECODE, client="a")
-    assert p.scheduler.books.counters.refused_hand_overs == {"total": 0, "client": 2, "timeout": 0}
+    assert p.scheduler.state.counters.refused_hand_overs == {"total": 0, "client": 2, "timeout": 0}
     clean(world)
 
 
@@ -449,7 +449,7 @@ def test_leases_are_bounded_in_all():
             world.run()
     with pytest.raises(QueueFull, match=r"4 prompts are held .* \(max_leases 4\)"):
         p.submit(text(1000, 60), max_tokens=1, params=REMOTE_DECODE, client="5")
-    assert p.scheduler.books.counters.refused_hand_overs["total"] == 1
+    assert p.scheduler.state.counters.refused_hand_overs["total"] == 1
     plain = p.submit(text(1000, 60))
     world.run()
     assert plain in p.ended and p.producer.leases.num_held == 4
@@ -468,11 +468,11 @@ def test_more_at_once_than_ever_may_be_is_a_wrong_request(bounds, said):
     made = [p.spec(text(100 * i, 30), max_tokens=1, params=REMOTE_DECODE) for i in range(3)]
     with pytest.raises(InvalidRequest, match=said) as raised:
         p.scheduler.submit_together([[spec] for spec in made])
-    assert raised.value.param == "prompt" and not p.scheduler.books.requests
+    assert raised.value.param == "prompt" and not p.scheduler.state.requests
     p.scheduler.submit_together([[spec] for spec in made[:2]])
     with pytest.raises(QueueFull, match=said):
         p.scheduler.submit_together([made[2:]])
-    assert len(p.scheduler.books.requests) == 2
+    assert len(p.scheduler.state.requests) == 2
 
 
 def test_what_is_asked_for_by_content_counts_against_the_bound_of_all():
@@ -489,13 +489,13 @@ def test_what_is_asked_for_by_content_counts_against_the_bound_of_all():
     for index in range(2):
         d.submit(text(1000 + 200 * index, 60), max_tokens=1, params=REMOTE_DECODE)
     world.run()
-    before = p.scheduler.books.counters.computed_prompt_tokens
+    before = p.scheduler.state.counters.computed_prompt_tokens
     prefill(p, turn, hint=hint["cairn_decode_hint"])
     assert any(isinstance(event, ContentAsked) for event in heard)
-    assert p.scheduler.books.counters.external_hits == 0 and d.producer.leases.num_held == 2
-    assert p.scheduler.books.counters.computed_prompt_tokens - before == len(turn) - 130
+    assert p.scheduler.state.counters.external_hits == 0 and d.producer.leases.num_held == 2
+    assert p.scheduler.state.counters.computed_prompt_tokens - before == len(turn) - 130
     world.pass_time(31)
     p.cache.clear()
     prefill(p, turn, hint=hint["cairn_decode_hint"])
-    assert p.scheduler.books.counters.external_hits == 229
+    assert p.scheduler.state.counters.external_hits == 229
     clean(world)

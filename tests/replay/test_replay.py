@@ -66,7 +66,7 @@ def served(trace_rows, num_pages, mode, exact):
         computed = prompt + request.output[:num_answer]
         sequences.append(computed)
         told.append((prompt, computed, ends))
-        hits.append(request.first.hit)
+        hits.append(request.stats.first_sequence.hit)
     return told, hits, driver
 
 
@@ -114,8 +114,8 @@ def test_the_scheduler_hits_the_same(mode, num_pages, exact, seeds):
         replay, outcome = replayed(as_trace(told), num_pages, mode, exact=exact)
         assert outcome.hits == hits
         assert sum(hits) > 0
-        books = driver.scheduler.books
-        assert outcome.prefill_tokens == books.counters.computed_prompt_tokens
+        state = driver.scheduler.state
+        assert outcome.prefill_tokens == state.counters.computed_prompt_tokens
         assert outcome.forward_passes == sum(bool(plan.prefills) for plan in driver.plans)
         assert outcome.taken == driver.cache.checkpoints.taken
         assert outcome.evicted == driver.cache.checkpoints.evicted

@@ -271,9 +271,9 @@ def test_who_runs_and_finds_no_room_sends_the_youngest_back(tmp_path):
     # both are complete, whether or not their pages are still there
     for request in trace.requests:
         keys = np.concatenate([request.path, request.answer]).astype(np.int64)
-        lease = replay.cache.lookup(Namespace(), keys, request.name)
-        assert lease.seen == 179
-        replay.cache.release(lease)
+        sequence = replay.cache.lookup(Namespace(), keys, request.name)
+        assert sequence.seen == 179
+        replay.cache.release(sequence)
     assert replayed(trace, budget_bytes=64 * 100).outcome.forward_passes == 2
 
 

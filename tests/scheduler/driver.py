@@ -12,9 +12,9 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.runner.simulated import SimulatedRunner
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 
 PLAIN = Namespace()
@@ -97,7 +97,7 @@ class Driver:
         ]
         self.scheduler.submit(spec, branches[1:])
         for own in names:
-            self.requests[own] = self.scheduler.books.requests[RequestId(own)]
+            self.requests[own] = self.scheduler.state.requests[RequestId(own)]
         return name
 
     def step(self) -> list[Progress]:
@@ -111,8 +111,8 @@ class Driver:
 
     def pages(self) -> dict[int, list]:
         """By slot, the pages of those that run: a list a group."""
-        running = self.scheduler.books.running
-        return {request.slot: [pages.tolist() for pages in request.lease.pages] for request in running}
+        running = self.scheduler.state.running
+        return {request.slot: [pages.tolist() for pages in request.sequence.pages] for request in running}
 
     def check_tables(self, pages: dict[int, list]) -> None:
         """What the runner has been told of pages is what the requests have."""
@@ -126,9 +126,9 @@ class Driver:
             limit -= 1
             assert limit, "no end in sight"
             self.step()
-        books = self.scheduler.books
-        assert not self.cache.sequences and not self.cache.step_pins and not self.cache.pins and not books.requests
-        assert sorted(books.free_slots) == list(range(self.config.max_num_seqs))
+        state = self.scheduler.state
+        assert not self.cache.sequences and not self.cache.step_pins and not self.cache.pins and not state.requests
+        assert sorted(state.free_slots) == list(range(self.config.max_num_seqs))
 
     def output(self, name: str) -> list[int]:
         return self.requests[name].output

@@ -75,7 +75,7 @@ def test_who_is_preempted_is_admitted_again():
     for _ in range(5):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, 10_000)
+    preempt(driver.scheduler.state, request, request, 10_000)
     driver.run()
     assert [len(plan.admits) for plan in driver.plans if plan.admits] == [1, 1]
     assert driver.output(name) == alone(PROMPT, False, max_tokens=20)

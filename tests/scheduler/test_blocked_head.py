@@ -59,7 +59,7 @@ def test_the_head_of_the_queue_is_not_looked_up_in_every_step(monkeypatch):
     assert counts == before
     driver.run()
     assert counts["miss_reasons"] == 2, "reasons are for those that begin"
-    first = driver.requests[waits].first
+    first = driver.requests[waits].stats.first_sequence
     assert (first.hit, first.lost) == (0, {Reason.EVICTED: 64, Reason.NO_CHECKPOINT: 36, Reason.NEVER_SEEN: 500})
     assert driver.output(waits) == alone((*TEXT[:100], *range(5000, 5500)), False, max_tokens=3)
 
@@ -70,8 +70,8 @@ def test_it_is_looked_up_again_when_the_trees_have_changed(monkeypatch):
     driver.step()
     version, walks = driver.cache.checkpoints.version, counts["walk"]
     # what another one leaves there makes its hit longer
-    lease = driver.requests["r1"].lease
-    driver.cache._writer.commit(lease, lease.committed + 1, ())
+    sequence = driver.requests["r1"].sequence
+    driver.cache._writer.commit(sequence, sequence.committed + 1, ())
     assert driver.cache.checkpoints.version > version
     driver.step()
     assert counts["walk"] == walks + 1
@@ -94,7 +94,7 @@ def test_it_comes_in_when_it_would_have_come_in_anyhow(monkeypatch, num_pages, e
             [(admit.slot, *(pages.tolist() for pages in admit.tables)) for admit in plan.admits]
             for plan in driver.plans
         ]
-        return told, driver.cache.counters, driver.scheduler.books.counters
+        return told, driver.cache.counters, driver.scheduler.state.counters
 
     kept = plans()
     forget_everything(monkeypatch)
@@ -138,17 +138,18 @@ def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
     seen = Counter()
 
     def checked_find(finder, version, root, namespace, keys, request_id, resumed_from):
-        lease = find(finder, version, root, namespace, keys, request_id, resumed_from)
+        sequence = find(finder, version, root, namespace, keys, request_id, resumed_from)
         anew = finder._find(root, namespace, keys, request_id, resumed_from)
         told, wanted = (
-            [plain(getattr(one, field.name)) for field in fields(one) if field.name != "_keys"] for one in (lease, anew)
+            [plain(getattr(one, field.name)) for field in fields(one) if field.name != "_keys"]
+            for one in (sequence, anew)
         )
-        assert told == wanted and lease.keys.tolist() == anew.keys.tolist()
+        assert told == wanted and sequence.keys.tolist() == anew.keys.tolist()
         seen["finds"] += 1
-        return lease
+        return sequence
 
-    def checked_could_free(cache, lease, num_pages):
-        told = could_free(cache, lease, num_pages)
+    def checked_could_free(cache, sequence, num_pages):
+        told = could_free(cache, sequence, num_pages)
         assert told == (num_pages <= cache.pool.num_pages - cache.num_pinned_pages())
         seen[told] += 1
         return told

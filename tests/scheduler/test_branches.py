@@ -35,7 +35,7 @@ def test_the_prompt_is_computed_once_and_each_answer_is_its_own(mode, exact, ahe
     assert answers == [alone(PROMPT, exact, max_tokens=9, seed=5 + i) for i in range(n)]
     assert len({tuple(answer) for answer in answers}) == n
     assert prefilled(driver) == len(PROMPT)
-    counters = driver.scheduler.books.counters
+    counters = driver.scheduler.state.counters
     assert (counters.prompt_tokens, counters.computed_prompt_tokens) == (100, 100)
     assert driver.cache.counters.queries == 100
 
@@ -64,11 +64,11 @@ def test_what_is_held_for_the_last_prompt_gives_way_first():
     prompts = [driver.submit(PROMPT[number:], max_tokens=50, n=2) for number in range(2)]
     driver.step()
     driver.step()
-    branches = driver.scheduler.books.branches
+    parallel_sampling = driver.scheduler.state.parallel_sampling
     waiting = [driver.requests[names(name, 2)[1]] for name in prompts]
-    assert [branches.holds_for(request) for request in waiting] == [True, True]
-    assert branches.give_way()
-    assert [branches.holds_for(request) for request in waiting] == [True, False]
+    assert [parallel_sampling.has_pinned_prompt(request) for request in waiting] == [True, True]
+    assert parallel_sampling.release_last()
+    assert [parallel_sampling.has_pinned_prompt(request) for request in waiting] == [True, False]
     driver.run()
 
 
@@ -87,10 +87,10 @@ def test_all_branches_share_the_full_pages_while_they_run():
     name = driver.submit(PROMPT, max_tokens=30, n=4)
     for _ in range(6):
         driver.step()
-    leases = [driver.requests[own].lease for own in names(name, 4)]
-    full = {tuple(lease.pages[0][:6].tolist()) for lease in leases}
+    sequences = [driver.requests[own].sequence for own in names(name, 4)]
+    full = {tuple(sequence.pages[0][:6].tolist()) for sequence in sequences}
     assert len(full) == 1
-    assert len({int(lease.pages[0][6]) for lease in leases}) == 4
+    assert len({int(sequence.pages[0][6]) for sequence in sequences}) == 4
     driver.run()
 
 
@@ -144,7 +144,7 @@ def test_all_branches_are_aborted(steps):
         driver.scheduler.abort(RequestId(own))
     driver.run()
     assert driver.cache.clear(), "a page leaked"
-    assert driver.scheduler.books.num_waiting == 0
+    assert driver.scheduler.state.num_waiting == 0
 
 
 @pytest.mark.parametrize("mode", ["auto", None])
@@ -155,12 +155,12 @@ def test_a_preempted_leader_still_leads(mode, steps):
     for _ in range(steps):
         driver.step()
     leader = driver.requests[name]
-    preempt(driver.scheduler.books, leader, leader, 10_000)
+    preempt(driver.scheduler.state, leader, leader, 10_000)
     assert leader.phase is Phase.WAITING
     driver.run()
     for i, own in enumerate(names(name, 3)):
         assert driver.output(own) == alone(range(200), False, max_tokens=40, seed=i)
-    assert driver.scheduler.books.counters.preemptions == 1
+    assert driver.scheduler.state.counters.preemptions == 1
 
 
 def test_what_is_held_for_branches_gives_way_to_what_runs():
@@ -171,7 +171,7 @@ def test_what_is_held_for_branches_gives_way_to_what_runs():
     for i, own in enumerate(names(name, 2)):
         assert driver.output(own) == alone(range(100), False, max_tokens=100, seed=i)
     # it was computed twice, and is one prompt all the same
-    counters = driver.scheduler.books.counters
+    counters = driver.scheduler.state.counters
     assert (counters.computed_prompt_tokens, counters.prompt_tokens, driver.cache.counters.queries) == (200, 100, 100)
     assert sum(driver.cache.counters.reasons.values()) == 1
 
@@ -190,7 +190,7 @@ def test_what_is_held_for_branches_gives_way_to_one_that_comes_before_them():
 def test_parked_branches_count_as_waiting_and_against_the_bound():
     driver = Driver(max_waiting=4)
     driver.submit(PROMPT, n=3)
-    assert driver.scheduler.books.num_waiting == 3
+    assert driver.scheduler.state.num_waiting == 3
     with pytest.raises(Overloaded):
         driver.submit(PROMPT, n=2)
     driver.submit(PROMPT)
@@ -198,7 +198,7 @@ def test_parked_branches_count_as_waiting_and_against_the_bound():
         driver.submit(PROMPT, n=5)
     assert caught.value.param == "n"
     driver.run()
-    assert driver.scheduler.books.num_waiting == 0
+    assert driver.scheduler.state.num_waiting == 0
 
 
 def test_an_id_of_a_branch_that_is_in_use_takes_nothing():
@@ -206,7 +206,7 @@ def test_an_id_of_a_branch_that_is_in_use_takes_nothing():
     driver.submit(PROMPT, name="a.1")
     with pytest.raises(InvalidRequest):
         driver.submit(PROMPT, name="a", n=2)
-    assert set(driver.scheduler.books.requests) == {"a.1"}
+    assert set(driver.scheduler.state.requests) == {"a.1"}
     driver.run()
 
 
@@ -218,9 +218,9 @@ def test_what_comes_together_is_taken_together_or_not_at_all(name, max_tokens, f
     driver, other = Driver(), replace(group[0], request_id=RequestId("b"))
     with pytest.raises(InvalidRequest) as caught:
         driver.scheduler.submit_together([group, [replace(other, request_id=RequestId(name), max_tokens=max_tokens)]])
-    assert caught.value.param == field and not driver.scheduler.books.requests
+    assert caught.value.param == field and not driver.scheduler.state.requests
     driver.scheduler.submit_together([group, [other]])
-    assert set(driver.scheduler.books.requests) == {"a", "a.1", "b"}
+    assert set(driver.scheduler.state.requests) == {"a", "a.1", "b"}
 
 
 def test_branches_wait_outside_of_the_queue_until_their_prompt_is_computed():

@@ -41,7 +41,7 @@ def answer(start=0, adapter="", length=256, cached=256, room=True):
     """What is answered to somebody who lacks tokens from `start` on of a sequence of so many, whose state is here."""
     driver, side = Driver(), Side()
     side.room = room
-    transfers = driver.scheduler.books.transfers
+    transfers = driver.scheduler.state.transfers
     transfers.side, transfers.sequences = side, Known(ContentName(), np.array(TEXT[:length]))
     if cached:
         driver.ask(TEXT[:cached], max_tokens=1)

@@ -7,7 +7,7 @@ import pytest
 from driver import Driver, alone
 
 from cairn.cache.reasons import Reason
-from cairn.scheduler.fetch import give_way
+from cairn.scheduler.kv_import import give_way
 from cairn.scheduler.request import Phase, Source
 from cairn.transfer.contract import PagesFree, PullEnded, PullId
 from cairn.types import SamplingParams
@@ -42,7 +42,7 @@ class Side:
 def fetching(source=PROMISED, length=200, num_pages=60, known=0, **config):
     """A driver that fetches a prompt, of which it knows the beginning already, and how the request is called."""
     driver, side = Driver(num_pages=num_pages, **config), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     if known:
         driver.ask(TEXT[:known], max_tokens=1)
     name = driver.submit(TEXT[:length], source=source)
@@ -74,8 +74,8 @@ def named(driver):
 
 
 def only_this_pull_is_left(driver):
-    books = driver.scheduler.books
-    return not books.requests and not driver.cache.sequences and len(driver.cache.pins) == 1
+    state = driver.scheduler.state
+    return not state.requests and not driver.cache.sequences and len(driver.cache.pins) == 1
 
 
 @pytest.mark.parametrize(("known", "first"), [(0, 0), (100, 96), (128, 128)])
@@ -126,8 +126,8 @@ def test_what_has_come_is_free_of_the_pull_and_is_used():
     ((pull, _),) = side.wants.items()
     say(driver, side, PullEnded(pull, None, 200, 200), PagesFree(pull))
     request = driver.requests[name]
-    assert request.phase is Phase.READY and request.lease.hit == request.lease.received == 200
-    assert not driver.cache.pins and driver.scheduler.books.counters.external_hits == 200
+    assert request.phase is Phase.READY and request.sequence.hit == request.sequence.received == 200
+    assert not driver.cache.pins and driver.scheduler.state.counters.external_hits == 200
 
 
 def test_a_failure_may_be_the_end_of_a_promise_and_never_of_a_hint():
@@ -138,11 +138,14 @@ def test_a_failure_may_be_the_end_of_a_promise_and_never_of_a_hint():
         failed = driver.scheduler.poll()
         request = driver.requests[name]
         assert request.phase is phase and [news.request for news in failed] == [request] * (source is PROMISED)
-        assert driver.scheduler.books.counters.failed_pulls == (source is PROMISED)
+        assert driver.scheduler.state.counters.failed_pulls == (source is PROMISED)
         say(driver, side, PagesFree(pull))
         driver.run()
         if source is PROMISED:
-            assert request.finish == "error" and "127.0.0.1:5: the other server is gone" in request.failure
+            assert (
+                request.outcome.finish_reason == "error"
+                and "127.0.0.1:5: the other server is gone" in request.outcome.failure
+            )
 
 
 def test_no_more_is_fetched_at_a_time_than_can_run():
@@ -161,7 +164,7 @@ def test_no_more_is_fetched_at_a_time_than_can_run():
 
 def test_a_promise_that_is_not_needed_is_given_back_at_once():
     driver, side = Driver(), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     driver.ask(TEXT[:200], max_tokens=1)
     name = driver.submit(TEXT[:200], source=PROMISED)
     driver.scheduler.poll()
@@ -171,14 +174,14 @@ def test_a_promise_that_is_not_needed_is_given_back_at_once():
     while driver.scheduler.has_work:
         driver.scheduler.poll()
         driver.step()
-    assert len(side.wants) == 1 and driver.requests[name].first.reason is Reason.NONE
-    assert driver.requests[hinted].first.hit == 200
+    assert len(side.wants) == 1 and driver.requests[name].stats.first_sequence.reason is Reason.NONE
+    assert driver.requests[hinted].stats.first_sequence.hit == 200
 
 
 @pytest.mark.parametrize(("known", "end"), [(192, None), (200, 200)])
 def test_a_server_that_can_add_nothing_is_not_asked(known, end):
     driver, side = Driver(), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     driver.ask(TEXT[:known], max_tokens=1)
     prompt = [*TEXT[:known], 1, 2, 3]
     name = driver.submit(prompt, source=replace(HINTED, end=end))
@@ -194,7 +197,7 @@ def test_a_server_that_can_add_nothing_is_not_asked(known, end):
 def two_that_have_come(position, priority=0):
     """Two requests whose pages have come, in the order of their submission, beside one that runs; one slot is free."""
     driver, side = Driver(max_num_seqs=2), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     driver.submit(TEXT[700:710], max_tokens=50)
     driver.scheduler.poll()
     driver.step()
@@ -217,14 +220,14 @@ def test_of_those_that_have_come_the_one_whose_turn_it_is_goes_first(position):
 
 def test_of_those_that_have_come_the_youngest_gives_way():
     driver, names = two_that_have_come(90)
-    assert give_way(driver.scheduler.books)
+    assert give_way(driver.scheduler.state)
     assert [driver.requests[name].phase for name in names] == [Phase.READY, Phase.WAITING]
-    assert give_way(driver.scheduler.books) and not give_way(driver.scheduler.books)
+    assert give_way(driver.scheduler.state) and not give_way(driver.scheduler.state)
 
 
 def test_what_has_to_be_computed_here_is_fetched_from_nowhere():
     driver, side = Driver(), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     driver.submit(TEXT[:200], source=PROMISED, prompt_logprobs=0)
     driver.scheduler.poll()
     (want,) = side.wants.values()
@@ -238,7 +241,7 @@ def test_what_adds_nothing_to_what_is_here_is_not_used():
     say(driver, side, PullEnded(pull, None, 192, 64), PagesFree(pull))
     assert driver.requests[name].phase is Phase.WAITING
     driver.run()
-    assert driver.requests[name].first.hit == 128 and driver.scheduler.books.counters.external_hits == 0
+    assert driver.requests[name].stats.first_sequence.hit == 128 and driver.scheduler.state.counters.external_hits == 0
 
 
 @pytest.mark.parametrize("failure", [None, "gone"])
@@ -246,14 +249,14 @@ def test_what_is_here_already_was_not_asked_of_others(failure):
     driver, side, _ = fetching(known=128)
     (pull,) = side.wants
     say(driver, side, PullEnded(pull, failure, 200, 200), PagesFree(pull))
-    counters = driver.scheduler.books.counters
+    counters = driver.scheduler.state.counters
     assert (counters.external_queries, counters.external_hits) == (72, 72 if failure is None else 0)
 
 
 @pytest.mark.parametrize("source", [PROMISED, HINTED])
 def test_a_prompt_that_does_not_fit_beside_its_file_is_computed_in_shares(source):
     driver, side = Driver(num_pages=30), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     name = driver.submit(TEXT[:460], source=source)
     driver.scheduler.poll()
     assert [want.release_only for want in side.wants.values()] == [True] * (source is PROMISED)
@@ -263,7 +266,7 @@ def test_a_prompt_that_does_not_fit_beside_its_file_is_computed_in_shares(source
 
 def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
     driver, side = Driver(num_pages=60), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     running = driver.submit(range(5000, 5720), max_tokens=20)
     driver.scheduler.poll()
     while not driver.output(running):
@@ -279,14 +282,14 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
 
 def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_comes_before_it():
     driver, side = Driver(max_num_seqs=2, max_num_batched_tokens=100), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     driver.submit(TEXT[:700])
     driver.step()
     fetched = driver.submit(range(5000, 5100), source=PROMISED)
     driver.scheduler.poll()
     waits = driver.submit(TEXT[:700], priority=-1)
     driver.step()
-    assert driver.scheduler.books.in_flight.num_before(driver.requests[fetched]) == 1
+    assert driver.scheduler.state.in_flight.num_before(driver.requests[fetched]) == 1
     say(driver, side, PullEnded(PullId(1), None, 100, 100), PagesFree(PullId(1)))
     driver.scheduler.plan()
     assert [driver.requests[name].phase for name in (fetched, waits)] == [Phase.READY, Phase.WAITING]
@@ -294,7 +297,7 @@ def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_c
 
 def test_an_empty_plan_does_not_stop_those_that_run_while_others_are_fetched():
     driver, side = Driver(max_in_flight=2), Side()
-    driver.scheduler.books.transfers.side = side
+    driver.scheduler.state.transfers.side = side
     # each of its tokens has to be known before the next one is planned, so every second plan is empty
     running = driver.submit(TEXT[:50], max_tokens=10, sampling=SamplingParams(repetition_penalty=1.5))
     driver.step()

@@ -28,7 +28,7 @@ def prefilled(driver: Driver) -> int:
 
 
 def shared(driver: Driver) -> tuple[int, int]:
-    counters = driver.scheduler.books.counters.shared
+    counters = driver.scheduler.state.counters.shared
     return counters.requests, counters.tokens
 
 
@@ -51,7 +51,7 @@ def test_32_equal_prompts_cost_one_prefill(mode, exact, ahead, length):
     driver.run()
     assert prefilled(driver) == length
     assert shared(driver) == (31, 31 * length)
-    assert driver.scheduler.books.counters.computed_prompt_tokens == length
+    assert driver.scheduler.state.counters.computed_prompt_tokens == length
     for i in (0, 1, 31):
         assert driver.output(names[i]) == alone(TEXT[:length], exact, seed=i)
     reasons = driver.cache.counters.reasons
@@ -107,7 +107,7 @@ def test_one_that_waits_for_a_whole_prompt_within_a_longer_one_has_nothing_left_
     driver.submit(TEXT)
     name = driver.submit(TEXT[:333])
     driver.run()
-    assert driver.requests[name].num_prompt_computed == 0 and prefilled(driver) == 1000
+    assert driver.requests[name].stats.num_prompt_computed == 0 and prefilled(driver) == 1000
     assert driver.output(name) == alone(TEXT[:333], exact)
 
 
@@ -122,10 +122,10 @@ def test_it_may_come_in_any_step_of_the_prefill(exact, ahead, steps):
     same, part = driver.submit(TEXT[:700]), driver.submit(fork(0, 500, 700))
     driver.run()
     # the last 60 tokens are not waited for, when the state before them is there
-    assert driver.requests[same].num_prompt_computed in (0, 60)
-    assert ahead > 1 or not driver.requests[same].num_prompt_computed
+    assert driver.requests[same].stats.num_prompt_computed in (0, 60)
+    assert ahead > 1 or not driver.requests[same].stats.num_prompt_computed
     # who comes when the step at the fork is out already starts at the grid point before it
-    assert 200 <= driver.requests[part].num_prompt_computed <= 263
+    assert 200 <= driver.requests[part].stats.num_prompt_computed <= 263
     assert driver.output(same) == alone(TEXT[:700], exact)
     assert driver.output(part) == alone(fork(0, 500, 700), exact)
 
@@ -139,9 +139,9 @@ def test_nobody_waits_for_a_state_that_is_not_going_to_be_there(steps):
     name, waited = driver.submit(fork(0, 300, 500)), False
     while driver.scheduler.has_work:
         driver.step()
-        waited = waited or bool(driver.scheduler.books.in_flight._waits)
+        waited = waited or bool(driver.scheduler.state.in_flight._waits)
     # nothing else is kept, so who has not waited hits nothing, and who has waited has not done so in vain
-    assert bool(driver.requests[name].first.hit) == waited
+    assert bool(driver.requests[name].stats.first_sequence.hit) == waited
     assert waited == (steps < 3)
 
 
@@ -152,7 +152,7 @@ def test_when_a_step_that_is_out_passes_the_fork_the_last_state_before_it_is_wai
     assert [(plan.prefills[0].start, plan.prefills[0].end) for plan in driver.plans] == [(0, 256), (256, 512)]
     name = driver.submit(fork(0, 500, 700))
     driver.run()
-    assert driver.requests[name].first.hit == 448
+    assert driver.requests[name].stats.first_sequence.hit == 448
 
 
 def test_of_two_leaders_the_one_that_shares_more_is_waited_for():
@@ -162,7 +162,7 @@ def test_of_two_leaders_the_one_that_shares_more_is_waited_for():
     driver.submit(WORDS[:600], prompt_logprobs=0)
     name = driver.submit(WORDS[:600])
     driver.run()
-    assert driver.requests[name].first.hit == 600
+    assert driver.requests[name].stats.first_sequence.hit == 600
 
 
 def test_a_state_is_kept_where_the_two_part_though_the_mode_keeps_none_there():
@@ -170,12 +170,12 @@ def test_a_state_is_kept_where_the_two_part_though_the_mode_keeps_none_there():
     driver.submit(TEXT[:400])
     name = driver.submit(fork(0, 205, 300))
     driver.run()
-    assert driver.requests[name].first.hit == 205
+    assert driver.requests[name].stats.first_sequence.hit == 205
     off = Driver("junction", max_num_batched_tokens=68, in_flight_sharing=False)
     off.submit(TEXT[:400])
     name = off.submit(fork(0, 205, 300))
     off.run()
-    assert off.requests[name].first.hit == 0
+    assert off.requests[name].stats.first_sequence.hit == 0
 
 
 def test_several_places_to_part_and_no_more_than_two_off_the_grid():
@@ -184,7 +184,7 @@ def test_several_places_to_part_and_no_more_than_two_off_the_grid():
     driver.submit(TEXT)
     names = [driver.submit(fork(i, at, 800)) for i, at in enumerate(ats)]
     driver.run()
-    assert [driver.requests[name].first.hit for name in names] == [205, 333, 384, 640, 640]
+    assert [driver.requests[name].stats.first_sequence.hit for name in names] == [205, 333, 384, 640, 640]
 
 
 def test_who_shares_with_those_that_wait_waits_for_them_in_turn():
@@ -205,7 +205,7 @@ def test_nobody_waits_for_more_than_a_few():
     for prompt in prompts:
         driver.submit(prompt)
     last = driver.submit(TEXT)
-    request, past = driver.requests[last], driver.scheduler.books.in_flight._past
+    request, past = driver.requests[last], driver.scheduler.state.in_flight._past
     most = 0
     while driver.scheduler.has_work:
         driver.step()
@@ -263,7 +263,7 @@ def test_one_that_waits_is_aborted():
     driver.scheduler.abort(RequestId(names[1]))
     driver.run()
     assert prefilled(driver) == 700 and driver.output(names[2]) == alone(TEXT[:700], False, seed=2)
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     assert not sharing._past and not sharing._waits and not sharing._leading
 
 
@@ -275,9 +275,9 @@ def test_a_leader_that_is_preempted_is_waited_for_no_longer(exact, steps):
     for _ in range(steps):
         driver.step()
     leader = driver.requests[names[0]]
-    preempt(driver.scheduler.books, leader, leader, 10_000)
+    preempt(driver.scheduler.state, leader, leader, 10_000)
     assert leader.phase is Phase.WAITING
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     while driver.scheduler.has_work:
         driver.step()
         # nor waited for a second time, when it runs again
@@ -305,7 +305,7 @@ def test_no_room_for_the_state_and_nobody_waits():
     driver = Driver("junction", num_pages=21, max_num_batched_tokens=68)
     first, second = driver.submit(TEXT[:300]), driver.submit(fork(0, 260, 290))
     driver.step()
-    assert waiting(driver, second) and not driver.scheduler.books.in_flight._waits
+    assert waiting(driver, second) and not driver.scheduler.state.in_flight._waits
     driver.run()
     assert driver.output(first) == alone(TEXT[:300], False)
     assert driver.output(second) == alone(fork(0, 260, 290), False)
@@ -317,7 +317,7 @@ def first_steps(driver: Driver, names: list[str]) -> list[int]:
     while driver.scheduler.has_work:
         driver.step()
         for name in names:
-            if driver.requests[name].first is not None:
+            if driver.requests[name].stats.first_sequence is not None:
                 begun.setdefault(name, len(driver.plans))
     driver.run()
     return [begun[name] for name in names]
@@ -359,13 +359,13 @@ def test_pages_are_put_by_for_one_that_waits():
     held = driver.submit(fork(0, 260, 500), max_tokens=2)
     small, large = driver.submit(range(5000, 5100), max_tokens=2), driver.submit(range(6000, 6200), max_tokens=9)
     driver.step()
-    assert waiting(driver, held) and driver.scheduler.books.in_flight._waits
+    assert waiting(driver, held) and driver.scheduler.state.in_flight._waits
     assert driver.requests[small].phase is Phase.RUNNING
     while waiting(driver, held):
         assert waiting(driver, large)
         driver.step()
     driver.run()
-    assert driver.requests[held].first.hit == 260
+    assert driver.requests[held].stats.first_sequence.hit == 260
     assert driver.output(held) == alone(fork(0, 260, 500), False, max_tokens=2)
 
 
@@ -396,8 +396,8 @@ def test_nobody_waits_for_one_that_is_behind_what_is_cached():
     name = driver.submit(WORDS[:900])
     while driver.scheduler.has_work:
         driver.step()
-        assert not driver.scheduler.books.in_flight._waits
-    assert driver.requests[name].num_prompt_computed <= 260
+        assert not driver.scheduler.state.in_flight._waits
+    assert driver.requests[name].stats.num_prompt_computed <= 260
     assert driver.output(name) == alone(WORDS[:900], False)
 
 
@@ -407,7 +407,7 @@ def test_prompt_logprobs_wait_for_nobody_and_serve_others():
     second = driver.submit(WORDS[:600], prompt_logprobs=0)
     third = driver.submit(WORDS[:600])
     driver.run()
-    computed = [driver.requests[name].num_prompt_computed for name in (first, second, third)]
+    computed = [driver.requests[name].stats.num_prompt_computed for name in (first, second, third)]
     assert computed == [600, 600, 0]
 
 
@@ -418,7 +418,7 @@ def test_other_namespaces_share_nothing():
     driver.submit(TEXT[:500], namespace=Namespace("adapter"))
     while driver.scheduler.has_work:
         driver.step()
-        assert not driver.scheduler.books.in_flight._waits
+        assert not driver.scheduler.state.in_flight._waits
     assert prefilled(driver) == 4 * 500 and shared(driver) == (0, 0)
 
 
@@ -444,7 +444,7 @@ def test_a_leader_that_does_not_get_on_is_given_up():
     driver = Driver(max_num_batched_tokens=80, max_num_seqs=4)
     leader, name = driver.submit(TEXT), driver.submit(TEXT)
     driver.step()
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     for _ in range(2):
         # plans without a row of the leader
         for _ in range(MAX_IDLE):
@@ -471,7 +471,7 @@ def test_one_that_is_urgent_does_not_wait_for_one_that_waits():
     high = driver.submit(TEXT[:500], priority=-1)
     driver.run()
     requests = driver.requests
-    assert requests[high].num_prompt_computed == 500 and requests[low].num_prompt_computed == 0
+    assert requests[high].stats.num_prompt_computed == 500 and requests[low].stats.num_prompt_computed == 0
 
 
 def test_answers_are_not_held_up_by_one_that_waits():
@@ -533,7 +533,7 @@ def check_mix(**mix):
         assert driver.output(name) == alone(prompt, mix["exact"], max_tokens=max_tokens), name
     counted = driver.cache.counters
     assert counted.queries == counted.hits + counted.lost.total(), "a prompt token has no reason"
-    sharing = driver.scheduler.books.in_flight
+    sharing = driver.scheduler.state.in_flight
     assert not sharing._past and not sharing._waits and not sharing._leading
     assert driver.cache.clear(), "a page leaked"
     # one that is aborted has computed more by then if it did not have to begin at the start, and what `align` keeps
@@ -573,9 +573,9 @@ def test_what_waiting_has_saved_is_counted_once():
     name = driver.submit(TEXT[:300], max_tokens=30)
     while len(driver.output(name)) < 9:
         driver.step()
-    preempt(driver.scheduler.books, driver.requests[name], driver.requests[name], 10_000)
+    preempt(driver.scheduler.state, driver.requests[name], driver.requests[name], 10_000)
     driver.run()
-    assert driver.scheduler.books.counters.preemptions == 1 and shared(driver) == (1, 300)
+    assert driver.scheduler.state.counters.preemptions == 1 and shared(driver) == (1, 300)
 
 
 def test_equal_prompts_in_a_burst_are_counted_once_each():
@@ -585,4 +585,4 @@ def test_equal_prompts_in_a_burst_are_counted_once_each():
     counters = driver.cache.counters
     assert counters.queries == 1600 and counters.hits == 1200
     assert counters.reasons == Counter({Reason.NONE: 3, Reason.NEVER_SEEN: 1})
-    assert [driver.requests[name].num_prompt_computed for name in names] == [400, 0, 0, 0]
+    assert [driver.requests[name].stats.num_prompt_computed for name in names] == [400, 0, 0, 0]

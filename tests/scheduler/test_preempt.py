@@ -6,7 +6,7 @@ from driver import Driver
 
 from cairn.scheduler.preempt import make_room, preempt
 from cairn.scheduler.queue import WaitingQueue
-from cairn.scheduler.request import PATIENCE, Phase, Request, Spec, Times
+from cairn.scheduler.request import PATIENCE, Phase, Request, RequestStats, Spec
 from cairn.types import RequestId, SamplingParams
 
 
@@ -30,7 +30,7 @@ def fill(driver, but=0):
 
 
 def make_room_for(driver, request):
-    return make_room(driver.scheduler.books, request, request.lease.num_tokens + 32)
+    return make_room(driver.scheduler.state, request, request.sequence.num_tokens + 32)
 
 
 def test_the_youngest_gives_way_first():
@@ -42,7 +42,7 @@ def test_the_youngest_gives_way_first():
 
 def test_nobody_gives_way_twice_to_the_same_one_and_the_youngest_of_all_gives_way_itself():
     driver, (first, second) = running(40, 40)
-    second.preempted_by.add(first.id)
+    second.stats.preempted_by.add(first.id)
     fill(driver)
     assert make_room_for(driver, first) is None
     assert first.phase is second.phase is Phase.RUNNING
@@ -53,24 +53,26 @@ def test_nobody_gives_way_twice_to_the_same_one_and_the_youngest_of_all_gives_wa
 def test_what_a_step_names_does_not_give_way():
     driver, (first, second) = running(40, 40)
     fill(driver)
-    second.in_flight = 1
+    second.num_in_flight = 1
     assert make_room_for(driver, first) is None and second.phase is Phase.RUNNING
 
 
 def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     driver, (request,) = running(40)
-    driver.cache.extend = lambda lease, num_tokens: None
-    lease = request.lease
+    driver.cache.extend = lambda sequence, num_tokens: None
+    sequence = request.sequence
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
-    assert request.sent_back_at == lease.num_tokens
-    books = driver.scheduler.books
-    driver.cache.pinned.open(lease := books.cache._finder.find(0, None, request.spec.namespace, lease.keys, "", None))
-    books.waiting.remove(request)
-    books.running.put(request)
-    request.lease, request.phase = lease, Phase.RUNNING
+    assert request.stats.sent_back_at == sequence.num_tokens
+    state = driver.scheduler.state
+    driver.cache.pinned.open(
+        sequence := state.cache._finder.find(0, None, request.spec.namespace, sequence.keys, "", None)
+    )
+    state.waiting.remove(request)
+    state.running.put(request)
+    request.sequence, request.phase = sequence, Phase.RUNNING
     with pytest.raises(AssertionError, match="does not fit an empty pool"):
         make_room_for(driver, request)
-    lease.append(7)
+    sequence.append(7)
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
 
 
@@ -79,8 +81,8 @@ def test_a_state_is_saved_that_is_smaller_than_what_was_computed(length, saved):
     """A file is three pages, and a page 16 tokens."""
     driver, (request,) = running(length)
     driver.step()
-    assert request.num_computed == length + 1 and len(request.lease.pages[0]) == 3 + saved
-    preempt(driver.scheduler.books, request, request, 0)
+    assert request.num_computed == length + 1 and len(request.sequence.pages[0]) == 3 + saved
+    preempt(driver.scheduler.state, request, request, 0)
     assert (request.phase is Phase.PREEMPTING) == saved
 
 
@@ -88,7 +90,7 @@ def test_a_state_is_saved_that_is_smaller_than_what_was_computed(length, saved):
 def test_a_state_is_saved_where_the_one_that_preempts_leaves_room_for_it(free, saved):
     driver, (first, second) = running(100, 100)
     fill(driver, but=free)
-    preempt(driver.scheduler.books, second, first, 5)
+    preempt(driver.scheduler.state, second, first, 5)
     assert (second.phase is Phase.PREEMPTING) == saved
 
 
@@ -99,8 +101,8 @@ def test_what_is_shared_with_the_tree_does_not_count_for_a_state():
     driver.step()
     driver.step()
     request = driver.requests[name]
-    assert request.lease.matched == 96 and len(request.lease.pages[0]) == 7
-    preempt(driver.scheduler.books, request, request, 0)
+    assert request.sequence.matched == 96 and len(request.sequence.pages[0]) == 7
+    preempt(driver.scheduler.state, request, request, 0)
     assert request.phase is Phase.WAITING
 
 
@@ -126,7 +128,7 @@ def test_turns_that_tie_are_told_apart_by_arrival():
             max_tokens=1,
             priority=priority,
         )
-        return Request(spec, Times(0.0), arrival)
+        return Request(spec, RequestStats(0.0), arrival)
 
     # one step of priority is worth so many arrivals
     late, early = request(1, 1), request(1 + PATIENCE, 0)

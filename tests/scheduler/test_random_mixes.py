@@ -57,7 +57,7 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests):
     counted = driver.cache.counters
     assert counted.queries == counted.hits + counted.lost.total(), "a prompt token has no reason"
     for name, (prompt, max_tokens) in expected.items():
-        first = driver.requests[name].first
+        first = driver.requests[name].stats.first_sequence
         assert first.hit + sum(first.lost.values()) == len(prompt)
         assert driver.output(name) == reference(prompt, max_tokens, exact, stop), name
     assert driver.cache.clear(), "a page leaked"

@@ -84,9 +84,9 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
     for _ in range(steps):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, room)
+    preempt(driver.scheduler.state, request, request, room)
     driver.run()
-    assert driver.scheduler.books.counters.preemptions == 1
+    assert driver.scheduler.state.counters.preemptions == 1
     if exact:
         assert driver.output(name) == alone(PROMPT, exact, max_tokens=15, sampling=PENALTY)
     slots, samples = Slots(), []
@@ -104,11 +104,11 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
 def test_no_stop_token_comes_before_min_tokens():
     stops = tuple(range(0, VOCAB, 2))
     plain = Driver().ask(PROMPT, max_tokens=30, stop=stops)
-    assert len(plain.output) < 10 and plain.finish == "stop"
+    assert len(plain.output) < 10 and plain.outcome.finish_reason == "stop"
     for ahead in (1, 3):
         late = Driver(max_in_flight=ahead).ask(PROMPT, max_tokens=30, stop=stops, min_tokens=10)
         assert all(token % 2 for token in late.output[:10]) and len(late.output) > 10
-        assert late.finish == "stop"
+        assert late.outcome.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("count", [0, 1, 10])
@@ -116,7 +116,7 @@ def test_min_tokens_is_exact(count):
     stops = tuple(token for token in range(VOCAB) if token != 7)
     request = Driver().ask(PROMPT, max_tokens=30, stop=stops, min_tokens=count, seed=3)
     assert request.output[:count] == [7] * count and request.output[count] != 7
-    assert (len(request.output), request.finish) == (count + 1, "stop")
+    assert (len(request.output), request.outcome.finish_reason) == (count + 1, "stop")
 
 
 def test_a_form_is_asked_with_the_answer_so_far_and_kept():
@@ -136,7 +136,7 @@ def test_a_form_survives_a_preemption():
     for _ in range(5):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, 10_000)
+    preempt(driver.scheduler.state, request, request, 10_000)
     driver.run()
     assert request.output == list(range(12))
 
@@ -145,7 +145,7 @@ def test_a_form_survives_a_preemption():
 
 
 def scored(driver, name):
-    scores = driver.requests[name].scores
+    scores = driver.requests[name].outcome.prompt_logprobs
     return [(int(part.token_ids[0, 0]), float(part.values[0, 0])) for part in scores]
 
 
@@ -158,7 +158,7 @@ def test_every_token_of_a_prompt_is_scored_once_whatever_is_cached(mode, length)
     first = driver.submit(prompt, max_tokens=1, prompt_logprobs=2)
     driver.run()
     assert [token for token, _ in scored(driver, first)] == prompt[1:]
-    assert driver.requests[first].first.hit == 0
+    assert driver.requests[first].stats.first_sequence.hit == 0
     assert driver.cache.counters.hits == 0
     fresh = Driver(None)
     name = fresh.submit(prompt, max_tokens=1, prompt_logprobs=2)
@@ -170,7 +170,7 @@ def test_a_scored_prompt_enters_the_cache_like_any_other():
     driver = Driver()
     prompt = [token % VOCAB for token in PROMPT]
     driver.ask(prompt, max_tokens=1, prompt_logprobs=0)
-    assert driver.ask(prompt, max_tokens=1).first.hit == 100
+    assert driver.ask(prompt, max_tokens=1).stats.first_sequence.hit == 100
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
@@ -182,7 +182,7 @@ def test_a_prompt_preempted_midway_is_scored_anew(steps):
         driver.step()
     request = driver.requests[name]
     done = bool(request.output)
-    preempt(driver.scheduler.books, request, request, 10_000)
+    preempt(driver.scheduler.state, request, request, 10_000)
     driver.run()
     if not done:
         assert [token for token, _ in scored(driver, name)] == prompt[1:]
@@ -208,7 +208,7 @@ def started(driver):
     while driver.scheduler.has_work:
         driver.step()
         for name, request in driver.requests.items():
-            if request.first is not None and name not in found:
+            if request.stats.first_sequence is not None and name not in found:
                 found.append(name)
     return found
 
@@ -235,8 +235,8 @@ def test_the_one_that_matters_least_is_preempted():
     low = driver.submit(range(100), max_tokens=100, priority=7)
     high = driver.submit(range(200, 300), max_tokens=100)
     driver.run()
-    assert driver.scheduler.books.counters.preemptions > 0
-    assert driver.requests[low].preempted_by and not driver.requests[high].preempted_by
+    assert driver.scheduler.state.counters.preemptions > 0
+    assert driver.requests[low].stats.preempted_by and not driver.requests[high].stats.preempted_by
     assert driver.output(low) == alone(range(100), False, max_tokens=100)
 
 

@@ -7,10 +7,11 @@ from driver import Driver, alone
 from cairn.cache.checkpoint import Kind
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError, InvalidRequest, Overloaded
-from cairn.scheduler.books import SchedulerConfig
-from cairn.scheduler.budget import capacity_tokens, chunk_end
+from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import TRANSITIONS, Phase
+from cairn.scheduler.scheduler import capacity_tokens
+from cairn.scheduler.state import SchedulerConfig
 from cairn.step import SAMPLED, StepResult
 
 TEXT = list(range(100, 900))
@@ -23,7 +24,11 @@ def test_a_second_identical_prompt_runs_no_forward_pass():
     second = driver.ask(TEXT[:300], max_tokens=1)
     assert driver.runner.forward_passes == passes == 2
     assert second.output == first.output
-    assert (second.first.hit, second.first.reason, second.num_prompt_computed) == (300, Reason.NONE, 0)
+    assert (second.stats.first_sequence.hit, second.stats.first_sequence.reason, second.stats.num_prompt_computed) == (
+        300,
+        Reason.NONE,
+        0,
+    )
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -40,7 +45,7 @@ def test_shared_beginnings_are_not_computed_again(exact):
     driver.ask(TEXT[:500])
     prompt = TEXT[:330] + [7] * 100
     request = driver.ask(prompt)
-    assert request.first.hit == 320 and request.num_prompt_computed == 110
+    assert request.stats.first_sequence.hit == 320 and request.stats.num_prompt_computed == 110
     assert request.output == alone(prompt, exact)
 
 
@@ -50,9 +55,9 @@ def test_the_answer_is_part_of_the_next_prompt():
     prompt = TEXT[:100] + first.output + [3] * 10
     second = driver.ask(prompt)
     # the last token of the answer was sampled but never computed
-    assert second.first.hit == 299 and second.output == alone(prompt, False)
+    assert second.stats.first_sequence.hit == 299 and second.output == alone(prompt, False)
     inside = TEXT[:100] + first.output[:150] + [4] * 10
-    assert driver.ask(inside).first.hit >= 250 - 63
+    assert driver.ask(inside).stats.first_sequence.hit >= 250 - 63
 
 
 def test_checkpoints_cost_no_step_and_no_forward_pass():
@@ -97,7 +102,7 @@ def test_decodes_go_on_behind_a_long_prompt_that_comes_before_them():
         before = [len(driver.output(name)) for name in behind]
         driver.step()
         assert [len(driver.output(name)) for name in behind] == [length + 1 for length in before]
-    assert [request.id for request in driver.scheduler.books.running] == [first, *behind]
+    assert [request.id for request in driver.scheduler.state.running] == [first, *behind]
     driver.run()
 
 
@@ -107,7 +112,7 @@ def test_a_tiny_pool_preempts_and_every_answer_is_right():
         prompts = [TEXT[i * 50 : i * 50 + 100 + i] for i in range(6)]
         names = [driver.submit(prompt, max_tokens=100) for prompt in prompts]
         driver.run()
-        assert driver.scheduler.books.counters.preemptions > 0
+        assert driver.scheduler.state.counters.preemptions > 0
         for name, prompt in zip(names, prompts, strict=True):
             assert driver.output(name) == alone(prompt, exact, max_tokens=100), (exact, name)
 
@@ -120,12 +125,12 @@ def test_a_preempted_request_with_a_saved_state_goes_on_from_it(exact):
         driver.step()
     request = driver.requests[name]
     computed = request.num_computed
-    preempt(driver.scheduler.books, request, request, 0)
+    preempt(driver.scheduler.state, request, request, 0)
     assert request.phase is Phase.PREEMPTING
     driver.run()
     assert driver.cache.checkpoints.taken[Kind.PREEMPTION] == 1
-    assert driver.scheduler.books.counters.recomputed_tokens == 0
-    assert request.lease is None and request.furthest > computed
+    assert driver.scheduler.state.counters.recomputed_tokens == 0
+    assert request.sequence is None and request.stats.max_computed > computed
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
 
 
@@ -136,10 +141,10 @@ def test_a_preempted_request_without_a_saved_state_computes_again(exact):
     for _ in range(30):
         driver.step()
     request = driver.requests[name]
-    preempt(driver.scheduler.books, request, request, 1000)
+    preempt(driver.scheduler.state, request, request, 1000)
     assert request.phase is Phase.WAITING
     driver.run()
-    assert driver.scheduler.books.counters.recomputed_tokens > 0
+    assert driver.scheduler.state.counters.recomputed_tokens > 0
     assert request.output == alone(TEXT[:200], exact, max_tokens=50)
 
 
@@ -172,9 +177,10 @@ def test_the_time_of_the_first_token_is_not_that_of_a_later_one():
     while driver.scheduler.has_work:
         driver.clock.advance(1)
         driver.step()
-    times = driver.requests[name].times
+    stats = driver.requests[name].stats
     # 600 tokens are three steps of at most 256
-    assert (times.arrived, times.scheduled, times.first_token, times.finished) == (0, 1, 3, 7)
+    times = (stats.arrival_time, stats.scheduled_time, stats.first_token_time, stats.finished_time)
+    assert times == (0, 1, 3, 7)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
@@ -190,11 +196,11 @@ def test_a_finish_seen_late_is_trimmed(ahead):
     stop = plain[11]
     driver = Driver(max_in_flight=ahead)
     request = driver.ask(TEXT[:100], max_tokens=30, stop=[stop])
-    assert request.output == plain[: plain.index(stop) + 1] and request.finish == "stop"
+    assert request.output == plain[: plain.index(stop) + 1] and request.outcome.finish_reason == "stop"
     prompt = TEXT[:100] + request.output + [7]
     follow_up = driver.ask(prompt)
     # steps that were out went on with the stop token and behind it: the runner has left the state before it alone
-    assert follow_up.first.hit == 99 + len(request.output)
+    assert follow_up.stats.first_sequence.hit == 99 + len(request.output)
     assert follow_up.output == alone(prompt, False)
 
 
@@ -303,7 +309,7 @@ def test_a_prompt_comes_in_only_when_all_of_it_has_room(num_pages):
     driver = Driver(num_pages=num_pages, max_num_seqs=8, max_num_batched_tokens=256)
     names = [driver.submit(range(10_000 * i, 10_000 * i + 1000), max_tokens=20) for i in range(12)]
     driver.run()
-    counters = driver.scheduler.books.counters
+    counters = driver.scheduler.state.counters
     assert (counters.preemptions, counters.recomputed_tokens) == (0, 0)
     assert all(len(driver.output(name)) == 20 for name in names)
 

@@ -57,7 +57,7 @@ def check_hits(turns, block_size, budget):
         ends = (max(1, round(boundary * len(prompt))),)
         request = driver.ask(prompt, max_tokens=max_tokens, boundaries=ends)
         shared = max(common(prompt, path) for path in paths)
-        hit = request.first.hit
+        hit = request.stats.first_sequence.hit
         assert shared - 63 <= hit <= shared
         if prompt[:shared] in exact_ends:
             assert hit == shared

@@ -36,8 +36,8 @@ from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import open_vision, tower_identity
-from cairn.scheduler.books import SchedulerConfig
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
 from cairn.transfer.staging import staging_pages_for

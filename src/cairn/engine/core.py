@@ -183,29 +183,29 @@ class Core:
             self._request_log.close()
         self._runner.close()
 
-    # -- the books -----------------------------------------------------------------------------------------------
+    # -- reports and audits ---------------------------------------------------------------------------------------
 
     def idle(self) -> None:
         """Recount the accounting; with nothing to do, nothing may be held. Raises AuditError."""
-        books = self._scheduler.books
-        cache, transfers = books.cache, books.transfers
+        state = self._scheduler.state
+        cache, transfers = state.cache, state.transfers
         audit(cache)
-        if not books.requests and (cache.sequences or cache.step_pins):
+        if not state.requests and (cache.sequences or cache.step_pins):
             raise AuditError(f"{len(cache.sequences)} leases are open with no request running")
         outside = len(transfers.offers) + len(transfers.quarantine)
-        if not books.requests and len(cache.pins) != outside:
+        if not state.requests and len(cache.pins) != outside:
             raise AuditError(f"{len(cache.pins)} pins with {outside} transfers open and no request running")
         self._audits += 1
 
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
         """Look at the prefix cache, a slice at each turn between steps: None until the last item. At most `max_paths`
         paths of its tree are shown one by one, 1 to `MAX_SHOWN`."""
-        return look(self._scheduler.books.cache, max_paths)
+        return look(self._scheduler.state.cache, max_paths)
 
     def reset_cache(self) -> int:
         """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
         pages are held."""
-        cache = self._scheduler.books.cache
+        cache = self._scheduler.state.cache
         held = cache.num_pinned_pages()
         if not held:
             cache.clear()
@@ -216,7 +216,7 @@ class Core:
     def stats(self) -> EngineStats:
         """Counters since the start, and gauges of this moment."""
         return engine_stats(
-            self._scheduler.books,
+            self._scheduler.state,
             self._transfer,
             self._image_counts,
             self._step_sizes,

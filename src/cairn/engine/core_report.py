@@ -1,12 +1,12 @@
-"""The core's books as records for the client: one request's, and the engine's."""
+"""The core's counters as records for the client: one request's, and the engine's."""
 
 from typing import TYPE_CHECKING
 
 from cairn.cache.reasons import Reason
 from cairn.engine.contract import CacheReport, EngineStats, Timings
 from cairn.engine.transfers.kv_transfer import KvTransfer
-from cairn.scheduler.books import Books
 from cairn.scheduler.request import Request
+from cairn.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
     from cairn.runner.content import ImageCounts
@@ -37,7 +37,7 @@ class StepSizes:
 
 
 def engine_stats(
-    books: Books,
+    state: SchedulerState,
     transfer: KvTransfer | None,
     images: "ImageCounts | None",
     steps: StepSizes,
@@ -47,14 +47,14 @@ def engine_stats(
     request_log_dropped: int,
 ) -> EngineStats:
     """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
-    cache, counters, transfers = books.cache, books.counters, books.transfers
+    cache, counters, transfers = state.cache, state.counters, state.transfers
     held, hits, received = cache.num_pinned_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
     cache.checkpoints.let_expired_go()
     return EngineStats(
-        num_running=len(books.running),
-        num_waiting=books.num_waiting,
+        num_running=len(state.running),
+        num_waiting=state.num_waiting,
         num_pages=cache.pool.num_pages,
         free_pages=cache.pool.num_free,
         held_pages=held,
@@ -101,7 +101,7 @@ def engine_stats(
 def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheReport | None:
     """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`. It came by a client: more
     than the prompt has is nothing that a server would say."""
-    first = request.first
+    first = request.stats.first_sequence
     if first is None:
         return None
     believed = prefill_cached_tokens is not None and prefill_cached_tokens <= request.num_prompt_tokens
@@ -109,22 +109,22 @@ def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheRe
         prompt_tokens=request.num_prompt_tokens,
         matched_tokens=first.matched,
         cached_tokens=first.hit - first.received,
-        computed_tokens=request.num_prompt_computed,
+        computed_tokens=request.stats.num_prompt_computed,
         reason=first.reason.value,
         received_tokens=first.received,
         held_breakpoints=len(first.held),
         lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
-        prefill_cached_tokens=prefill_cached_tokens if believed and not request.remote_failed else None,
+        prefill_cached_tokens=prefill_cached_tokens if believed and not request.transfer.remote_failed else None,
     )
 
 
 def timings(request: Request) -> Timings | None:
     """None for a request that ended without a token."""
-    times = request.times
-    if times.scheduled is None or times.first_token is None or times.finished is None:
+    stats = request.stats
+    if stats.scheduled_time is None or stats.first_token_time is None or stats.finished_time is None:
         return None
     return Timings(
-        queue=times.scheduled - times.arrived,
-        prefill=times.first_token - times.scheduled,
-        decode=times.finished - times.first_token,
+        queue=stats.scheduled_time - stats.arrival_time,
+        prefill=stats.first_token_time - stats.scheduled_time,
+        decode=stats.finished_time - stats.first_token_time,
     )

@@ -141,8 +141,8 @@ class OpenAnswers:
             self._scheduler.finish(request, "stop")
         elif finish is not None:
             text += answer.finish()
-            if finish == "stop" and request.stop_token in answer.stop_tokens:
-                stop_reason = request.stop_token
+            if finish == "stop" and request.outcome.stop_token in answer.stop_tokens:
+                stop_reason = request.outcome.stop_token
         elif (finish := self._judged(request, answer)) is not None:
             text += answer.finish()
         if finish is not None:
@@ -157,7 +157,7 @@ class OpenAnswers:
             finish_reason=finish,
             stop_reason=stop_reason,
             logprobs=None if told is None else packed([told], 0),
-            prompt_logprobs=packed(request.scores, shown) if shown is not None and first else None,
+            prompt_logprobs=packed(request.outcome.prompt_logprobs, shown) if shown is not None and first else None,
         )
         return output if finish is None else self._last(output, request, answer)
 
@@ -178,7 +178,7 @@ class OpenAnswers:
         constraint.follow(request.output)
         if constraint.failure is not None:
             answer.failure_status = InvalidRequest.status
-            request.failure = f"the answer cannot be held to the form that was asked for: {constraint.failure}"
+            request.outcome.failure = f"the answer cannot be held to the form that was asked for: {constraint.failure}"
             self._scheduler.finish(request, "error")
             return "error"
         if constraint.complete:
@@ -192,8 +192,8 @@ class OpenAnswers:
             output,
             cache=cache_report(request, answer.terms.prefill_cached_tokens) if answer.index == 0 else None,
             timings=timings(request),
-            error=request.failure,
-            status=QueueFull.status if request.refused else answer.failure_status,
+            error=request.outcome.failure,
+            status=QueueFull.status if request.outcome.refused else answer.failure_status,
             kv_transfer_params=self._transfer.answer(request) if well and self._transfer is not None else None,
             transfer=report(request),
         )

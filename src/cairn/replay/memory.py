@@ -27,7 +27,7 @@ class TreeMemory:
 
 
 def tree_memory(cache: PrefixCache) -> TreeMemory:
-    """Count it, in O(objects). The pool's one number a page, leases and observers are not the tree's."""
+    """Count it, in O(objects). The pool's one number a page, sequences and observers are not the tree's."""
     block = cache.layout.block_size
     nodes = ghosts = page_runs = key_bytes = 0
     stack = list(cache.tree.roots.values())

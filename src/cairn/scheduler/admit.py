@@ -2,208 +2,212 @@
 
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.advance import add_prefill, next_prefill_end
-from cairn.scheduler.books import Books
-from cairn.scheduler.fetch import cancel_slow_fetch, give_way, note_failure, note_overtaking
-from cairn.scheduler.hand_over import has_room, hold_state, needs_file, set_aside
-from cairn.scheduler.lease_wait import await_lease_room
+from cairn.scheduler.kv_export import (
+    has_room,
+    needs_prompt_checkpoint,
+    pin_prompt_checkpoint,
+    reserve_prompt_checkpoint,
+)
+from cairn.scheduler.kv_import import blame_remote, cancel_slow_fetch, count_overtaking, give_way
+from cairn.scheduler.lease_limits import wait_for_lease_room
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Phase, Request
-from cairn.scheduler.sampling import add_sample
+from cairn.scheduler.state import SchedulerState
 from cairn.step import GRID, PageCopy, Restore
 
 
-def admit_whole(books: Books, builder: PlanBuilder) -> bool:
+def admit_whole(state: SchedulerState, builder: PlanBuilder) -> bool:
     """Take in those that have had all of their prompt from another server, while others run: their first tokens are
     drawn by a step without a forward pass, not at the end of one that the others need. False if there are none."""
-    if not books.running:
+    if not state.running:
         return False
-    for request in sorted(books.transfers.ready, key=lambda request: request.turn):
-        if request.lease is None or request.lease.hit < request.num_known or not _may_go_first(books, request):
+    for request in sorted(state.transfers.ready, key=lambda request: request.turn):
+        if request.sequence is None or request.sequence.hit < request.num_known or not _may_go_first(state, request):
             break
-        if not _admit_fetched(books, builder, request):
+        if not _admit_fetched(state, builder, request):
             break
     return bool(builder.scheduled)
 
 
-def _may_go_first(books: Books, request: Request) -> bool:
+def _may_go_first(state: SchedulerState, request: Request) -> bool:
     """Whether nobody before it could have its slot, and the leases leave room for it."""
-    if any(books.in_flight.can_go(other) for other in books.waiting.plain.before(request)):
+    if any(state.in_flight.can_go(other) for other in state.waiting.plain.before(request)):
         return False
     if not request.spec.hand_over:
         return True
-    return next(books.waiting.hand_overs.before(request), None) is None and has_room(books, request)
+    return next(state.waiting.hand_overs.before(request), None) is None and has_room(state, request)
 
 
-def admit(books: Books, builder: PlanBuilder) -> None:
+def admit(state: SchedulerState, builder: PlanBuilder) -> None:
     """Take requests in, each in its turn, while there are slots, tokens and pages for all that is known of them: those
     whose pages have been fetched hold these already. Passed over are those that wait for what another one computes,
     which leave a slot free each, and hand-overs that the leases leave no room for. Those that are still going to fetch
     their pages do so beside the queue."""
-    books.in_flight.refresh()
-    held, leases_full, last = 0, False, None
-    while len(books.free_slots) > held and (request := _next(books, last, leases_full)) is not None:
-        if request.spec.hand_over and (leases_full or not has_room(books, request)):
-            await_lease_room(books, request)
+    state.in_flight.refresh()
+    num_reserved_slots, leases_full, last = 0, False, None
+    while len(state.free_slots) > num_reserved_slots and (request := _next(state, last, leases_full)) is not None:
+        if request.spec.hand_over and (leases_full or not has_room(state, request)):
+            wait_for_lease_room(state, request)
             leases_full, last = True, request
             continue
-        if request.phase is Phase.WAITING and _held_back(books, builder, request):
-            held, last = held + 1, request
+        if request.phase is Phase.WAITING and _should_wait(state, builder, request):
+            num_reserved_slots, last = num_reserved_slots + 1, request
             continue
         if builder.budget <= 0:
             return
         if request.phase is Phase.READY:
-            if not _admit_fetched(books, builder, request):
+            if not _admit_fetched(state, builder, request):
                 return
             continue
-        if _try(books, builder, request):
+        if _try_admit(state, builder, request):
             continue
         if builder.budget >= GRID:
-            if give_way(books, before=request):
+            if give_way(state, before=request):
                 continue
-            cancel_slow_fetch(books)
-        if books.running or books.ending or books.cache.step_pins or books.transfers.is_open:
+            cancel_slow_fetch(state)
+        if state.running or state.ending or state.cache.step_pins or state.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
-        while books.branches.give_way():
+        while state.parallel_sampling.release_last():
             pass
-        books.cache.clear()
-        if not _try(books, builder, request):
+        state.cache.clear()
+        if not _try_admit(state, builder, request):
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
 
 
-def _next(books: Books, last: Request | None, leases_full: bool) -> Request | None:
+def _next(state: SchedulerState, last: Request | None, leases_full: bool) -> Request | None:
     """Whose turn it is when all up to `last` have been passed over; with `leases_full` not those that are known to wait
     for room among the leases."""
-    ready = [request for request in books.transfers.ready if last is None or request.turn > last.turn]
-    found = [books.waiting.plain.after(last), None if leases_full else books.waiting.hand_overs.after(last), *ready]
+    ready = [request for request in state.transfers.ready if last is None or request.turn > last.turn]
+    found = [state.waiting.plain.after(last), None if leases_full else state.waiting.hand_overs.after(last), *ready]
     return min((request for request in found if request is not None), key=lambda request: request.turn, default=None)
 
 
-def _admit_fetched(books: Books, builder: PlanBuilder, request: Request) -> bool:
+def _admit_fetched(state: SchedulerState, builder: PlanBuilder, request: Request) -> bool:
     """Plan the first share of one whose pages have been fetched; False if it cannot go now."""
-    lease = request.lease
-    assert lease is not None
-    request.num_scheduled, request.prefill_until = lease.hit, request.num_prompt_tokens
-    if len(books.free_slots) <= books.in_flight.num_before(request):
+    sequence = request.sequence
+    assert sequence is not None
+    request.num_scheduled, request.prefill_until = sequence.hit, request.num_prompt_tokens
+    if len(state.free_slots) <= state.in_flight.num_before(request):
         return False
     place = len(builder.copies)
-    if not _first_step(books, builder, request, lease):
-        if not books.running and not books.ending:
-            give_way(books)
+    if not _first_step(state, builder, request, sequence):
+        if not state.running and not state.ending:
+            give_way(state)
         return False
-    builder.copies[place:place] = books.transfers.ready.pop(request)
+    builder.copies[place:place] = state.transfers.ready.pop(request)
     return True
 
 
-def _held_back(books: Books, builder: PlanBuilder, request: Request) -> bool:
-    if books.branches.holds_for(request):
+def _should_wait(state: SchedulerState, builder: PlanBuilder, request: Request) -> bool:
+    if state.parallel_sampling.has_pinned_prompt(request):
         return False
-    return books.in_flight.holds_back(builder, request, lambda request: _lookup(books, request))
+    return state.in_flight.should_wait_for_prefix(builder, request, lambda request: _lookup(state, request))
 
 
-def _try(books: Books, builder: PlanBuilder, request: Request) -> bool:
-    lease = books.branches.lease(request) or _lookup(books, request)
-    request.lease, request.num_scheduled = lease, lease.hit
-    by_prompt = books.config.exact or request.spec.hand_over
+def _try_admit(state: SchedulerState, builder: PlanBuilder, request: Request) -> bool:
+    sequence = state.parallel_sampling.branch(request) or _lookup(state, request)
+    request.sequence, request.num_scheduled = sequence, sequence.hit
+    by_prompt = state.config.exact or request.spec.hand_over
     request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
-    if _first_step(books, builder, request, lease):
+    if _first_step(state, builder, request, sequence):
         return True
-    request.lease = None
-    books.cache.discard(lease)
+    request.sequence = None
+    state.cache.discard(sequence)
     return False
 
 
-def _lookup(books: Books, request: Request) -> SequenceBlocks:
+def _lookup(state: SchedulerState, request: Request) -> SequenceBlocks:
     spec = request.spec
     resumed_from = request.num_prompt_tokens if request.resumed else None
     # what is handed over is the state at the prompt's end: a deeper one would pass it by
     keys = spec.prompt if spec.hand_over else request.keys()
     bypass = spec.prompt_logprobs is not None and not request.output
-    lease = books.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)
+    sequence = state.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)
     for token in request.output[len(keys) - request.num_prompt_tokens :]:
-        lease.append(token)
-    return lease
+        sequence.append(token)
+    return sequence
 
 
-def _first_step(books: Books, builder: PlanBuilder, request: Request, lease: SequenceBlocks) -> bool:
+def _first_step(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> bool:
     """Plan the request's first share; False if it has to go on waiting."""
-    if lease.hit == request.num_known:
-        _explain(books, request, lease)
-        _take(books, builder, request, lease)
-        add_sample(builder, request, lease.hit)
-        builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit, samples=True))
-        request.in_flight += 1
-        request.sampling_step = builder.step
+    if sequence.hit == request.num_known:
+        _explain(state, request, sequence)
+        _start_running(state, builder, request, sequence)
+        builder.add_sample(request, sequence.hit)
+        builder.scheduled.append(ScheduledSequence(request, sequence.hit, sequence.hit, samples=True))
+        request.num_in_flight += 1
         return True
     # resumed at a state of its own answer it has nothing to prefill: it goes on decoding with the next step
-    decodes = lease.hit >= request.prefill_until
-    end = lease.hit if decodes else next_prefill_end(books, request, builder.budget)
-    if end == lease.hit and not decodes:
+    decodes = sequence.hit >= request.prefill_until
+    end = sequence.hit if decodes else next_prefill_end(state, request, builder.budget)
+    if end == sequence.hit and not decodes:
         return False
-    num_files = needs_file(request, lease)
-    if not books.cache.could_extend(lease, request.num_known, num_files):
+    num_files = needs_prompt_checkpoint(request, sequence)
+    if not state.cache.could_extend(sequence, request.num_known, num_files):
         return False
-    if not books.in_flight.leaves_room(request, lease, num_files):
+    if not state.in_flight.leaves_room(request, sequence, num_files):
         return False
-    _explain(books, request, lease)
+    _explain(state, request, sequence)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
     # and one that is resumed has to come further than before, or it would be sent back for ever
-    copies: list[PageCopy] | None = books.cache.extend(lease, request.num_known)
-    if copies is None or not set_aside(books, request, lease):
+    copies: list[PageCopy] | None = state.cache.extend(sequence, request.num_known)
+    if copies is None or not reserve_prompt_checkpoint(state, request, sequence):
         return False
-    if books.branches.wants_state(request):
-        books.cache.force_checkpoint(lease, request.num_prompt_tokens)
-    _take(books, builder, request, lease)
+    if state.parallel_sampling.needs_checkpoint(request):
+        state.cache.force_checkpoint(sequence, request.num_prompt_tokens)
+    _start_running(state, builder, request, sequence)
     if decodes:
         builder.copies += copies
-        builder.scheduled.append(ScheduledSequence(request, lease.hit, lease.hit))
-        request.in_flight += 1
+        builder.scheduled.append(ScheduledSequence(request, sequence.hit, sequence.hit))
+        request.num_in_flight += 1
     else:
         add_prefill(builder, request, end, copies)
     return True
 
 
-def _explain(books: Books, request: Request, lease: SequenceBlocks) -> None:
+def _explain(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
-    books.cache.explain(lease)
-    note_failure(request, lease)
+    state.cache.explain(sequence)
+    blame_remote(request, sequence)
 
 
-def _take(books: Books, builder: PlanBuilder, request: Request, lease: SequenceBlocks) -> None:
+def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> None:
     if request.phase is Phase.WAITING:
-        note_overtaking(books, request)
-        books.waiting.remove(request)
-    request.no_lease_room_since = None
-    branches, trunk = books.branches, request.trunk
-    if not branches.holds_for(request):
+        count_overtaking(state, request)
+        state.waiting.remove(request)
+    request.transfer.no_lease_room_since = None
+    parallel_sampling = state.parallel_sampling
+    group = parallel_sampling.group_of(request)
+    if not parallel_sampling.has_pinned_prompt(request):
         # a prompt counts once, also where another answer to it has to look it up again
-        counted = request.resumed or (trunk is not None and trunk.counted is not None)
-        books.cache.admitted(lease, resumed=counted)
-        books.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
-    if trunk is not None and trunk.counted is None:
-        trunk.counted = request.id
+        counted = request.resumed or (group is not None and group.counted)
+        state.cache.admitted(sequence, resumed=counted)
+        state.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
+    if group is not None and not group.counted:
+        group.counted, request.stats.is_parallel_sample = True, False
     if request.resumed:
-        books.counters.recomputed_tokens += max(0, request.furthest - lease.hit)
-        assert request.first is not None
-        lease.held = request.first.held
+        state.counters.recomputed_tokens += max(0, request.stats.max_computed - sequence.hit)
+        assert request.stats.first_sequence is not None
+        sequence.held = request.stats.first_sequence.held
     else:
-        request.first = lease
-        request.times.scheduled = books.clock.now()
-    request.scores.clear()
-    books.cache.hold_breakpoints(lease, request.spec.boundaries)
-    request.num_computed = lease.hit
-    request.facts = books.cache.facts(lease, request.prefill_until, request.spec.boundaries)
-    request.slot = books.free_slots.pop()
+        request.stats.first_sequence = sequence
+        request.stats.scheduled_time = state.clock.now()
+    request.outcome.prompt_logprobs.clear()
+    state.cache.hold_breakpoints(sequence, request.spec.boundaries)
+    request.num_computed = sequence.hit
+    request.facts = state.cache.facts(sequence, request.prefill_until, request.spec.boundaries)
+    request.slot = state.free_slots.pop()
     request.to(Phase.RUNNING)
-    books.running.put(request)
-    books.in_flight.started(request)
+    state.running.put(request)
+    state.in_flight.started(request)
     builder.add_admit(request)
-    if lease.restore is not None:
-        builder.restores.append(Restore(request.slot, lease.restore))
-    if lease.hit == request.num_prompt_tokens:
+    if sequence.restore is not None:
+        builder.restores.append(Restore(request.slot, sequence.restore))
+    if sequence.hit == request.num_prompt_tokens:
         if request.spec.hand_over:
-            hold_state(books, request)
-        if branches.leads(request):
-            branches.keep_state(request)
-            branches.let_start(request)
-    branches.started(request)
+            pin_prompt_checkpoint(state, request)
+        if parallel_sampling.is_leader(request):
+            parallel_sampling.pin_checkpoint(request)
+            parallel_sampling.queue_others(request)
+    parallel_sampling.start(request)

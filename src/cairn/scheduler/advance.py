@@ -1,33 +1,31 @@
 """The next tokens of the requests that run already: a decode row, or a prefill chunk."""
 
-from cairn.scheduler.books import Books
-from cairn.scheduler.budget import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.preempt import make_room
 from cairn.scheduler.request import Phase, Request
-from cairn.scheduler.sampling import add_sample, score_of
-from cairn.step import PageCopy
+from cairn.scheduler.state import SchedulerState
+from cairn.step import GRID, PageCopy, Score
 
 
-def advance(books: Books, builder: PlanBuilder) -> bool:
+def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     """Add a row for each running request that can go on, first come first served.
 
     A prefill chunk leaves one token of the budget to every request behind it, so that no answer stalls. False if
     pages ran short: then what was freed belongs to those that run, and nobody new may come in.
     """
-    preemptions, enough, num_before = books.counters.preemptions, True, 0
-    for request in list(books.running):
+    preemptions, enough, num_before = state.counters.preemptions, True, 0
+    for request in list(state.running):
         if request.phase is not Phase.RUNNING:
             continue  # preempted by one that came before it
-        behind = len(books.running) - num_before - 1
+        behind = len(state.running) - num_before - 1
         num_before += 1
         if request.num_scheduled < request.prefill_until:
-            end, decode = next_prefill_end(books, request, builder.budget - behind), False
+            end, decode = next_prefill_end(state, request, builder.budget - behind), False
         else:
             end, decode = request.num_scheduled + (builder.budget > 0 and _decode_ready(request)), True
         if end == request.num_scheduled:
             continue
-        copies = make_room(books, request, end)
+        copies = make_room(state, request, end)
         if copies is None:
             enough = False
             num_before -= request.phase is not Phase.RUNNING  # it has given way itself
@@ -35,21 +33,33 @@ def advance(books: Books, builder: PlanBuilder) -> bool:
             _add_decode(builder, request, copies)
         else:
             add_prefill(builder, request, end, copies)
-    return enough and preemptions == books.counters.preemptions
+    return enough and preemptions == state.counters.preemptions
 
 
-def next_prefill_end(books: Books, request: Request, budget: int) -> int:
+def next_prefill_end(state: SchedulerState, request: Request, budget: int) -> int:
     """Where the next chunk ends if it may have `budget` tokens."""
-    placement = books.cache.policy.placement
+    placement = state.cache.policy.placement
     if placement is not None and placement.step_tokens is not None:
         budget = min(budget, placement.step_tokens)
     return chunk_end(request.num_scheduled, request.prefill_until, budget)
 
 
+def chunk_end(start: int, limit: int, budget: int) -> int:
+    """Where a prefill chunk from `start` ends: at `limit` if the budget (tokens) reaches it, else on the 64-token
+    grid. Equal to `start` if the budget reaches neither."""
+    end = min(limit, start + budget)
+    if end < limit:
+        end = end // GRID * GRID
+    return max(start, end)
+
+
 def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[PageCopy]) -> None:
     """A prefill row [num_scheduled, end), which samples if it reaches the last known token."""
-    scheduled = builder.add_prefill(request, end, score_of(request, request.num_scheduled, end))
-    _added_row(builder, scheduled, copies, samples=end >= request.num_known)
+    spec, score = request.spec, None
+    if spec.prompt_logprobs is not None:
+        targets = spec.prompt[request.num_scheduled + 1 : end + 1]
+        score = Score(targets, spec.prompt_logprobs) if len(targets) else None
+    _added_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_known)
 
 
 def _decode_ready(request: Request) -> bool:
@@ -68,8 +78,7 @@ def _added_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[
     request = scheduled.request
     builder.copies += copies
     request.num_scheduled = scheduled.end
-    request.in_flight += 1
+    request.num_in_flight += 1
     if samples:
         scheduled.samples = True
-        add_sample(builder, request, scheduled.end)
-        request.sampling_step = builder.step
+        builder.add_sample(request, scheduled.end)

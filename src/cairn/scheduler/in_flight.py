@@ -119,44 +119,46 @@ class InFlight:
             del self._leading[leader]
         self._compared = 0
 
-    def holds_back(self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], SequenceBlocks]) -> bool:
+    def should_wait_for_prefix(
+        self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], SequenceBlocks]
+    ) -> bool:
         """Whether `request`, whose turn it is, waits for one that runs. `lookup`: as for its admission."""
         if request in self._waits:
             return True
         if not self._on or (request.spec.prompt_logprobs is not None and not request.output):
             return False
         past = self._past.setdefault(request, _Past())
-        found = self._covering(request, past)
+        found = self._leaders_sharing(request, past)
         past.looked = self._begun
         if not found or len(past.leaders) >= MAX_WAITS:
             return False
-        lease = lookup(request)
+        sequence = lookup(request)
         for leader, shared in reversed(found):
-            if leader.num_computed < lease.hit:
+            if leader.num_computed < sequence.hit:
                 continue
-            position = self._meet(builder, leader, request, lease.hit, shared)
+            position = self._meeting_point(builder, leader, request, sequence.hit, shared)
             if position is not None:
-                self._wait(request, past, leader, position, lease.hit)
+                self._wait(request, past, leader, position, sequence.hit)
                 break
-        self._cache.discard(lease)
+        self._cache.discard(sequence)
         return request in self._waits
 
-    def leaves_room(self, request: Request, lease: SequenceBlocks, num_files: int) -> bool:
+    def leaves_room(self, request: Request, sequence: SequenceBlocks, num_files: int) -> bool:
         """Whether the pages that have been put by for those before `request` are there besides its own, which are to
         hold all that is known of it and `num_files` files."""
         put_by = sum(wait.pages for other, wait in self._waits.items() if other.turn < request.turn)
         if not put_by:
             return True
-        need = put_by + lease.blocks.missing_pages(request.num_known)
-        return self._cache.could_free(lease, need + num_files * self._cache.layout.pages_per_checkpoint)
+        need = put_by + sequence.blocks.missing_pages(request.num_known)
+        return self._cache.could_free(sequence, need + num_files * self._cache.layout.pages_per_checkpoint)
 
     def started(self, request: Request) -> None:
         """It runs: whatever it computes may be waited for from now on."""
-        past, lease = self._past.get(request), request.lease
-        assert lease is not None
+        past, sequence = self._past.get(request), request.sequence
+        assert sequence is not None
         if past is not None and past.hit is not None:
-            self._counters.requests += lease.hit > past.hit
-            self._counters.tokens += max(0, lease.hit - past.hit)
+            self._counters.requests += sequence.hit > past.hit
+            self._counters.tokens += max(0, sequence.hit - past.hit)
             past.hit = None
         if self._on and _in_prefill(request):
             self._begun += 1
@@ -175,7 +177,7 @@ class InFlight:
 
     # -- who waits where -----------------------------------------------------------------------------------------
 
-    def _covering(self, request: Request, past: _Past) -> list[tuple[Request, int]]:
+    def _leaders_sharing(self, request: Request, past: _Past) -> list[tuple[Request, int]]:
         """Requests in prefill that have not been looked at for this one, with the tokens that both begin with: each
         shares more than the one before it. Most are told apart by one token."""
         found: list[tuple[Request, int]] = []
@@ -183,8 +185,8 @@ class InFlight:
         new = [leader for leader, leading in self._leading.items() if leading.number > past.looked]
         keys = request.spec.prompt if self._exact or request.spec.hand_over or not new else request.keys()
         for leader in new:
-            assert leader.lease is not None
-            theirs = leader.lease.keys[: leader.prefill_until]
+            assert leader.sequence is not None
+            theirs = leader.sequence.keys[: leader.prefill_until]
             if min(len(keys), len(theirs)) < least or keys[least - 1] != theirs[least - 1]:
                 continue
             if leader.spec.namespace != request.spec.namespace or leader.arrival in past.leaders:
@@ -198,16 +200,18 @@ class InFlight:
                 least = shared + 1
         return found
 
-    def _meet(self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int) -> int | None:
+    def _meeting_point(
+        self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int
+    ) -> int | None:
         """Where the leader is going to leave a state that `request` can start from; None if nowhere worth it."""
-        assert leader.lease is not None
-        files = leader.lease.files
+        assert leader.sequence is not None
+        files = leader.sequence.files
         if self._cache.layout.state_bytes == 0:
             points = [shared]
         else:
-            points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._serves(request, p)]
+            points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._can_resume_at(request, p)]
             points = [p for p in points if p in files or self._can_ask(builder, leader, p)]
-            points += sorted((p for p in files if p <= shared and self._serves(request, p)), reverse=True)
+            points += sorted((p for p in files if p <= shared and self._can_resume_at(request, p)), reverse=True)
         for point in points:
             if point - hit < MIN_SHARED or point <= leader.num_computed:
                 continue
@@ -215,7 +219,7 @@ class InFlight:
                 return point
         return None
 
-    def _serves(self, request: Request, position: int) -> bool:
+    def _can_resume_at(self, request: Request, position: int) -> bool:
         """Whether it may go on from a state there that was built by prefill (DESIGN section 6)."""
         return not self._exact or position % GRID == 0 or position == request.num_prompt_tokens
 
@@ -229,8 +233,8 @@ class InFlight:
 
     def _ask(self, leader: Request, position: int) -> bool:
         """Set a file aside for the leader's state there; False if there is no room for it."""
-        assert leader.lease is not None
-        if self._cache.force_checkpoint(leader.lease, position) is None:
+        assert leader.sequence is not None
+        if self._cache.force_checkpoint(leader.sequence, position) is None:
             return False
         self._leading[leader].asked.add(position)
         return True

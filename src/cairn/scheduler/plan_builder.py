@@ -62,15 +62,15 @@ class PlanBuilder:
 
     def add_admit(self, request: Request) -> None:
         """The request begins in its slot, with the pages that it has by now."""
-        spec, lease = request.spec, request.lease
-        assert lease is not None
+        spec, sequence = request.spec, request.sequence
+        assert sequence is not None
         self._admits.append(
             Admit(
                 slot=request.slot,
-                tables=tuple(table.take_changes()[1] for table in lease.tables),
+                tables=tuple(table.take_changes()[1] for table in sequence.tables),
                 sampling=spec.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
-                history=lease.keys if spec.sampling.needs_history else None,
+                history=sequence.keys if spec.sampling.needs_history else None,
                 stop_token_ids=tuple(sorted(spec.stop_token_ids)),
                 logprobs=spec.logprobs,
                 images=spec.images,
@@ -79,26 +79,28 @@ class PlanBuilder:
 
     def add_prefill(self, request: Request, end: int, score: Score | None) -> ScheduledSequence:
         """A prefill row [num_scheduled, end)."""
-        lease, start = request.lease, request.num_scheduled
-        assert lease is not None
+        sequence, start = request.sequence, request.num_scheduled
+        assert sequence is not None
         added = ScheduledSequence(request, start, end, row=len(self._prefills))
-        self._prefills.append(PrefillRow(request.slot, start, lease.keys[start:end], lease.kv_write_from, score))
+        self._prefills.append(PrefillRow(request.slot, start, sequence.keys[start:end], sequence.kv_write_from, score))
         self._added_row(added)
         return added
 
     def add_decode(self, request: Request) -> ScheduledSequence:
         """A decode row of the token at num_scheduled, or of the one that a step still out samples."""
-        lease, start = request.lease, request.num_scheduled
-        assert lease is not None
+        sequence, start = request.sequence, request.num_scheduled
+        assert sequence is not None
         added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(self._decodes))
-        token = int(lease.keys[start]) if start < lease.num_tokens else SAMPLED
-        self._decodes.append((request.slot, start, token, lease.kv_write_from))
+        token = int(sequence.keys[start]) if start < sequence.num_tokens else SAMPLED
+        self._decodes.append((request.slot, start, token, sequence.kv_write_from))
         self._added_row(added)
         return added
 
-    def add_sample(self, request: Request, position: int, bans_stop_tokens: bool) -> None:
-        """The token at absolute position `position` is drawn."""
+    def add_sample(self, request: Request, position: int) -> None:
+        """The token at absolute position `position` is drawn; no stop token before `min_tokens` have been."""
+        bans_stop_tokens = position - request.num_prompt_tokens < request.spec.min_tokens
         self._samples.append((request.slot, position, bans_stop_tokens))
+        request.sampling_step = self.step
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""
@@ -125,8 +127,8 @@ class PlanBuilder:
         self.scheduled.append(added)
         self.budget -= added.end - added.start
         request = added.request
-        assert request.lease is not None
-        for group, table in enumerate(request.lease.tables):
+        assert request.sequence is not None
+        for group, table in enumerate(request.sequence.tables):
             if table.num_sent < table.length:
                 first, pages = table.take_changes()
                 self._table_updates.append(TableUpdate(request.slot, group, first, pages))

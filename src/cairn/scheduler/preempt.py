@@ -3,66 +3,68 @@
 from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import Wanted
 from cairn.cache.reasons import Reason
-from cairn.scheduler.books import Books
-from cairn.scheduler.fetch import cancel_slow_fetch, give_way
+from cairn.scheduler.kv_import import cancel_slow_fetch, give_way
 from cairn.scheduler.request import Phase, Request
+from cairn.scheduler.state import SchedulerState
 from cairn.step import PageCopy
 
 
-def make_room(books: Books, request: Request, num_tokens: int) -> list[PageCopy] | None:
+def make_room(state: SchedulerState, request: Request, num_tokens: int) -> list[PageCopy] | None:
     """Pages for `num_tokens` tokens of a running request, preempting younger ones if need be.
 
-    Requests that hold fetched pages and do not run yet give way first, then what branches are to start from. A request
-    preempts each other one at most once; after that it waits for it, without giving up what it holds. The youngest of
-    all gives way itself. So the oldest always goes on, or waits for one that does, or for what other servers read;
+    Requests that hold fetched pages and do not run yet give way first, then prompts pinned for further answers. A
+    request preempts each other one at most once; after that it waits for it, without giving up its pages. The youngest
+    of all gives way itself. So the oldest always goes on, or waits for one that does, or for what other servers read;
     fetches that take long are given up for it. Left alone without room, it goes back once for each time it has come
     further, to share what it holds twice. None: the request does not run in this step.
     """
-    assert request.lease is not None
-    while (copies := books.cache.extend(request.lease, num_tokens)) is None:
-        if give_way(books) or books.branches.give_way():
+    assert request.sequence is not None
+    while (copies := state.cache.extend(request.sequence, num_tokens)) is None:
+        if give_way(state) or state.parallel_sampling.release_last():
             continue
-        younger = books.running.behind(request)
-        is_oldest = books.running.head is request
-        victims = [other for other in younger if other.in_flight == 0 and request.id not in other.preempted_by]
+        younger = state.running.behind(request)
+        is_oldest = state.running.head is request
+        victims = [
+            other for other in younger if other.num_in_flight == 0 and request.id not in other.stats.preempted_by
+        ]
         if victims:
-            preempt(books, victims[-1], request, request.lease.blocks.missing_pages(num_tokens))
-        elif younger or books.ending or request.in_flight:
+            preempt(state, victims[-1], request, request.sequence.blocks.missing_pages(num_tokens))
+        elif younger or state.ending or request.num_in_flight:
             return None
-        elif books.transfers.is_open:
-            cancel_slow_fetch(books)
+        elif state.transfers.is_open:
+            cancel_slow_fetch(state)
             return None
-        elif not is_oldest or request.lease.num_tokens > request.sent_back_at:
+        elif not is_oldest or request.sequence.num_tokens > request.stats.sent_back_at:
             if is_oldest:
                 # even alone it may hold pages of tokens that the tree has as well: looked up again, it shares those
-                request.sent_back_at = request.lease.num_tokens
-            preempt(books, request, request, 0)
+                request.stats.sent_back_at = request.sequence.num_tokens
+            preempt(state, request, request, 0)
             return None
         else:
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
     return copies
 
 
-def preempt(books: Books, victim: Request, preemptor: Request, needed_pages: int) -> None:
+def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_pages: int) -> None:
     """Send `victim` back to the queue; what it computed becomes ordinary cached pages.
 
     Its state is saved first if the file can be had beyond the `needed_pages` of the preemptor, and is smaller than
     the victim's own pages (otherwise computing again is cheaper than what it would push out).
     """
-    lease, cache = victim.lease, books.cache
-    assert lease is not None and victim.in_flight == 0
-    books.counters.preemptions += 1
-    victim.preempted_by.add(preemptor.id)
-    cache.commit(lease, victim.num_computed)
+    sequence, cache = victim.sequence, state.cache
+    assert sequence is not None and victim.num_in_flight == 0
+    state.counters.preemptions += 1
+    victim.stats.preempted_by.add(preemptor.id)
+    cache.commit(sequence, victim.num_computed)
     size = cache.layout.pages_per_checkpoint
-    own = sum(len(pages) for pages in lease.pages) - cache.layout.pages_for(lease.matched)
+    own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)
     position = victim.num_computed
-    worth_it = position > lease.hit and size < own and position not in lease.files
+    worth_it = position > sequence.hit and size < own and position not in sequence.files
     if worth_it and cache.make_room(needed_pages + size):
-        if cache.reserve_checkpoint(lease, Wanted(position, Kind.PREEMPTION)) is not None:
-            victim.save_at = position
+        if cache.reserve_checkpoint(sequence, Wanted(position, Kind.PREEMPTION)) is not None:
+            state.pending_saves[victim] = position
             victim.to(Phase.PREEMPTING)
-            books.running.remove(victim)
-            books.ending.put(victim)
+            state.running.remove(victim)
+            state.ending.put(victim)
             return
-    books.back_to_queue(victim, Reason.PREEMPTED)
+    state.back_to_queue(victim, Reason.PREEMPTED)

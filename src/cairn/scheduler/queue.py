@@ -75,19 +75,19 @@ class WaitingQueue:
     def compute(self, request: Request) -> None:
         """A request of `fetches` is going to be computed here, in its turn."""
         self.remove(request)
-        request.source = None
+        request.transfer.source = None
         self.put(request)
 
     def set_no_lease_room(self, request: Request, since: float | None) -> None:
         """Since when `request` has found no room among the leases; None: it has."""
         self.remove(request)
-        request.no_lease_room_since = since
+        request.transfer.no_lease_room_since = since
         self.put(request)
 
     def _queue_of(self, request: Request) -> RequestQueue:
-        if request.source is not None:
+        if request.transfer.source is not None:
             return self.fetches
-        return self.plain if request.no_lease_room_since is None else self.hand_overs
+        return self.plain if request.transfer.no_lease_room_since is None else self.hand_overs
 
 
 def _turn(request: Request) -> tuple[int, int]:

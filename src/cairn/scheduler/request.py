@@ -22,10 +22,11 @@ __all__ = [
     "Offered",
     "Phase",
     "Request",
+    "RequestOutcome",
+    "RequestStats",
+    "RequestTransfer",
     "Source",
     "Spec",
-    "Times",
-    "Trunk",
 ]
 
 Finish = Literal["stop", "length", "abort", "error"]
@@ -38,13 +39,13 @@ class Phase(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
-    """In the queue; holds no slot and no lease. A preempted request is back here."""
+    """In the queue; holds no slot and no pages. A preempted request is back here."""
     FETCHING = "fetching"
-    """Another server's pages are being read; holds a lease and no slot."""
+    """Another server's pages are being read; holds pages and no slot."""
     READY = "ready"
-    """What was fetched is there; holds a lease and waits for a slot."""
+    """What was fetched is there; holds pages and waits for a slot."""
     RUNNING = "running"
-    """Has a slot and a lease; some step computes it."""
+    """Has a slot and pages; some step computes it."""
     FINISHING = "finishing"
     """Its answer is complete and told; steps that name it, or the save of its last state, are still out."""
     PREEMPTING = "preempting"
@@ -141,22 +142,62 @@ class Offered:
 
 
 @dataclass(slots=True)
-class Times:
-    """Clock readings in seconds; None until it has happened."""
+class RequestStats:
+    """What has happened to a request, kept over preemptions: for reports, the log and the choice of preemption victims.
 
-    arrived: float
-    scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
+    Times are clock readings in seconds, None until it has happened. `first_sequence`: its pages at the first admission,
+    with the hit and the miss reasons. `num_prompt_computed`: prompt tokens that were computed here. `max_computed`: the
+    most tokens it had computed when it gave back its pages. `preempted_by`: requests that have preempted this one,
+    each once at most. `sent_back_at`: how many tokens it had when it last went back to the queue though it was the
+    oldest, which it does again only when it has more. `saved_answer_end`: whether the state at the answer's end has
+    been given a file. `is_parallel_sample`: another answer has brought its prompt into the counters.
+    """
+
+    arrival_time: float
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    first_sequence: SequenceBlocks | None = None
+    num_prompt_computed: int = 0
+    max_computed: int = 0
+    preempted_by: set[RequestId] = field(default_factory=set)
+    sent_back_at: int = 0
+    saved_answer_end: bool = False
+    is_parallel_sample: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Trunk:
-    """What several answers to one prompt have in common. `branches`: those that have not started yet; `counted`: the
-    first that has, with which the prompt came into the counters."""
+@dataclass(slots=True)
+class RequestOutcome:
+    """What the client is told besides tokens. `finish_reason`: None until it has ended, at `stop_token` if at a stop
+    token. `failure`: why it ended with an error; `refused`: because the server has no room for it. `prompt_logprobs`:
+    those of the prompt from the second token on, one record a prefill row."""
 
-    branches: "list[Request]"
-    counted: RequestId | None = None
+    finish_reason: Finish | None = None
+    stop_token: int | None = None
+    failure: str | None = None
+    refused: bool = False
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestTransfer:
+    """A request's part in transfers between servers; all of it default for one that has none.
+
+    Import: `source`, the spec's until it has been asked; `num_overtaken`: requests that came in before this one while
+    it found no pages for its fetch; `pulled`: what the source gave, `pull_seconds` how long that took; `remote_failed`:
+    the source had promised more and did not deliver.
+    Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
+    `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
+    """
+
+    source: Source | None = None
+    num_overtaken: int = 0
+    pulled: PullEnded | None = None
+    pull_seconds: float = 0.0
+    remote_failed: bool = False
+    no_lease_room_since: float | None = None
+    pinned_checkpoint: PagePin | None = None
+    offered: Offered | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -167,57 +208,26 @@ class Request:
               applied          named by steps     prompt + output so far
                                still out
 
-    `arrival` numbers the requests in order. `save_at`: the position whose state waits to be saved; `saved`: the
-    answer's end has been. `furthest`: the most tokens ever computed, also before a preemption.
-    `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `sampling_step`: the
-    step still out that samples the next token. `first`: the lease facts of the first admission, for the report.
-    `preempted_by`: requests that have preempted this one, each once at most. `sent_back_at`: how many tokens it had
-    when it last went back to the queue though it was the oldest, which it does again only when it has more.
-
-    `source` is the spec's until it has been asked; `remote_failed`: it had promised more and did not deliver.
-    `num_overtaken`: requests that came in before it while it found no pages for its fetch. `pulled`: what the source
-    gave, and `pull_seconds` how long that took. `failure`: why the request ended with an error; `refused`: because the
-    server has no room for it. `no_lease_room_since`: when the leases were found to leave no room for its hand-over.
-    `handed`: the hand-over checkpoint's file, `offered`: what became of it.
-
-    `trunk`: where its prompt is to have several answers. `scores`: how likely its prompt was held, from the second
-    token on.
+    `arrival` numbers the requests in order. `slot`: -1 without one. `sequence`: its pages, None without; `facts` go
+    with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `num_in_flight`:
+    steps that name it and are still out; `sampling_step`: the one of them that samples the next token.
     """
 
     spec: Spec
-    times: Times
+    stats: RequestStats
     arrival: int
     phase: Phase = Phase.WAITING
-    output: list[int] = field(default_factory=list)
     slot: int = -1
-    lease: SequenceBlocks | None = None
+    sequence: SequenceBlocks | None = None
     facts: PromptFacts | None = None
-    first: SequenceBlocks | None = None
+    output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_scheduled: int = 0
     prefill_until: int = 0
-    in_flight: int = 0
+    num_in_flight: int = 0
     sampling_step: int | None = None
-    save_at: int | None = None
-    saved: bool = False
-    finish: Finish | None = None
-    stop_token: int | None = None
-    num_prompt_computed: int = 0
-    furthest: int = 0
-    preempted_by: set[RequestId] = field(default_factory=set)
-    sent_back_at: int = 0
-    source: Source | None = None
-    remote_failed: bool = False
-    num_overtaken: int = 0
-    pulled: PullEnded | None = None
-    pull_seconds: float = 0.0
-    failure: str | None = None
-    refused: bool = False
-    no_lease_room_since: float | None = None
-    handed: PagePin | None = None
-    offered: Offered | None = None
-    trunk: Trunk | None = None
-    scores: list[Logprobs] = field(default_factory=list)
+    outcome: RequestOutcome = field(default_factory=RequestOutcome)
+    transfer: RequestTransfer = field(default_factory=RequestTransfer)
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -237,9 +247,14 @@ class Request:
         return len(self.spec.prompt) + len(self.output)
 
     @property
+    def is_to_be_leased(self) -> bool:
+        """Whether its prompt is going to be leased to another server: once it is, the lease counts."""
+        return self.spec.hand_over and self.transfer.offered is None
+
+    @property
     def resumed(self) -> bool:
         """Whether it has been admitted before."""
-        return self.first is not None
+        return self.stats.first_sequence is not None
 
     def keys(self) -> Keys:
         """Prompt and output, shape [num_known]."""

@@ -5,24 +5,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_whole
 from cairn.scheduler.advance import advance
-from cairn.scheduler.books import Books, SchedulerConfig
-from cairn.scheduler.budget import capacity_tokens
-from cairn.scheduler.ending import finish, settle
-from cairn.scheduler.hand_over import hold_state
-from cairn.scheduler.lease_quota import check_quota
-from cairn.scheduler.observer import RequestObserver
+from cairn.scheduler.finish import finish, release_or_save
+from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer
+from cairn.scheduler.kv_import import finish_pull, release_quarantine, slow_fetches, start_pulls
+from cairn.scheduler.kv_lookup import answer_lookup
+from cairn.scheduler.lease_limits import check_quota, refuse_overdue
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
-from cairn.scheduler.remote import take_events
-from cairn.scheduler.request import Finish, Phase, Request, Spec, Times
-from cairn.scheduler.sampling import masks_of
+from cairn.scheduler.request import Finish, Phase, Request, RequestStats, Spec
 from cairn.scheduler.snapshots import add_saves, add_snapshots
+from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
 from cairn.step import Logprobs, SampledToken, StepPlan, StepResult, TokenMask
+from cairn.transfer.contract import ContentAsked, LeaseEnded, PagesFree, PullEnded
 from cairn.types import Clock, RequestId
 
 __all__ = ["Progress", "Scheduler"]
@@ -56,9 +56,11 @@ class Scheduler:
     ) -> None:
         slots = list(range(config.max_num_seqs - 1, -1, -1))
         queue = WaitingQueue(config.max_waiting)
-        self.books = Books(config, cache, clock, queue, slots, transfers=transfers or Transfers(), observer=observer)
+        self.state = SchedulerState(
+            config, cache, clock, queue, slots, transfers=transfers or Transfers(), observer=observer
+        )
         self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
-        self._flying: deque[PlanBuilder] = deque()
+        self._plans: deque[PlanBuilder] = deque()
         self._step = 0
         self._arrivals = 0
         self._stalled = False
@@ -77,17 +79,17 @@ class Scheduler:
         ids: set[RequestId] = set()
         for group in groups:
             for own in group:
-                if own.request_id in self.books.requests or own.request_id in ids:
+                if own.request_id in self.state.requests or own.request_id in ids:
                     raise InvalidRequest(f"request id {own.request_id!r} is in use", "request_id")
                 ids.add(own.request_id)
             self._check(group[0])
         self.check_room([len(group) for group in groups])
-        check_quota(self.books, [group[0] for group in groups])
+        check_quota(self.state, [group[0] for group in groups])
         for group in groups:
-            leader, *others = [self._arrived(own) for own in group]
+            leader, *others = [self._add_request(own) for own in group]
             if others:
-                self.books.branches.park(leader, others)
-            self.books.waiting.put(leader)
+                self.state.parallel_sampling.defer(leader, others)
+            self.state.waiting.put(leader)
         self._stalled = False
 
     def _check(self, spec: Spec) -> None:
@@ -98,7 +100,7 @@ class Scheduler:
         limit = self.max_tokens_for(length)
         if limit < 1 or spec.max_tokens > limit:
             raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
-        if (spec.source is not None or spec.hand_over) and self.books.transfers.side is None:
+        if (spec.source is not None or spec.hand_over) and self.state.transfers.side is None:
             raise InvalidRequest("this server takes no part in transfers: start it with --kv-transfer-config", "source")
         if spec.hand_over and not self._can_hand_over(length + spec.max_tokens):
             raise InvalidRequest(
@@ -110,37 +112,38 @@ class Scheduler:
     def check_room(self, num_answers: Sequence[int]) -> None:
         """Whether so many answers to each of some prompts may come into the queue together. Raises InvalidRequest if
         they never may, QueueFull if they may not now."""
-        books, most, total = self.books, max(num_answers), sum(num_answers)
-        limit = books.config.max_waiting
+        state, most, total = self.state, max(num_answers), sum(num_answers)
+        limit = state.config.max_waiting
         if most > limit:
             raise InvalidRequest(f"{most} answers are more than may wait: lower n", "n")
         if total > limit:
             fix = "send fewer prompts at a time" if most == 1 else "send fewer prompts at a time or lower n"
             raise InvalidRequest(f"{total} answers are more than may wait: {fix}", "prompt")
-        if len(books.waiting) + books.branches.num_parked + total > limit:
-            raise QueueFull(f"{books.num_waiting} requests are waiting already: try again later")
+        if len(state.waiting) + state.parallel_sampling.num_deferred + total > limit:
+            raise QueueFull(f"{state.num_waiting} requests are waiting already: try again later")
 
-    def _arrived(self, spec: Spec) -> Request:
-        books = self.books
+    def _add_request(self, spec: Spec) -> Request:
+        state = self.state
         self._arrivals += 1
-        request = Request(spec, Times(arrived=books.clock.now()), arrival=self._arrivals, source=spec.source)
-        books.requests[request.id] = request
-        if books.observer is not None:
-            books.observer.submitted(request)
+        request = Request(spec, RequestStats(state.clock.now()), self._arrivals)
+        request.transfer.source = spec.source
+        state.requests[request.id] = request
+        if state.observer is not None:
+            state.observer.submitted(request)
         return request
 
     def max_tokens_for(self, num_prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt can have at most; below 1 if it does not fit at all."""
-        longest = self.books.config.max_model_len
+        longest = self.state.config.max_model_len
         return min(longest, longest if self._capacity is None else self._capacity) - num_prompt_tokens
 
     def _can_hand_over(self, num_tokens: int) -> bool:
-        layout = self.books.cache.layout
+        layout = self.state.cache.layout
         need = layout.pages_for(num_tokens) + layout.pages_per_checkpoint + len(layout.groups)
-        return need <= self.books.cache.pool.num_pages
+        return need <= self.state.cache.pool.num_pages
 
     def _too_long(self, length: int, max_tokens: int) -> str:
-        capacity, longest = self._capacity, self.books.config.max_model_len
+        capacity, longest = self._capacity, self.state.config.max_model_len
         asked = f"{length} prompt tokens and {max_tokens} to generate"
         if capacity is not None and capacity < longest:
             return f"{asked} do not fit the cache of {capacity} tokens: shorten them or raise --kv-cache-memory-bytes"
@@ -148,131 +151,171 @@ class Scheduler:
 
     def abort(self, request_id: RequestId) -> None:
         """End a request without an answer; what it computed stays cached. Unknown ids are ignored."""
-        request = self.books.requests.get(request_id)
+        request = self.state.requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request now: at a stop string, by an abort. No matter if it has ended already."""
-        if finish(self.books, request, reason):
+        if finish(self.state, request, reason):
             self._stalled = False
 
     def poll(self) -> list[Progress]:
         """Take in what other servers have sent or taken, and ask them for more. Returns the requests that this has
-        ended. To be called between steps while `books.transfers` has a side."""
-        changed, failed = take_events(self.books)
+        ended. To be called between steps while `state.transfers` has a side."""
+        state = self.state
+        if state.transfers.side is None:
+            return []
+        events, ended = state.transfers.side.events(), []
+        for event in events:
+            match event:
+                case PullEnded():
+                    if (request := finish_pull(state, event)) is not None:
+                        ended.append(request)
+                case PagesFree():
+                    release_quarantine(state, event)
+                case LeaseEnded():
+                    release_offer(state, event)
+                case ContentAsked():
+                    answer_lookup(state, event)
+        refused = refuse_overdue(state)
+        changed = start_pulls(state) or bool(events or refused)
+        if state.running or state.waiting.plain:
+            changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
         self._stalled = self._stalled and not changed
-        return [Progress(request, (), request.finish) for request in failed]
+        return [Progress(request, (), request.outcome.finish_reason) for request in ended + refused]
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to plan or to apply now. False also while all of it waits for other servers."""
-        return self._open or bool(self._flying)
+        return self._open or bool(self._plans)
 
     @property
     def can_plan(self) -> bool:
         """Whether another plan may go out before the oldest one is applied."""
-        return self._open and len(self._flying) < self.books.config.max_in_flight
+        return self._open and len(self._plans) < self.state.config.max_in_flight
 
     @property
     def _open(self) -> bool:
-        books = self.books
-        return not self._stalled and bool(books.waiting or books.running or books.ending or books.transfers.ready)
+        state = self.state
+        return not self._stalled and bool(state.waiting or state.running or state.ending or state.transfers.ready)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
         """The next step. It may be empty when all there is to do waits for steps that are out."""
-        assert len(self._flying) < self.books.config.max_in_flight, f"{len(self._flying)} steps are out already"
+        assert len(self._plans) < self.state.config.max_in_flight, f"{len(self._plans)} steps are out already"
         self._step += 1
-        builder = PlanBuilder(self._step, self.books.config.max_num_batched_tokens)
+        builder = PlanBuilder(self._step, self.state.config.max_num_batched_tokens)
         # every second step at least is for those that run
-        self._drawn_only = not self._drawn_only and admit_whole(self.books, builder)
-        if not self._drawn_only and advance(self.books, builder):
-            admit(self.books, builder)
-        add_saves(self.books, builder)
-        add_snapshots(self.books, builder)
-        if self.books.observer is not None:
-            self.books.observer.planned(builder)
+        self._drawn_only = not self._drawn_only and admit_whole(self.state, builder)
+        if not self._drawn_only and advance(self.state, builder):
+            admit(self.state, builder)
+        add_saves(self.state, builder)
+        add_snapshots(self.state, builder)
+        if self.state.observer is not None:
+            self.state.observer.planned(builder)
         for scheduled in builder.scheduled:
-            if scheduled.request.lease is not None:
-                self.books.cache.pin_until(builder.step, scheduled.request.lease)
-        empty = not builder.scheduled and not any(flying.scheduled for flying in self._flying)
-        self._stalled = empty and self.books.transfers.is_open
-        self._flying.append(builder)
+            if scheduled.request.sequence is not None:
+                self.state.cache.pin_until(builder.step, scheduled.request.sequence)
+        empty = not builder.scheduled and not any(other.scheduled for other in self._plans)
+        self._stalled = empty and self.state.transfers.is_open
+        self._plans.append(builder)
         return builder.plan()
 
     def masks(self) -> dict[int, TokenMask] | None:
         """Of the plan that went out last, by slot: the tokens that may be drawn. None where that is not known before
         the plans before it have been applied."""
-        return masks_of(self._flying[-1], is_next=len(self._flying) == 1)
+        drawing = [scheduled.request for scheduled in self._plans[-1].scheduled if scheduled.samples]
+        if len(self._plans) > 1 and any(
+            request.spec.sampling.needs_history or request.spec.constraint is not None for request in drawing
+        ):
+            return None
+        # the token of one that has ended meanwhile is not looked at
+        masks = {
+            request.slot: request.spec.constraint.allowed(request.output)
+            for request in drawing
+            if request.spec.constraint is not None and request.phase is Phase.RUNNING
+        }
+        return {slot: mask for slot, mask in masks.items() if mask is not None}
 
     def apply(self, result: StepResult) -> list[Progress]:
         """Take in the result of the oldest plan that is out; returns what came of it, in plan order."""
-        builder = self._flying.popleft()
+        builder = self._plans.popleft()
         assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
-        books = self.books
-        books.counters.steps += 1
+        state = self.state
+        state.counters.steps += 1
         tokens = {sampled.slot: sampled for sampled in result.sampled}
         owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
         for scored in result.scored:
-            owners[scored.slot].scores.append(scored.logprobs)
+            owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
         progress = []
         # each of them has a slot of its own, so their order does not matter
         for scheduled in builder.scheduled:
             news = self._apply_sequence(scheduled, tokens)
             if news is not None:
                 progress.append(news)
-        books.cache.step_applied(builder.step)
+        state.cache.step_applied(builder.step)
         return progress
 
     def _apply_sequence(self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken]) -> Progress | None:
-        request, books = scheduled.request, self.books
-        assert request.lease is not None
-        request.in_flight -= 1
+        request, state = scheduled.request, self.state
+        num_prompt, num_known = request.num_prompt_tokens, request.num_known
+        assert request.sequence is not None
+        request.num_in_flight -= 1
         sampled = tokens[request.slot] if scheduled.samples else None
         # A step that was out when the request ended may have gone on with tokens that are not part of it. The runner
         # itself has seen where one of its stop tokens came last: then the slot's state is that before it.
-        stopped = request.stop_token is not None and scheduled.is_decode and scheduled.end >= request.num_known
-        known = scheduled.end <= request.num_known and not stopped
-        if scheduled.has_row and not stopped:
-            self._count(request, scheduled)
-            request.num_computed = max(request.num_computed, scheduled.end)
-            request.furthest = max(request.furthest, request.num_computed)
-        if request.num_prompt_tokens in scheduled.kept:
+        stopped = request.outcome.stop_token is not None and scheduled.is_decode and scheduled.end >= num_known
+        known = scheduled.end <= num_known and not stopped
+        if scheduled.has_row and not stopped and scheduled.end > request.num_computed:
+            if request.num_computed < num_prompt:
+                num_prompt_computed = min(scheduled.end, num_prompt) - request.num_computed
+                request.stats.num_prompt_computed += num_prompt_computed
+                state.counters.computed_prompt_tokens += num_prompt_computed
+            request.num_computed = scheduled.end
+        if num_prompt in scheduled.kept:
             if request.spec.hand_over:
-                hold_state(books, request)
-            books.branches.keep_state(request)
+                pin_prompt_checkpoint(state, request)
+            state.parallel_sampling.pin_checkpoint(request)
         if scheduled.end <= request.prefill_until or (scheduled.kept and known):
-            books.cache.commit(request.lease, scheduled.end, scheduled.kept)
-        if books.branches.leads(request) and request.num_computed >= request.num_prompt_tokens:
-            books.branches.let_start(request)
+            state.cache.commit(request.sequence, scheduled.end, scheduled.kept)
+        if request.num_computed >= num_prompt and state.parallel_sampling.is_leader(request):
+            state.parallel_sampling.queue_others(request)
         news = None
         if request.phase is Phase.RUNNING and sampled is not None:
             news = self._take_token(request, sampled)
-        if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.in_flight == 0:
-            settle(books, request)
+        if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.num_in_flight == 0:
+            release_or_save(state, request)
         return news
 
-    def _count(self, request: Request, scheduled: ScheduledSequence) -> None:
-        computed = max(0, min(scheduled.end, request.num_prompt_tokens) - request.num_computed)
-        request.num_prompt_computed += computed
-        self.books.counters.computed_prompt_tokens += computed
-
     def _take_token(self, request: Request, sampled: SampledToken) -> Progress:
-        assert request.lease is not None
-        books, token = self.books, sampled.token
-        books.counters.generation_tokens += 1
-        if request.times.first_token is None:
-            request.times.first_token = books.clock.now()
+        assert request.sequence is not None
+        state, token = self.state, sampled.token
+        state.counters.generation_tokens += 1
+        if request.stats.first_token_time is None:
+            request.stats.first_token_time = state.clock.now()
         request.output.append(token)
-        request.lease.append(token)
-        request.sampling_step = request.sampling_step if request.in_flight else None
+        request.sequence.append(token)
+        request.sampling_step = request.sampling_step if request.num_in_flight else None
         finish: Finish | None = None
         if token in request.spec.stop_token_ids:
-            finish, request.stop_token = "stop", token
+            finish, request.outcome.stop_token = "stop", token
         elif len(request.output) >= request.spec.max_tokens:
             finish = "length"
         if finish is not None:
             self.finish(request, finish)
         return Progress(request, (token,), finish, sampled.logprobs)
+
+
+def capacity_tokens(layout: CacheLayout, num_pages: int) -> int | None:
+    """The longest sequence that fits a pool of `num_pages` all by itself, one page a group left for copy on write.
+    None if nothing bounds it (no attention)."""
+    if not layout.groups:
+        return None
+    low, high = 0, num_pages * max(group.tokens_per_page for group in layout.groups)
+    room = num_pages - len(layout.groups)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if layout.pages_for(middle) <= room else (low, middle - 1)
+    return low

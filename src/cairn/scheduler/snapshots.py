@@ -3,62 +3,62 @@
 from collections.abc import Iterable
 
 from cairn.cache.placement import PlacementPolicy, Wanted
-from cairn.scheduler.books import Books
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
+from cairn.scheduler.state import SchedulerState
 from cairn.step import Save, Snapshot
 from cairn.types import Pages
 
 
-def add_saves(books: Books, builder: PlanBuilder) -> None:
+def add_saves(state: SchedulerState, builder: PlanBuilder) -> None:
     """The last states of requests that are ending, once no step names them any more."""
-    for request in books.ending:
-        position = request.save_at
-        if position is None or request.in_flight:
+    for request in state.ending:
+        position = state.pending_saves.get(request)
+        if position is None or request.num_in_flight:
             continue
-        assert request.lease is not None
-        builder.saves.append(Save(request.slot, request.lease.files[position].pages))
+        assert request.sequence is not None
+        builder.saves.append(Save(request.slot, request.sequence.files[position].pages))
         builder.scheduled.append(ScheduledSequence(request, position, position, kept=[position]))
-        request.save_at = None
-        request.in_flight += 1
+        del state.pending_saves[request]
+        request.num_in_flight += 1
 
 
-def add_snapshots(books: Books, builder: PlanBuilder) -> None:
+def add_snapshots(state: SchedulerState, builder: PlanBuilder) -> None:
     """Files for checkpoints, once all rows have their pages."""
-    placement = books.cache.policy.placement
+    placement = state.cache.policy.placement
     for scheduled in builder.scheduled:
         if not scheduled.has_row:
             continue
         if not scheduled.is_decode:
-            _add_for_others(books, builder, scheduled)
+            _add_for_others(state, builder, scheduled)
         if placement is None:
             continue
-        lease = scheduled.request.lease
-        assert lease is not None
-        for wanted in _wanted(books, placement, scheduled):
-            if (pages := books.cache.reserve_checkpoint(lease, wanted)) is not None:
+        sequence = scheduled.request.sequence
+        assert sequence is not None
+        for wanted in _wanted(state, placement, scheduled):
+            if (pages := state.cache.reserve_checkpoint(sequence, wanted)) is not None:
                 _add(builder, scheduled, wanted.position, pages)
 
 
-def _add_for_others(books: Books, builder: PlanBuilder, scheduled: ScheduledSequence) -> None:
+def _add_for_others(state: SchedulerState, builder: PlanBuilder, scheduled: ScheduledSequence) -> None:
     """States that other servers, other answers or other requests are going to start from."""
     request = scheduled.request
-    assert request.lease is not None
-    files, end = request.lease.files, request.num_prompt_tokens
-    handed_over = request.spec.hand_over and request.handed is None
-    asked = handed_over or (books.branches.wants_state(request) and end in files)
+    assert request.sequence is not None
+    files, end = request.sequence.files, request.num_prompt_tokens
+    handed_over = request.spec.hand_over and request.transfer.pinned_checkpoint is None
+    asked = handed_over or (state.parallel_sampling.needs_checkpoint(request) and end in files)
     if asked and scheduled.start < end <= scheduled.end:
         _add(builder, scheduled, end, files[end].pages)
-    for position in books.in_flight.asked(request, scheduled.start, scheduled.end):
+    for position in state.in_flight.asked(request, scheduled.start, scheduled.end):
         if position not in scheduled.kept:
             _add(builder, scheduled, position, files[position].pages)
 
 
-def _wanted(books: Books, placement: PlacementPolicy, scheduled: ScheduledSequence) -> Iterable[Wanted]:
+def _wanted(state: SchedulerState, placement: PlacementPolicy, scheduled: ScheduledSequence) -> Iterable[Wanted]:
     facts = scheduled.request.facts
     assert facts is not None
     if not scheduled.is_decode:
         return placement.in_prefill(facts, scheduled.start, scheduled.end)
-    wanted = None if books.config.exact else placement.in_decode(facts, scheduled.end)
+    wanted = None if state.config.exact else placement.in_decode(facts, scheduled.end)
     return () if wanted is None else (wanted,)
 
 

@@ -82,14 +82,14 @@ class RequestLog:
         # running requests get their pages before others are admitted; checkpoints are reserved last
         before_admission = min([now, *(when - _NANOSECOND for when in admitted)])
         for part in builder.scheduled:
-            lease = part.request.lease
+            sequence = part.request.sequence
             times = self._step_times[part.request.id]
             if part.has_row and (not part.is_decode or self._is_recorded(part)):
                 when = before_admission if part.is_decode and self._needs_page(part) else now
                 times.steps.append((when, part.end))
-            if lease is not None:
+            if sequence is not None:
                 scheduled = self._scheduled(part.request)
-                for position in [at for at, file in lease.files.items() if file.forced]:
+                for position in [at for at, file in sequence.files.items() if file.forced]:
                     # for other answers, or another server, the one at the prompt's end is reserved with the pages
                     with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
                     times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
@@ -102,33 +102,33 @@ class RequestLog:
         return part.start % self._block_size == 0 or part.start == part.request.num_prompt_tokens
 
     def _scheduled(self, request: Request) -> float:
-        when = request.times.scheduled
+        when = request.stats.scheduled_time
         return -1.0 if when is None else when - self._start
 
     def ended(self, request: Request) -> None:
-        spec, trunk, steps = request.spec, request.trunk, self._step_times.pop(request.id)
+        spec, steps = request.spec, self._step_times.pop(request.id)
         fields: dict[str, object] = {
             "n": request.arrival,
             "id": request.id,
             "in": len(spec.prompt),
             "out": len(request.output),
-            "finish": request.finish or "error",
+            "finish": request.outcome.finish_reason or "error",
             "timings": _timings(request),
             **_reported(cache_report(request, None)),
             "boundaries": [(each.position, each.kind, each.hold_seconds) for each in spec.boundaries],
             "steps": [(_rounded(when), end) for when, end in steps.steps],
         }
         moments = {
-            "t": request.times.arrived,
-            "scheduled": request.times.scheduled,
-            "first_token": request.times.first_token,
-            "finished": request.times.finished,
+            "t": request.stats.arrival_time,
+            "scheduled": request.stats.scheduled_time,
+            "first_token": request.stats.first_token_time,
+            "finished": request.stats.finished_time,
             "released": self._clock.now(),
         }
         fields |= {name: _rounded(when - self._start) for name, when in moments.items() if when is not None}
         told_if = {
             "forced_checkpoints": [(_rounded(when), place) for place, when in steps.forced_checkpoints.items()],
-            "parallel_sample": trunk is not None and trunk.counted != request.id,
+            "parallel_sample": request.stats.is_parallel_sample,
             "bypasses_cache": spec.prompt_logprobs is not None,
             "dropped": self._sink.dropped,
         }
@@ -152,17 +152,17 @@ def _reported(report: CacheReport | None) -> dict[str, object]:
 
 def _timings(request: Request) -> dict[str, float]:
     """Seconds: what there is of `queue`, `prefill`, `decode`, `ttft` and `e2e`."""
-    times, told = request.times, {}
-    if times.scheduled is not None:
-        told["queue"] = times.scheduled - times.arrived
-    if times.first_token is not None:
-        told["ttft"] = times.first_token - times.arrived
-        if times.scheduled is not None:
-            told["prefill"] = times.first_token - times.scheduled
-    if times.finished is not None:
-        told["e2e"] = times.finished - times.arrived
-        if times.first_token is not None:
-            told["decode"] = times.finished - times.first_token
+    stats, told = request.stats, {}
+    if stats.scheduled_time is not None:
+        told["queue"] = stats.scheduled_time - stats.arrival_time
+    if stats.first_token_time is not None:
+        told["ttft"] = stats.first_token_time - stats.arrival_time
+        if stats.scheduled_time is not None:
+            told["prefill"] = stats.first_token_time - stats.scheduled_time
+    if stats.finished_time is not None:
+        told["e2e"] = stats.finished_time - stats.arrival_time
+        if stats.first_token_time is not None:
+            told["decode"] = stats.finished_time - stats.first_token_time
     return {name: round(seconds, 6) for name, seconds in told.items()}
 
 

@@ -70,8 +70,8 @@ class KvTransfer:
 
     def answer(self, request: Request) -> bytes | None:
         """`kv_transfer_params` of the response, as JSON."""
-        if request.offered is not None:
-            return msgspec.json.encode(self._reference(request, request.offered))
+        if request.transfer.offered is not None:
+            return msgspec.json.encode(self._reference(request, request.transfer.offered))
         if request.spec.source is not None and request.spec.source.nonce is not None:
             hint = {
                 "engine": self.engine_id,
@@ -83,7 +83,7 @@ class KvTransfer:
         return None
 
     def _reference(self, request: Request, offered: Offered) -> dict[str, object]:
-        first, offer = request.first, offered.offer
+        first, offer = request.stats.first_sequence, offered.offer
         files = [checkpoint.pages.tolist() for checkpoint in offer.checkpoints]
         return {
             "do_remote_prefill": True,
@@ -124,10 +124,10 @@ def terms_of(params: object, transfer: KvTransfer | None) -> TransferTerms:
 
 def report(request: Request) -> TransferReport | None:
     """What the request's own pull has read."""
-    pulled = request.pulled
+    pulled = request.transfer.pulled
     if pulled is None or pulled.volume is None:
         return None
     volume = pulled.volume
     return TransferReport(
-        seconds=request.pull_seconds, num_bytes=volume.num_bytes, num_descriptors=volume.num_descriptors
+        seconds=request.transfer.pull_seconds, num_bytes=volume.num_bytes, num_descriptors=volume.num_descriptors
     )

@@ -2,20 +2,20 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
-from cairn.scheduler.branches import Branches
 from cairn.scheduler.in_flight import InFlight, SharedCounters
-from cairn.scheduler.observer import RequestObserver
+from cairn.scheduler.parallel_sampling import ParallelSampling
+from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
-__all__ = ["Books", "Counters", "SchedulerConfig"]
+__all__ = ["Counters", "RequestObserver", "SchedulerConfig", "SchedulerState"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,30 @@ class Counters:
     shared: SharedCounters = field(default_factory=SharedCounters)
 
 
+class RequestObserver(Protocol):
+    """Told what the scheduler does with requests, right after it has: `cairn.engine.request_log.log.RequestLog`.
+    Called by the scheduler's thread; must neither block nor call back."""
+
+    def submitted(self, request: Request) -> None: ...
+
+    def planned(self, builder: PlanBuilder) -> None:
+        """A step is complete: its rows, and the files for the checkpoints that they keep."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """It holds nothing any more, and no step names it."""
+        ...
+
+
 @dataclass(eq=False)
-class Books:
-    """`running`, and `ending`: requests whose state is being saved, or that are finished. `transfers`: what is
-    under way between this server and others. `branches`: prompts that are to have several answers. `in_flight`: who
-    waits for what another one computes."""
+class SchedulerState:
+    """What the scheduler's parts share.
+
+    `requests`: all that have not ended. `running`, and `ending`: those whose state is being saved, or that are finished
+    while steps still name them. `pending_saves`: the position of the state to be saved for a request once no step names
+    it any more. `transfers`: what is under way between this server and others. `parallel_sampling`: prompts with
+    several answers. `in_flight`: who waits for what another one computes.
+    """
 
     config: SchedulerConfig
     cache: PrefixCache
@@ -79,25 +98,36 @@ class Books:
     requests: dict[RequestId, Request] = field(default_factory=dict)
     running: RequestQueue = field(default_factory=RequestQueue)
     ending: RequestQueue = field(default_factory=RequestQueue)
+    pending_saves: dict[Request, int] = field(default_factory=dict)
     transfers: Transfers = field(default_factory=Transfers)
     observer: RequestObserver | None = None
     counters: Counters = field(default_factory=Counters)
-    branches: Branches = field(init=False)
+    parallel_sampling: ParallelSampling = field(init=False)
     in_flight: InFlight = field(init=False)
 
     def __post_init__(self) -> None:
-        self.branches = Branches(self.cache, self.waiting)
+        self.parallel_sampling = ParallelSampling(self.cache, self.waiting)
         config = self.config
         self.in_flight = InFlight(self.cache, self.counters.shared, config.exact, config.in_flight_sharing)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not been admitted, or wait again."""
-        return len(self.waiting) + self.branches.num_parked + len(self.transfers.fetching) + len(self.transfers.ready)
+        return (
+            len(self.waiting)
+            + self.parallel_sampling.num_deferred
+            + len(self.transfers.fetching)
+            + len(self.transfers.ready)
+        )
+
+    @property
+    def num_leases(self) -> int:
+        """Prompts that are leased to other servers, or are going to be."""
+        return len(self.transfers.offers) + sum(request.is_to_be_leased for request in self.requests.values())
 
     def leave_slot(self, request: Request) -> None:
-        """Give back slot and lease of a request that no step names any more."""
-        assert request.in_flight == 0
+        """Give back the slot of a request that no step names any more."""
+        assert request.num_in_flight == 0
         if request.slot >= 0:
             self.free_slots.append(request.slot)
             request.slot = -1
@@ -114,12 +144,13 @@ class Books:
         self.waiting.put(request)
 
     def _release(self, request: Request, loss: Reason | None = None) -> None:
-        if request.lease is not None:
-            self.cache.release(request.lease, loss)
-            request.lease = None
-        if request.handed is not None:
-            self.cache.unpin(request.handed)
-            request.handed = None
+        request.stats.max_computed = max(request.stats.max_computed, request.num_computed)
+        if request.sequence is not None:
+            self.cache.release(request.sequence, loss)
+            request.sequence = None
+        if request.transfer.pinned_checkpoint is not None:
+            self.cache.unpin(request.transfer.pinned_checkpoint)
+            request.transfer.pinned_checkpoint = None
         self.leave_slot(request)
 
     def drop(self, request: Request) -> None:
@@ -127,7 +158,7 @@ class Books:
         self._release(request)
         request.to(Phase.FINISHED)
         self.requests.pop(request.id, None)
-        self.branches.ended(request)
+        self.parallel_sampling.remove(request)
         self.in_flight.ended(request)
         if self.observer is not None:
             self.observer.ended(request)

@@ -1,0 +1,119 @@
+"""A prompt that another server is going to decode: its pages and the state at its end are kept until it has read them.
+
+The file for the state is set aside when the request is admitted, whatever the placement policy says and also with the
+cache off, so a prompt that is computed can always be handed over.
+"""
+
+import numpy as np
+
+from cairn.cache.sequence_blocks import SequenceBlocks
+from cairn.scheduler.request import Offered, Request
+from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.transfers import Leased, content_name
+from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
+from cairn.types import Pages
+
+
+def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
+    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
+    more. What of it is leased already needs none, and a prompt that is larger than the share itself goes alone."""
+    side = state.transfers.side
+    assert side is not None
+    if not (besides or state.transfers.offers or any(other.spec.hand_over for other in state.running)):
+        return True
+    promised, num_more = promised_pages(state)
+    num_more += besides
+    if side.has_room(promised, num_more + num_pages(state, request)):
+        return True
+    found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
+    pages, num_new = _pages_to_lease(state, request, found)
+    if found is not request.sequence:
+        state.cache.discard(found)
+    return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
+
+
+def promised_pages(state: SchedulerState) -> tuple[Pages, int]:
+    """Pages that those that run are going to keep for other servers, and how many more they are going to need for it:
+    spoken for, though nothing is leased yet."""
+    pages, num_more = [np.zeros(0, np.int32)], 0
+    for request in state.running:
+        if request.spec.hand_over and request.sequence is not None:
+            own, num_new = _pages_to_lease(state, request, request.sequence)
+            pages.append(own)
+            num_more += num_new
+    return np.concatenate(pages), num_more
+
+
+def num_pages(state: SchedulerState, request: Request) -> int:
+    """Pages that the request's prompt and the state at its end take."""
+    layout = state.cache.layout
+    return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
+
+
+def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> tuple[Pages, int]:
+    """Which of the pages of `sequence` are handed over with the request's prompt, and how many others. A page that
+    is shared in part is copied before anything is written behind what it holds."""
+    length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
+    stays = sequence.blocks.copied or length + request.spec.max_tokens - 1 <= sequence.matched
+    for group, table in zip(sequence.blocks.groups, sequence.tables, strict=True):
+        shared = min(sequence.matched, length) // group.tokens_per_page
+        pages.append(table.pages[: group.pages_for(length) if stays else shared])
+    if request.transfer.pinned_checkpoint is not None:
+        pages.append(request.transfer.pinned_checkpoint.pages)
+    elif length in sequence.files:
+        pages.append(sequence.files[length].pages)
+    elif sequence.hit == length and sequence.restore is not None:
+        pages.append(sequence.restore)
+    known = np.concatenate(pages)
+    return known, num_pages(state, request) - len(known)
+
+
+def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
+    """Whether a file for the state at the prompt's end has to be set aside."""
+    return request.spec.hand_over and sequence.hit < request.num_prompt_tokens
+
+
+def reserve_prompt_checkpoint(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> bool:
+    """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
+    return (
+        not needs_prompt_checkpoint(request, sequence)
+        or state.cache.force_checkpoint(sequence, request.num_prompt_tokens) is not None
+    )
+
+
+def pin_prompt_checkpoint(state: SchedulerState, request: Request) -> None:
+    """The state at the prompt's end is there: restored, or kept by a step that has been applied."""
+    sequence, position = request.sequence, request.num_prompt_tokens
+    if request.transfer.pinned_checkpoint is not None or sequence is None:
+        return
+    if sequence.hit == position:
+        assert sequence.restore is not None
+        request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", sequence.restore)
+    elif position in sequence.files:
+        request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", sequence.files[position].pages)
+
+
+def offer_prompt(state: SchedulerState, request: Request) -> None:
+    """The request has ended well: hold its prompt for whoever has the reference."""
+    sequence, side, checkpoint = request.sequence, state.transfers.side, request.transfer.pinned_checkpoint
+    assert sequence is not None and side is not None and checkpoint is not None
+    length = request.num_prompt_tokens
+    pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(length)])
+    made = Offer(
+        request_id=request.id,
+        name=content_name(request),
+        keys=request.spec.prompt,
+        pages=pages,
+        checkpoints=(HeldCheckpoint(length, checkpoint.pages),),
+    )
+    reference = side.offer(made)
+    request.transfer.offered = Offered(made, reference)
+    hold = state.cache.pin(f"handed over by {request.id}", made.all_pages)
+    state.transfers.offers[reference] = Leased(hold, request.spec.client)
+
+
+def release_offer(state: SchedulerState, ended: LeaseEnded) -> None:
+    leased = state.transfers.offers.pop(ended.remote_request_id, None)
+    if leased is not None:
+        state.cache.unpin(leased.hold)
+        state.counters.expired_offers += ended.state == "expired"
