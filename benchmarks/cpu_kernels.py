@@ -1,4 +1,5 @@
-"""What the CPU backend's operations take, each beside plain torch: decode steps and prompts, in microseconds.
+"""What the CPU backend's operations take, each beside plain torch: decode steps and prompts, in microseconds. Products
+with weights also beside oneDNN's over its own layout, and int8 ones beside bfloat16's.
 
     python benchmarks/cpu_kernels.py [--shapes tiny 333m] [--dtype bfloat16] [--threads N] [--repeats 15]
                                      [--only NAME ...] [--json FILE]
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from cairn.kernels import cpu
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.cpu import onednn
 from cairn.kernels.cpu.warm_up import warm_up
 from cairn.kernels.staging import Staging
 
@@ -124,6 +126,21 @@ def products(shape: Shape, rows: int, dtype: torch.dtype, batch: Batch) -> Itera
             "F.linear",
             lambda x=x, packed=packed: cpu.linear(x, packed, None, batch),
             lambda x=x, weight=weight: F.linear(x, weight),
+        )
+        if onednn.can_reorder(dtype):
+            reordered = onednn.reorder(weight)
+            yield Pair(
+                f"{name}, panels",
+                "oneDNN's layout",
+                lambda x=x, packed=packed: cpu.linear(x, packed, None, batch),
+                lambda x=x, reordered=reordered: onednn.reordered_product(x, reordered, None),
+            )
+        quantized = cpu.pack_int8(weight)
+        yield Pair(
+            f"{name}, int8",
+            f"{dtype}".removeprefix("torch."),
+            lambda x=x, quantized=quantized: cpu.linear(x, quantized, None, batch),
+            lambda x=x, packed=packed: cpu.linear(x, packed, None, batch),
         )
     last, head = torch.randn(min(rows, 16), shape.hidden).to(dtype), torch.randn(shape.vocab, shape.hidden).to(dtype)
     packed_head = cpu.pack(head)

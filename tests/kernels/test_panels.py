@@ -1,5 +1,8 @@
 """Products by dot instructions: every size of group, panel and chunk, and rows that do not see each other."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -141,3 +144,23 @@ def test_the_processors_that_have_them(found: dict[str, bool], has: bool, monkey
     monkeypatch.setattr(panels.llvmlite.binding, "get_host_cpu_features", lambda: found)
     assert panels.has_instructions.__wrapped__(torch.bfloat16) is has
     assert panels.has_instructions.__wrapped__(torch.float32) is False
+
+
+def test_a_processor_without_them_is_not_asked_to_compile_them() -> None:
+    """LLVM would end the process."""
+    asked = (
+        "import llvmlite.binding, torch; found = llvmlite.binding.get_host_cpu_features(); "
+        "found.update(avx512bf16=False, avx512vnni=False); "
+        "llvmlite.binding.get_host_cpu_features = lambda: found; "
+        "from cairn.kernels import cpu; from cairn.kernels.cpu import int8, panels; "
+        "print(len(panels._multiply.compile()), len(int8._multiply_int8.compile()), "
+        "cpu.pack(torch.zeros(4, 4).bfloat16()).layout, cpu.pack_int8(torch.zeros(4, 4)).layout)"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0", "0", "onednn", "onednn"]
+
+
+def test_what_a_model_in_bfloat16_needs_is_compiled_at_the_start() -> None:
+    """The output, in float32, too."""
+    assert len(panels._multiply.compile(torch.bfloat16)) == 2
+    assert not panels._multiply.compile(torch.float32)

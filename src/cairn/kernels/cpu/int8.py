@@ -108,7 +108,8 @@ def int8_product(
         x.stride(0),
         numbers.data_ptr(),
         scales.data_ptr(),
-        *numbers.shape[1:] * 2,
+        x.shape[1],
+        x.shape[1],
     )
     sums = scaled_int8_sums(numbers, weight.matrices[expert], weight.scales[expert])
     _scale_rows[x.dtype, out.dtype](
@@ -226,7 +227,7 @@ def _whole_number(x: Any) -> Any:
         (dtype, out_dtype): (I32, INT, I32, I32, F32, F32, I32, x, INT, out, INT, INT)
         for dtype, x in ELEMENTS.items()
         for out_dtype, out in ELEMENTS.items()
-        if out_dtype in (dtype, torch.float32)
+        if out_dtype in (dtype, torch.float32) and has_instructions(torch.int8)
     }
 )
 def _multiply_int8(

@@ -174,7 +174,7 @@ def product_of_panels(
             grouped.data_ptr(),
             inputs,
         )
-    _multiply[out.dtype](
+    _multiply[x.dtype, out.dtype](
         parts.segments.shape[0] * panels.shape[0],
         parts.cost(panels),
         parts.segments.data_ptr(),
@@ -212,7 +212,14 @@ def words_at(typingctx: Any, pointer: Any) -> Any:
     return I32(pointer), lambda context, builder, _, args: builder.bitcast(args[0], _I32.as_pointer())
 
 
-@kernel({dtype: (I32, INT, I32, I32, BF16, INT, out, INT, INT) for dtype, out in ELEMENTS.items()})
+@kernel(
+    {
+        (torch.bfloat16, dtype): (I32, INT, I32, I32, BF16, INT, out, INT, INT)
+        for dtype, out in ELEMENTS.items()
+        # LLVM ends the process where it is given an instruction that the processor has not.
+        if has_instructions(torch.bfloat16)
+    }
+)
 def _multiply(
     begin: int,
     end: int,
