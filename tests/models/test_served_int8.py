@@ -122,7 +122,7 @@ def test_a_hit_on_the_grid_changes_no_text(int8: Served, shared: int) -> None:
     engine = int8.engine("auto")
     engine.ask(TEXT[:shared])
     assert text(engine.ask(asked, 8)) == text(int8.engine().ask(asked, 8))
-    assert engine.requests[2].first.hit == shared
+    assert engine.requests[2].stats.first_sequence.hit == shared
 
 
 def test_requests_side_by_side_change_no_text(int8: Served) -> None:
