@@ -137,6 +137,7 @@ def test_a_connection_that_breaks_is_taken_up_where_it_broke(machine, tiny_files
     assert ranges == [None, f"bytes={part}-"]
 
 
+@pytest.mark.more
 def test_a_start_that_failed_leaves_what_it_has_fetched(machine, tiny, tiny_files):
     file = max(shards(tiny_files))
     machine.hub.cut[file], machine.hub.cut_always = 0, True
@@ -360,6 +361,7 @@ def test_wrong_settings_are_said_before_anything_is_fetched(machine, tiny):
     assert done.returncode == 2 and "cairn: MODEL org/none: there is no such folder" in done.stderr
 
 
+@pytest.mark.more
 def test_progress_is_shown_on_a_terminal_alone(machine, tiny):
     machine.find(NAME, "", machine.folder / "first")
     assert machine.log == ""
