@@ -61,12 +61,12 @@ def text(logits: list[Tensor]) -> list[int]:
     return [int(each.argmax()) for each in logits]
 
 
-def parts_of(model: Any) -> list[Any]:
-    """All weights that a model's dataclasses have, each once."""
+def parts_of(model: Any, *kinds: type) -> list[Any]:
+    """All weights that a model's dataclasses have, or all of other kinds, each once."""
     found: dict[int, Any] = {}
 
     def look(part: Any) -> None:
-        if isinstance(part, Int8Weight | PackedWeight):
+        if isinstance(part, kinds or (Int8Weight, PackedWeight)):
             found[id(part)] = part
         elif isinstance(part, tuple):
             for each in part:
@@ -185,24 +185,6 @@ def test_every_family_is_here() -> None:
     assert {*DENSE, *MIXED} == {*ORDER} == {*MADE_FAMILIES} - {"qwen3_5_vl"}
 
 
-def loaded_bytes(model: object) -> int:
-    """Of all tensors that a model's dataclasses have, each once."""
-    found: dict[int, int] = {}
-
-    def look(part: object) -> None:
-        if isinstance(part, torch.Tensor):
-            found[id(part)] = bytes_of(part)
-        elif isinstance(part, tuple):
-            for each in part:
-                look(each)
-        elif is_dataclass(part):
-            for each in fields(part):
-                look(getattr(part, each.name))
-
-    look(model)
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "granitemoehybrid"])
 def test_counted_weights_are_those_that_are_loaded(
@@ -211,5 +193,5 @@ def test_counted_weights_are_those_that_are_loaded(
     """Within what panels and rounding of a tiny model's small tensors add; a tied embedding is there twice."""
     folder = made_model(name)
     counted = check(folder, CheckSettings(dtype="bfloat16", quantization=quantization)).weight_bytes
-    loaded = loaded_bytes(open_model(folder, "bfloat16", quantization).build(exact=False))
+    loaded = bytes_of(*parts_of(open_model(folder, "bfloat16", quantization).build(exact=False), Tensor))
     assert counted == pytest.approx(loaded, rel=0.05)
