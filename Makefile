@@ -126,7 +126,7 @@ clean:
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # config.json is written last: a folder that has it is a finished checkpoint.
-$(MODEL)/config.json: $(wildcard src/cairn/models/*.py) | $(INSTALLED)
+$(MODEL)/config.json: $(wildcard src/cairn/models/*.py src/cairn/models/*/*.py) | $(INSTALLED)
 	@rm -rf $(MODEL)
 	@mkdir -p $(dir $(MODEL))
 	@$(RUN) -m cairn make-model nemotron_h $(MODEL)

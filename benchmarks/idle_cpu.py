@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from cairn.http.cookies import no_cookies
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 
 TRANSFER = ["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}']
 START_SECONDS, END_SECONDS = 90.0, 30.0

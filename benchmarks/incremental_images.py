@@ -34,7 +34,7 @@ from rich.table import Table
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels, RenderedPrompt
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 
 FOUR_TOKENS, FIVE_TOKENS = 3_946, 4_584
 IMAGE_SIZE, FIFTH_SIZE = (672, 672), (1696, 384)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from cairn.models.families import family_of
-from cairn.models.make_model import RECIPES, SIZES, SavedDType, drawn, make_model
+from cairn.models.random_weights.make_model import RECIPES, SIZES, SavedDType, drawn, make_model
 
 __all__ = [
     "MODEL_SIZES",

@@ -38,7 +38,7 @@ from rich.progress import track
 from rich.table import Table
 
 from cairn.http.cookies import no_cookies
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 
 BAR_MS = 25.0
 TOKENS, WARM_UP = 400, 3

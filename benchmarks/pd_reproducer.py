@@ -33,7 +33,7 @@ from benchmarks.pd_servers import (
 from rich.table import Table
 
 from cairn.http.cookies import no_cookies
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 
 MODES = ("align", "auto")
 BLOCK = 128

@@ -27,7 +27,7 @@ from rich.table import Table
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest
 from cairn.engine.core import Core
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 
 POLICIES = {"auto": {}, "align": {"mamba_cache_mode": "align"}, "off": {"enable_prefix_caching": False}}
 WORKLOADS = ("repeat", "shared", "next turn")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 
 torch.set_num_threads(1)
 

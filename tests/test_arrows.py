@@ -36,7 +36,7 @@ MODEL_NUMBERS = (
     "cairn.models.families",
     "cairn.models.forward_sizes",
     "cairn.models.served_dtype",
-    "cairn.models.tensor_headers",
+    "cairn.models.weights.tensor_headers",
 )
 
 ARROWS = MappingProxyType(
@@ -204,7 +204,7 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.cache.tree", "def late():\n    from cairn.models import registry"),
         (arrows, "cairn.errors", "from cairn.step import Row"),
         (arrows, "cairn.kernels.cpu.conv", "from cairn.layers.memory import Memory"),
-        (arrows, "cairn.models.loader", "from cairn.cache.prefix_cache import PrefixCache"),
+        (arrows, "cairn.models.weights.loader", "from cairn.cache.prefix_cache import PrefixCache"),
         (arrows, "cairn.scheduler.admit", "from cairn.cache.tree import Node"),
         (arrows, "cairn.scheduler.admit", "from cairn.runner.runner import Runner"),
         (arrows, "cairn.runner.runner", "from cairn.scheduler.scheduler import Scheduler"),
@@ -214,7 +214,7 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.server.app", "if True:\n    import cairn"),
         (arrows, "cairn.bench.stream", "from cairn.http.failures import failed"),
         (arrows, "cairn.bench.datasets", "from cairn.replay.traces import read_trace"),
-        (arrows, "cairn.replay.layouts", "from cairn.models.loader import read_config"),
+        (arrows, "cairn.replay.layouts", "from cairn.models.weights.loader import read_config"),
         (arrows, "cairn.attic", "import os"),
         (settings_only_in_the_cli, "cairn.engine.build", "from cairn.settings.serve import ServeSettings"),
         (torch_in_its_rooms, "cairn.cache.pages", "import torch"),

@@ -15,7 +15,7 @@ import pytest
 
 from cairn.cli import main
 from cairn.machine import Machine
-from cairn.models.make_model import MADE_FAMILIES
+from cairn.models.random_weights.make_model import MADE_FAMILIES
 
 ECHO_CAIRN = (
     "import sys; from cairn.cli import main; from doubles.byte_tokenizer import load_byte_tokenizer; "

@@ -42,10 +42,9 @@ from bench.scripted import DONE, Answer, Server, answer_at, run, token, usage, v
 from cairn.bench.stream import RequestOutcome
 from cairn.bench.work import Conversation, TokenizerSpeller, Vocabulary
 from cairn.bench.work import Turn as Request
-from cairn.models import qwen3_5
 from cairn.models.check import check
-from cairn.models.families import family_of
-from cairn.models.recipe import Asked
+from cairn.models.families import family_of, qwen3_5
+from cairn.models.random_weights.recipe import Asked
 
 HEALTHY = """
 import http.server, subprocess, sys, time

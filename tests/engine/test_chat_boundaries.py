@@ -25,7 +25,7 @@ from cairn.engine.contract import Breakpoint, RenderedPrompt
 from cairn.engine.text.chat_template import MAX_RENDERINGS, place_boundaries
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
-from cairn.models.make_tokenizer import make_tokenizer
+from cairn.models.random_weights.make_tokenizer import make_tokenizer
 from cairn.types import Boundary
 
 SYSTEM = {"role": "system", "content": "You answer briefly."}

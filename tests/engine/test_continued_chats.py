@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from cairn.engine.text.tokenizer import ModelTokenizer, TokenSpelling
 from cairn.errors import InvalidRequest
-from cairn.models.make_tokenizer import make_tokenizer
+from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
 USER = {"role": "user", "content": "What is a cairn?"}
 BEGUN = {"role": "assistant", "content": "A heap of st"}

@@ -6,7 +6,7 @@ import pytest
 
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
-from cairn.models.make_tokenizer import make_tokenizer
+from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
 USER = {"role": "user", "content": "What is a cairn?"}
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from cairn.engine.contract import RenderedPrompt, TextTokenizer
 from cairn.engine.text.tokenizer import IncrementalText, ModelTokenizer
 from cairn.errors import InvalidRequest, ModelError
-from cairn.models.make_tokenizer import make_tokenizer
+from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
 SYSTEM = {"role": "system", "content": "You answer briefly."}
 USER = {"role": "user", "content": "What is a cairn?"}

@@ -17,9 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.layers.model import Model
-from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES
+from cairn.models.sharding import Cut
 from cairn.runner.runner import Runner
 from cairn.runner.slots import Sample
 from doubles.thread_ranks import thread_ranks

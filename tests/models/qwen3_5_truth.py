@@ -14,7 +14,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from cairn.models.families import FAMILIES
-from cairn.models.qwen3_5 import Qwen35Config
+from cairn.models.families.qwen3_5 import Qwen35Config
 from models.logits_bar import Truth
 from models.wide_float import wide_float
 from runner.harness import tensors

@@ -356,7 +356,7 @@ def test_an_output_of_its_own_is_not_passed_over(tmp_path: Any, row: int) -> Non
 
 
 def test_rows_are_compared_in_parts(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.models.loader._COMPARED_ROWS", 40)
+    monkeypatch.setattr("cairn.models.weights.loader._COMPARED_ROWS", 40)
     test_an_output_of_its_own_is_not_passed_over(tmp_path, 96)
     test_a_tied_checkpoint_may_have_the_output_all_the_same(tmp_path)
 

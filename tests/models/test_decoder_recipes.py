@@ -12,8 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.models.check import check
 from cairn.models.families import family_of
-from cairn.models.make_model import RECIPES, make_model
-from cairn.models.recipe import Asked
+from cairn.models.random_weights.make_model import RECIPES, make_model
+from cairn.models.random_weights.recipe import Asked
 from cairn.models.registry import open_model
 from models.decoder_families import TinyDriver
 

@@ -13,11 +13,11 @@ from cairn.errors import ModelError
 from cairn.kernels import reference
 from cairn.layers.communicator import ALONE
 from cairn.models.check import check
-from cairn.models.cut import Cut
-from cairn.models.loader import WeightReader
-from cairn.models.quantization import Quantization
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
+from cairn.models.sharding import Cut
+from cairn.models.weights.loader import WeightReader
+from cairn.models.weights.quantization import Quantization
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks

@@ -34,7 +34,7 @@ FIND = """
 import sys
 from pathlib import Path
 from cairn.errors import CairnError
-from cairn.models import hub
+from cairn.models.weights import hub
 {before}
 find, name, revision, folder = sys.argv[1:]
 try:

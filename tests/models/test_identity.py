@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cairn.errors import ModelError
-from cairn.models.identity import weights_identity
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 from cairn.models.registry import open_model
+from cairn.models.weights.identity import weights_identity
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

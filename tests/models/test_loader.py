@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from cairn.errors import ModelError
-from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
-from cairn.models.loader import WeightReader, account, read_config, serving_dtype
-from cairn.models.make_model import make_model
+from cairn.models.random_weights.make_model import make_model
 from cairn.models.registry import open_model
-from cairn.models.tensor_headers import read_headers
+from cairn.models.sharding import Cut
+from cairn.models.weights.loader import WeightReader, account, read_config, serving_dtype
+from cairn.models.weights.tensor_headers import read_headers
 
 INDEX = "model.safetensors.index.json"
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "b.D": (5,)}

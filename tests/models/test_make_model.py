@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from cairn.errors import ConfigError, ModelError
-from cairn.models import make_model as make_model_module
-from cairn.models import make_tokenizer
 from cairn.models.check import check
-from cairn.models.loader import WeightReader
-from cairn.models.make_model import RECIPES, make_model
-from cairn.models.recipe import Asked
+from cairn.models.random_weights import make_model as make_model_module
+from cairn.models.random_weights import make_tokenizer
+from cairn.models.random_weights.make_model import RECIPES, make_model
+from cairn.models.random_weights.recipe import Asked
 from cairn.models.registry import open_model
+from cairn.models.weights.loader import WeightReader
 from runner.harness import parse, tensors
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
@@ -92,7 +92,7 @@ def test_small_has_about_300_million_parameters() -> None:
 def test_same_seed_same_bytes(tiny: Path, tmp_path: Path) -> None:
     """In another process with another hash seed, so that no iteration order is taken from memory addresses."""
     code = (
-        "import sys, pathlib; from cairn.models.make_model import make_model;"
+        "import sys, pathlib; from cairn.models.random_weights.make_model import make_model;"
         "make_model('nemotron_h', pathlib.Path(sys.argv[1]))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from cairn.errors import ModelError
-from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
+from cairn.models.sharding import Cut
 from models.nemotron_h_truth import logits_of, published
 from runner.harness import Driver, build_tiny, family, parse, prompt, random_weights, raw_config, tensors
 

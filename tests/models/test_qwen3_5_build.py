@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cairn.errors import ConfigError, ModelError
 from cairn.models.check import check
-from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.registry import open_model
+from cairn.models.sharding import Cut
 from models.published_qwen3_5 import QWEN35
 from models.qwen3_5_truth import CLASSES, parse_qwen, published_qwen, qwen_logits, qwen_weights, raw_qwen
 from models.rank_shares import Model, every_pair_of_sizes_is_taken, every_share_is_found

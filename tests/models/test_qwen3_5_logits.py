@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cairn.kernels.contract import Kernels
 from cairn.layers.gated_delta_net import GatedDeltaNet
-from cairn.models.qwen3_5 import Qwen35Config
+from cairn.models.families.qwen3_5 import Qwen35Config
 from cairn.step import Image
 from models.logits_bar import (
     LENGTH,

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.models.check import check
 from cairn.models.families import family_of
-from cairn.models.make_model import RECIPES, VOCAB_SIZE, make_model
-from cairn.models.make_tokenizer import MARK_TOKENS
-from cairn.models.qwen3_5 import IMAGE_TOKENS
-from cairn.models.recipe import Asked
+from cairn.models.families.qwen3_5 import IMAGE_TOKENS
+from cairn.models.random_weights.make_model import RECIPES, VOCAB_SIZE, make_model
+from cairn.models.random_weights.make_tokenizer import MARK_TOKENS
+from cairn.models.random_weights.recipe import Asked
 from cairn.models.registry import open_model
 from runner.harness import Driver
 

@@ -15,7 +15,7 @@ from cairn.kernels.cpu.int8 import Int8Weight
 from cairn.kernels.cpu.products import PackedWeight
 from cairn.layers.communicator import ALONE, Communicator
 from cairn.models.check import CheckSettings, check
-from cairn.models.make_model import MADE_FAMILIES
+from cairn.models.random_weights.make_model import MADE_FAMILIES
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.served_dtype import ServedQuantization
 from cairn.transfer.digest import layout_hash

@@ -13,10 +13,10 @@ from torch import Tensor
 from cairn.errors import ConfigError
 from cairn.layers.communicator import ALONE
 from cairn.models.check import check
-from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
-from cairn.models.loader import WeightReader
 from cairn.models.registry import open_model
+from cairn.models.sharding import Cut
+from cairn.models.weights.loader import WeightReader
 from cairn.step import Snapshot
 from doubles.thread_ranks import thread_ranks
 from models.logits_bar import LENGTH, Truth, steps

@@ -11,9 +11,9 @@ from torch import Tensor
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
-from cairn.models.cut import Cut
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
+from cairn.models.sharding import Cut
 from cairn.runner.content import Vision
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner

@@ -16,7 +16,7 @@ from cairn.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     from cairn.engine.contract import TextTokenizer
-    from cairn.models.hub import ModelSource
+    from cairn.models.weights.hub import ModelSource
     from cairn.settings.serve import ServeSettings
 
 # Written out: to import them would load torch for every --help.
@@ -154,14 +154,14 @@ def _size(text: str) -> int:
 
 
 def _make_model(parsed: argparse.Namespace) -> int:
-    from cairn.models.make_model import make_model
+    from cairn.models.random_weights.make_model import make_model
 
     make_model(parsed.family, parsed.out, size=parsed.size, seed=parsed.seed, dtype=parsed.dtype, show=True)
     return 0
 
 
 def _source(parsed: argparse.Namespace, name: str, flag: str) -> "ModelSource":
-    from cairn.models.hub import ModelSource
+    from cairn.models.weights.hub import ModelSource
 
     return ModelSource(name, parsed.revision, parsed.download_dir, flag)
 
@@ -170,7 +170,7 @@ def _find_tokenizer(parsed: argparse.Namespace) -> Path | None:
     """Where the --tokenizer of `bench serve` is; None without one."""
     if getattr(parsed, "tokenizer", None) is None:
         return None
-    from cairn.models.hub import find_tokenizer
+    from cairn.models.weights.hub import find_tokenizer
 
     return find_tokenizer(_source(parsed, parsed.tokenizer, "--tokenizer"))
 
@@ -179,7 +179,7 @@ def _check(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from cairn.models.check import CheckSettings, check, render
-    from cairn.models.hub import find_headers
+    from cairn.models.weights.hub import find_headers
 
     folder, headers = find_headers(_source(parsed, parsed.model, "MODEL"))
     names = {one.name for one in fields(CheckSettings)}

@@ -103,7 +103,7 @@ def warn(settings: "ServeSettings") -> None:
 
 def find_served_model(settings: "ServeSettings") -> str:
     """The checkpoint's folder. Raises ConfigError or DownloadError."""
-    from cairn.models.hub import ModelSource, find_checkpoint
+    from cairn.models.weights.hub import ModelSource, find_checkpoint
 
     return str(find_checkpoint(ModelSource(settings.model, settings.revision, settings.download_dir)))
 

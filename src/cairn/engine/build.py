@@ -31,7 +31,7 @@ from cairn.machine import Machine
 from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.qwen3_5_vision import tensors as vision_tensors
 from cairn.models.registry import OpenModel, open_model
-from cairn.models.tensor_headers import read_headers
+from cairn.models.weights.tensor_headers import read_headers
 from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner

@@ -6,8 +6,8 @@ Kv heads are dealt to ranks in order, query heads with theirs.
 from dataclasses import dataclass
 
 from cairn.layers.memory import AttentionSpec
-from cairn.models.cut import Run, Share, deal
 from cairn.models.layer_sizes import LayerSizes
+from cairn.models.sharding import Run, Share, deal
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
-from cairn.models.loader import Accounting, DType, account
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
 from cairn.models.registry import open_model
 from cairn.models.served_dtype import ServedQuantization
-from cairn.models.tensor_headers import TensorHeader, read_headers
+from cairn.models.weights.loader import Accounting, DType, account
+from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 

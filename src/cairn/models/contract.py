@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cairn.models.config_schema import read
-from cairn.models.cut import Cut
 from cairn.models.decoder_config import DecoderConfig
+from cairn.models.sharding import Cut
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,6 @@ from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.contract import TensorLoader
-from cairn.models.cut import Cut, Run, rows_of
 from cairn.models.decoder import Decoder, Layer
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.delta_net_build import build_delta_net
@@ -36,6 +35,7 @@ from cairn.models.mamba2_build import build_mamba2
 from cairn.models.mamba2_share import Mamba2Sizes
 from cairn.models.rank_weights import Part, RankWeights
 from cairn.models.served_dtype import ServedQuantization
+from cairn.models.sharding import Cut, Run, rows_of
 from cairn.models.short_conv_share import ShortConvSizes
 
 Build = Callable[[Any, "DecoderBuilder"], Decoder]

@@ -10,10 +10,10 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.models.attention_share import AttentionSizes
 from cairn.models.config_schema import Fields, boolean, facts_of, integer, number, other, token_ids
-from cairn.models.cut import Units, check_rank
 from cairn.models.forward_sizes import ForwardSizes
 from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
 from cairn.models.remembered import STATE_BYTES, Remembered
+from cairn.models.sharding import Units, check_rank
 
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 24

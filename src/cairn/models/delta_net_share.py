@@ -6,8 +6,8 @@ Key heads are dealt to ranks in order, with their value heads.
 from dataclasses import dataclass
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
-from cairn.models.cut import Run, Share, deal
 from cairn.models.layer_sizes import LayerSizes
+from cairn.models.sharding import Run, Share, deal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cairn.errors import InvalidRequest, ModelError
-from cairn.models.tensor_headers import read_json
+from cairn.models.weights.tensor_headers import read_json
 
 Grid = tuple[int, int, int]
 """Patches in time, height and width."""

@@ -4,7 +4,7 @@ cut among tensor-parallel ranks."""
 from dataclasses import dataclass
 
 from cairn.layers.memory import AttentionSpec, RecurrentSpec
-from cairn.models.cut import Run, even
+from cairn.models.sharding import Run, even
 
 
 class LayerSizes:

@@ -7,8 +7,8 @@ everybody's.
 from dataclasses import dataclass
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
-from cairn.models.cut import Run, Share, deal
 from cairn.models.layer_sizes import LayerSizes
+from cairn.models.sharding import Run, Share, deal
 
 
 @dataclass(frozen=True, slots=True)

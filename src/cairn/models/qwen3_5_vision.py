@@ -18,11 +18,11 @@ from torch import Tensor
 from cairn.errors import ModelError
 from cairn.models.config_schema import Fields, integer, only, other, read
 from cairn.models.contract import TensorLoader
+from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
-from cairn.models.loader import WeightReader, account, read_config
-from cairn.models.make_tokenizer import CHAT_TEMPLATE
-from cairn.models.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
-from cairn.models.recipe import Asked, Recipe, by_size
+from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE
+from cairn.models.random_weights.recipe import Asked, Recipe, by_size
+from cairn.models.weights.loader import WeightReader, account, read_config
 
 PREFIX = "model.visual."
 """How the names of the tower's tensors begin."""

@@ -15,8 +15,8 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.models.contract import TensorLoader
-from cairn.models.cut import Cut, Run
 from cairn.models.served_dtype import ServedQuantization
+from cairn.models.sharding import Cut, Run
 
 
 class RankWeights:

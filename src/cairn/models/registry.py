@@ -14,12 +14,12 @@ from cairn.models.contract import Family
 from cairn.models.decoder_builder import Execution
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.families import family_of
-from cairn.models.identity import weights_identity
-from cairn.models.loader import DType, WeightReader, read_config, serving_dtype
-from cairn.models.quantization import Quantization, read_quantization
 from cairn.models.qwen3_5_vision import PREFIX
 from cairn.models.served_dtype import ServedQuantization
-from cairn.models.tensor_headers import read_headers
+from cairn.models.weights.identity import weights_identity
+from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
+from cairn.models.weights.quantization import Quantization, read_quantization
+from cairn.models.weights.tensor_headers import read_headers
 
 if TYPE_CHECKING:
     from cairn.layers.backend import Backend

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
-from cairn.models.cut import Units
+from cairn.models.sharding import Units
 
 if TYPE_CHECKING:
     import torch

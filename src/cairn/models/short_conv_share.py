@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
-from cairn.models.cut import Share, even
 from cairn.models.layer_sizes import LayerSizes
+from cairn.models.sharding import Share, even
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cairn.models.identity import weights_identity
 from cairn.models.qwen3_5_vision import load_tower, read_vision, tensors
+from cairn.models.weights.identity import weights_identity
 from cairn.step import Image
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from cairn.engine.contract import ImageInput, Pixels, RenderedPrompt
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
-from cairn.models.tensor_headers import read_json
+from cairn.models.weights.tensor_headers import read_json
 from cairn.types import Boundary
 
 TokenText = Callable[[int], str | None]

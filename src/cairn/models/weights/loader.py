@@ -15,11 +15,10 @@ import torch
 from safetensors import safe_open
 
 from cairn.errors import ModelError
-from cairn.models.cut import Cut
-from cairn.models.quantization import Quantization
 from cairn.models.served_dtype import ServedDType, served_dtype
-from cairn.models.stored import FP8, Stored, consumed, dequantized, scale_problem, stored
-from cairn.models.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
+from cairn.models.sharding import Cut
+from cairn.models.weights.quantization import FP8, Quantization, Stored, consumed, dequantized, scale_problem, stored
+from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 
 DType = Literal["auto", "float32", "bfloat16"]
 

@@ -14,7 +14,7 @@ from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, Dec
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32
 from cairn.models.mamba2_share import Mamba2Sizes
-from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
     from cairn.layers.blend import Mixer

@@ -12,7 +12,7 @@ from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config, expanded
 from cairn.models.mamba2_share import Mamba2Sizes
-from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
     from cairn.models.decoder import Decoder, Layer

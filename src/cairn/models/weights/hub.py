@@ -52,7 +52,7 @@ from huggingface_hub.utils import logging as library_logging
 from cairn import __version__
 from cairn.errors import CairnError, ConfigError, DownloadError, ModelError
 from cairn.models.families import family_of
-from cairn.models.tensor_headers import INDEX, SINGLE, TensorHeader, indexed_files, indexed_headers, read_json
+from cairn.models.weights.tensor_headers import INDEX, SINGLE, TensorHeader, indexed_files, indexed_headers, read_json
 
 logger = logging.getLogger("cairn.hub")
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cairn.errors import ModelError
-from cairn.models.quantization import Quantization
-from cairn.models.stored import consumed, stored
-from cairn.models.tensor_headers import read_headers
+from cairn.models.weights.quantization import Quantization, consumed, stored
+from cairn.models.weights.tensor_headers import read_headers
 
 _IDENTITY = b"cairn/weights/1"
 _SAMPLE_BYTES = 64

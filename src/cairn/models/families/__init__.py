@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cairn.errors import ModelError
-from cairn.models import falcon_h1, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5
 from cairn.models.contract import Family
+from cairn.models.families import falcon_h1, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5
 
 __all__ = ["FAMILIES", "family_of"]
 

@@ -13,7 +13,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import ExpertSizes, LayerSizes
 from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config
-from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
     from cairn.layers.blend import Mixer

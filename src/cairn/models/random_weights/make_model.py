@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from cairn.errors import ConfigError
-from cairn.models import falcon_h1, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5, qwen3_5_vision
-from cairn.models.families import family_of
-from cairn.models.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
-from cairn.models.recipe import SIZES, Asked, Recipe, Size
+from cairn.models import qwen3_5_vision
+from cairn.models.families import falcon_h1, family_of, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5
+from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
+from cairn.models.random_weights.recipe import SIZES, Asked, Recipe, Size
 
 SavedDType = Literal["float32", "bfloat16"]
 

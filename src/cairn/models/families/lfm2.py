@@ -10,7 +10,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, lay
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.layer_sizes import LayerSizes
-from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.short_conv_share import ShortConvSizes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
 from cairn.models.delta_net_share import DeltaNetSizes
 from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
-from cairn.models.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
     from cairn.layers.blend import Mixer

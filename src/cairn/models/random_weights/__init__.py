@@ -1,0 +1,1 @@
+"""Checkpoints with random weights, for tests, demo and benchmarks: `cairn make-model`."""
