@@ -212,7 +212,7 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.server.app", "from cairn.engine.core import Core"),
         (arrows, "cairn.server.app", "from cairn.engine import contract_of_another_kind"),
         (arrows, "cairn.server.app", "if True:\n    import cairn"),
-        (arrows, "cairn.bench.stream", "from cairn.http.failures import failed"),
+        (arrows, "cairn.bench.stream", "from cairn.http.error_responses import make_error"),
         (arrows, "cairn.bench.datasets", "from cairn.replay.traces import read_trace"),
         (arrows, "cairn.replay.layouts", "from cairn.models.weights.loader import read_config"),
         (arrows, "cairn.attic", "import os"),

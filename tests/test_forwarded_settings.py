@@ -6,7 +6,7 @@ import pytest
 
 from cairn.cli import main
 from cairn.errors import ConfigError
-from cairn.http.listening import trusted_proxies
+from cairn.http.web_server import parse_trusted_proxies
 from test_settings import load
 
 
@@ -30,7 +30,7 @@ def plain_environment(monkeypatch):
     ],
 )
 def test_forms(text, environ, names):
-    assert trusted_proxies(text, environ) == names
+    assert parse_trusted_proxies(text, environ) == names
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_forms(text, environ, names):
 )
 def test_mistakes(text, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"^--forwarded-allow-ips: must (hold|be) "):
-        trusted_proxies(text)
+        parse_trusted_proxies(text)
     assert main(["serve", "m", "--forwarded-allow-ips", text]) == 2
     assert "--forwarded-allow-ips" in capsys.readouterr().err
     if text.strip():
@@ -49,12 +49,12 @@ def test_mistakes(text, monkeypatch, capsys):
 
 def test_too_many():
     with pytest.raises(ConfigError, match="at most 4096"):
-        trusted_proxies(",".join(["10.0.0.1"] * 4097))
+        parse_trusted_proxies(",".join(["10.0.0.1"] * 4097))
 
 
 def test_flag_and_file(tmp_path):
-    assert trusted_proxies(load("m").forwarded_allow_ips) == ("127.0.0.1", "::1")
-    assert trusted_proxies(load("m", "--forwarded-allow-ips", "10.0.0.5").forwarded_allow_ips) == ("10.0.0.5",)
+    assert parse_trusted_proxies(load("m").forwarded_allow_ips) == ("127.0.0.1", "::1")
+    assert parse_trusted_proxies(load("m", "--forwarded-allow-ips", "10.0.0.5").forwarded_allow_ips) == ("10.0.0.5",)
     file = tmp_path / "settings.yaml"
     file.write_text("forwarded-allow-ips: [10.0.0.5, 10.1.0.0/16]\n")
-    assert trusted_proxies(load("m", "--config", str(file)).forwarded_allow_ips) == ("10.0.0.5", "10.1.0.0/16")
+    assert parse_trusted_proxies(load("m", "--config", str(file)).forwarded_allow_ips) == ("10.0.0.5", "10.1.0.0/16")

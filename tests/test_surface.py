@@ -151,7 +151,7 @@ EXPORTED = {
     "cairn.server.run": "HttpServer",
     "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
-    "cairn.server.images": "ImageParts",
+    "cairn.server.images": "MediaConnector",
     "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings check_secret_file "
     "kv_events_settings kv_transfer_settings peer_names side_channel",
 }

@@ -6,7 +6,7 @@ import json
 import jsonschema_rs
 from typing_extensions import is_typeddict
 
-from cairn.server import answers
+from cairn.server import responses
 
 STREAM, JSON = "text/event-stream", "application/json"
 OPEN = ("CacheHead",)  # of /cache, whose other fields are another type's
@@ -18,7 +18,7 @@ class ApiContract:
     def __init__(self, document):
         document = copy.deepcopy(document)
         self._paths, self._parts = document["paths"], document["components"]
-        for name, kind in vars(answers).items():
+        for name, kind in vars(responses).items():
             if is_typeddict(kind) and name not in OPEN and name in self._parts["schemas"]:
                 self._parts["schemas"][name]["additionalProperties"] = False
         self._validators = {}

@@ -13,7 +13,7 @@ import pytest
 
 from cairn.cli import main
 from cairn.errors import ConfigError
-from cairn.http.listening import trusted_proxies
+from cairn.http.web_server import parse_trusted_proxies
 from cairn.proxy.options import ProxyOptions
 from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
 
@@ -60,7 +60,7 @@ def test_every_flag():
     assert (options.health_interval, options.health_timeout) == (10, 11)
     assert (options.affinity_bytes, options.load_factor, options.load_slack) == (12, 13, 14)
     assert (options.max_hints, options.hint_timeout) == (15, 16)
-    assert trusted_proxies(options.forwarded_allow_ips) == ("10.0.0.0/8", "::1")
+    assert parse_trusted_proxies(options.forwarded_allow_ips) == ("10.0.0.0/8", "::1")
 
 
 def test_variables(monkeypatch):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cairn.http.connections import ConnectionLimit
-from cairn.http.listening import raise_descriptor_limit
+from cairn.http.web_server import raise_descriptor_limit
 
 NUM_FILES = 256
 NUM_STRANGERS = 400
@@ -156,7 +156,7 @@ def test_the_one_without_a_request_for_the_longest_goes():
 
 def test_the_limit_of_open_files_is_raised():
     script = (
-        "import resource; from cairn.http.listening import raise_descriptor_limit; "
+        "import resource; from cairn.http.web_server import raise_descriptor_limit; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200)); raise_descriptor_limit(); "
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from cairn.engine.contract import EngineConfig, KvTransferConfig
-from cairn.server.images import ImageParts
+from cairn.server.images import MediaConnector
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.run import HttpServer
 from doubles.api_contract import ApiContract
@@ -27,7 +27,7 @@ class RunningServer:
     """
 
     def __init__(
-        self, options=None, tokenizer=None, images=ImageParts, deadlines=None, build=build_echo_core, **config
+        self, options=None, tokenizer=None, images=MediaConnector, deadlines=None, build=build_echo_core, **config
     ):
         self.core = None
         self.requests = []

@@ -6,8 +6,8 @@ import contextlib
 import httpx
 import pytest
 
-from cairn.http.clients import client_id
-from cairn.http.listening import web_server
+from cairn.http.clients import get_client_id
+from cairn.http.web_server import create_web_server
 from cairn.proxy.app import create_app
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
@@ -88,14 +88,14 @@ def test_behind_the_proxy_two_addresses_are_two_clients(server, run_app):
 
 @pytest.mark.parametrize("client", [None, (), ("", 0), ("/run/cairn.sock", 0), ("testclient", 50000)])
 def test_without_an_address_there_is_no_client(client):
-    assert client_id({"type": "http", "client": client}) == client_id({"type": "http"}) == ""
+    assert get_client_id({"type": "http", "client": client}) == get_client_id({"type": "http"}) == ""
 
 
 @pytest.mark.parametrize(
     ("host", "told"), [("::ffff:127.0.0.1", "127.0.0.1"), ("2001:DB8:0::1", "2001:db8::1"), ("fe80::1%eth0", "fe80::1")]
 )
 def test_an_address_has_one_form(host, told):
-    assert client_id({"type": "http", "client": (host, 1)}) == f"address:{told}"
+    assert get_client_id({"type": "http", "client": (host, 1)}) == f"address:{told}"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
@@ -104,9 +104,9 @@ def test_a_proxy_is_known_in_either_form(host):
     seen = []
 
     async def app(scope, receive, send):
-        seen.append(client_id(scope))
+        seen.append(get_client_id(scope))
 
-    config = web_server(app, forwarded_allow_ips=("127.0.0.0/8",)).config
+    config = create_web_server(app, forwarded_allow_ips=("127.0.0.0/8",)).config
     config.load()
     scope = {"type": "http", "client": (host, 1), "headers": [(b"x-forwarded-for", b"203.0.113.5")]}
     asyncio.run(config.loaded_app(scope, None, None))

@@ -4,7 +4,7 @@ import asyncio
 import re
 
 from cairn.http.connections import ConnectionDeadlines
-from cairn.http.listening import web_server
+from cairn.http.web_server import create_web_server
 from virtual_time import run
 
 HEAD, STALL = 30.0, 60.0
@@ -54,7 +54,7 @@ async def connected(app_seconds=0.0, app=None):
         await send({"type": "http.response.body", "body": b"ok"})
 
     deadlines = ConnectionDeadlines(head=HEAD, stall=STALL)
-    server = web_server(app or slow, forwarded_allow_ips=(), lifespan="off", deadlines=deadlines)
+    server = create_web_server(app or slow, forwarded_allow_ips=(), lifespan="off", deadlines=deadlines)
     server.config.load()
     connection = server.config.http_protocol_class(config=server.config, server_state=server.server_state, app_state={})
     wire = Wire()

@@ -17,8 +17,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from PIL import Image
 
-from cairn.server.images import ImageParts
-from cairn.server.images.fetch import Fetcher
+from cairn.server.images import MediaConnector
+from cairn.server.images.fetch import ImageFetcher
 from cairn.server.options import ImageOptions
 from doubles.byte_tokenizer import ByteTokenizer
 
@@ -111,7 +111,7 @@ def with_images(kind, options, names, transport, others=None, **config):
     return kind(
         options={"images": options} | (others or {}),
         tokenizer=ByteTokenizer(IMAGE_TOKENS),
-        images=lambda given: ImageParts(given, Fetcher(given, names, transport)),
+        images=lambda given: MediaConnector(given, ImageFetcher(given, names, transport)),
         **config,
     )
 
@@ -633,7 +633,7 @@ def test_placeholders_typed_as_text(world, body, where):
 
 def test_placeholders_put_together_from_several_texts():
     from cairn.errors import InvalidRequest
-    from cairn.server.images.parts import _refuse_markers
+    from cairn.server.images.connector import _refuse_markers
     from cairn.server.requests import Message
 
     def message(*texts):

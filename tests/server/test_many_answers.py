@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cairn.server.logprobs import TextOffsets
+from cairn.server.logprobs import TextOffsetTracker
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -190,7 +190,7 @@ def test_logprobs_of_a_completion(server):
     ],
 )
 def test_places_behind_characters_that_are_left_unfinished(spelled, offsets):
-    places = TextOffsets()
+    places = TextOffsetTracker()
     assert [places.next(one) for one in spelled] == offsets
     # where a token begins with a character of its own, the text goes on there as the token does
     text = b"".join(spelled).decode(errors="replace")

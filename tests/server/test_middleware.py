@@ -10,9 +10,9 @@ from cairn.engine.contract import RenderedPrompt
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
 from cairn.http.application import http_application
 from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
-from cairn.server.failures import MAX_NESTING, too_deep_field
-from cairn.server.images.room import ImageRoom, ImageShare
-from cairn.server.prompts import truncated
+from cairn.server.error_handlers import MAX_NESTING, find_deep_field
+from cairn.server.images.memory import ImageAllocation, ImageMemory
+from cairn.server.prompts import truncate_prompt
 from cairn.server.requests import CompletionRequest
 from cairn.types import Boundary
 
@@ -97,8 +97,8 @@ def test_as_many_requests_may_be_open_as_are_allowed_and_all_are_waited_for():
 
 
 def test_images_may_have_as_many_bytes_as_there_is_room_for():
-    room = ImageRoom(100)
-    first, second = ImageShare(room, "one"), ImageShare(room, "other")
+    room = ImageMemory(100)
+    first, second = ImageAllocation(room, "one"), ImageAllocation(room, "other")
     first.take(60)
     second.take(40)
     with pytest.raises(Overloaded, match="100 bytes"):
@@ -113,20 +113,20 @@ def test_images_may_have_as_many_bytes_as_there_is_room_for():
 
 def test_a_body_may_be_nested_as_deeply_as_is_allowed():
     deepest = "[" * (MAX_NESTING - 1) + "]" * (MAX_NESTING - 1)
-    assert too_deep_field(f'{{"a": 1, "b": {deepest}}}'.encode()) is None
-    assert too_deep_field(f'{{"a": 1, "b": [{deepest}]}}'.encode()) == "b"
+    assert find_deep_field(f'{{"a": 1, "b": {deepest}}}'.encode()) is None
+    assert find_deep_field(f'{{"a": 1, "b": [{deepest}]}}'.encode()) == "b"
 
 
 def test_an_end_at_the_cut_is_no_place_in_what_is_kept():
     body = CompletionRequest(**json.loads('{"prompt": "x", "truncate_prompt_tokens": 6}'))
     ends = [Boundary(4), Boundary(5), Boundary(10)]
     prompt = RenderedPrompt(token_ids=list(range(10)), boundaries=ends, field="prompt", text="text")
-    kept = truncated(prompt, body, 100)
+    kept = truncate_prompt(prompt, body, 100)
     assert kept.token_ids == [4, 5, 6, 7, 8, 9] and kept.text is None
     assert [boundary.position for boundary in kept.boundaries] == [1, 6]
-    assert truncated(prompt, body, 6).token_ids == kept.token_ids
+    assert truncate_prompt(prompt, body, 6).token_ids == kept.token_ids
     with pytest.raises(InvalidRequest, match="1 to 5"):
-        truncated(prompt, body, 5)
+        truncate_prompt(prompt, body, 5)
 
 
 @pytest.mark.parametrize("started", [False, True])

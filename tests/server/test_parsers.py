@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
-from cairn.server.parsers.choose import AnswerParsers, PlainText, choose_parsers
-from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Reasoning
-from cairn.server.parsers.json_calls import MAX_CALL, JsonCalls
-from cairn.server.parsers.reasoning import ThinkParser
-from cairn.server.parsers.values import kinds_of, typed
-from cairn.server.parsers.xml_calls import MAX_VALUE, XmlCalls
+from cairn.server.parsers.base import Content, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
+from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
+from cairn.server.parsers.reasoning import ReasoningParser
+from cairn.server.parsers.registry import ParserFactory, PlainTextParser, select_parsers
+from cairn.server.parsers.values import convert_value, get_json_types
+from cairn.server.parsers.xml_tool_parser import MAX_VALUE, XmlToolParser
 
 SCHEMA = {
     "type": "object",
@@ -44,14 +44,14 @@ def hermes(name, arguments):
 
 
 MAKE = {
-    "plain": lambda: PlainText(),
-    "xml": lambda: XmlCalls(TOOLS),
-    "json": lambda: JsonCalls(),
-    "think": lambda: ThinkParser(False),
-    "opened": lambda: ThinkParser(True),
-    "think+xml": lambda: AnswerParsers("xml", "think").parser(TOOLS, opened=False),
-    "opened+xml": lambda: AnswerParsers("xml", "think").parser(TOOLS, opened=True),
-    "opened+json": lambda: AnswerParsers("json", "think").parser(TOOLS, opened=True),
+    "plain": lambda: PlainTextParser(),
+    "xml": lambda: XmlToolParser(TOOLS),
+    "json": lambda: JsonToolParser(),
+    "think": lambda: ReasoningParser(False),
+    "opened": lambda: ReasoningParser(True),
+    "think+xml": lambda: ParserFactory("xml", "think").parser(TOOLS, opened=False),
+    "opened+xml": lambda: ParserFactory("xml", "think").parser(TOOLS, opened=True),
+    "opened+json": lambda: ParserFactory("json", "think").parser(TOOLS, opened=True),
 }
 
 
@@ -66,13 +66,13 @@ def told(events):
             case Reasoning(text):
                 assert text
                 reasoning += text
-            case CallBegin(index, name):
+            case ToolCallStart(index, name):
                 assert index == len(calls)
                 calls.append([name, "", False])
-            case CallArguments(index, text):
+            case ToolCallArguments(index, text):
                 assert index == len(calls) - 1 and not calls[index][2]
                 calls[index][1] += text
-            case CallEnd(index):
+            case ToolCallEnd(index):
                 assert index == len(calls) - 1 and not calls[index][2]
                 calls[index][2] = True
     return content, reasoning, [tuple(call) for call in calls]
@@ -337,7 +337,7 @@ def test_a_value_comes_out_as_it_was_written(value, name):
     ],
 )
 def test_values_have_the_types_of_their_schema(text, kinds, value):
-    assert typed(text, frozenset(kinds)) == value and type(typed(text, frozenset(kinds))) is type(value)
+    assert convert_value(text, frozenset(kinds)) == value and type(convert_value(text, frozenset(kinds))) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_values_have_the_types_of_their_schema(text, kinds, value):
     ],
 )
 def test_types_are_found_in_the_schema(name, kinds):
-    assert kinds_of(name, SCHEMA) == kinds
+    assert get_json_types(name, SCHEMA) == kinds
 
 
 @pytest.mark.parametrize(
@@ -366,13 +366,13 @@ def test_types_are_found_in_the_schema(name, kinds):
     ],
 )
 def test_a_strange_schema_says_nothing(schema):
-    assert kinds_of("a", schema) <= {"string"}
+    assert get_json_types("a", schema) <= {"string"}
 
 
 def test_references_in_circles_do_not_multiply():
     again = [{"$ref": "#/properties/a"}, {"$ref": "#/properties/b"}] * 2000
     schema = {"properties": {"a": {"anyOf": again}, "b": {"oneOf": again, "type": "integer"}}}
-    assert kinds_of("a", schema) == {"integer"}
+    assert get_json_types("a", schema) == {"integer"}
 
 
 @pytest.mark.parametrize(
@@ -421,14 +421,14 @@ def test_a_call_may_be_so_long_and_no_longer(beyond):
 
 
 def test_arguments_come_before_their_call_is_complete():
-    parser = XmlCalls(TOOLS)
+    parser = XmlToolParser(TOOLS)
     parser.push("<tool_call><function=weather><parameter=city>\n")
-    assert parser.push("a long text that goes on " * 3 + "and on")[-1] == CallArguments(
+    assert parser.push("a long text that goes on " * 3 + "and on")[-1] == ToolCallArguments(
         0, "a long text that goes on " * 3 + "and on"
     )
-    parser = JsonCalls()
+    parser = JsonToolParser()
     parser.push('<tool_call>{"name": "now", "arguments": {')
-    assert parser.push('"a": "b') == [CallArguments(0, '"a": "b')]
+    assert parser.push('"a": "b') == [ToolCallArguments(0, '"a": "b')]
 
 
 @pytest.mark.parametrize(
@@ -440,18 +440,18 @@ def test_arguments_come_before_their_call_is_complete():
     ],
 )
 def test_parsers_follow_from_the_template(template, calls, reasoning):
-    chosen = choose_parsers(template, None, None)
+    chosen = select_parsers(template, None, None)
     assert (chosen.calls, chosen.reasoning) == (calls, reasoning)
-    named = choose_parsers(template, "qwen3_coder", "none")
+    named = select_parsers(template, "qwen3_coder", "none")
     assert (named.calls, named.reasoning) == ("xml", "none")
-    assert choose_parsers(template, "none", "qwen3").reasoning == "think"
+    assert select_parsers(template, "none", "qwen3").reasoning == "think"
 
 
 def test_an_unknown_parser_is_refused_by_its_flag():
     with pytest.raises(ConfigError, match="--tool-call-parser: there is no 'x'; one of hermes"):
-        choose_parsers("", "x", None)
+        select_parsers("", "x", None)
     with pytest.raises(ConfigError, match="--reasoning-parser: there is no 'x'; one of deepseek_r1"):
-        choose_parsers("", None, "x")
+        select_parsers("", None, "x")
 
 
 @pytest.mark.parametrize(
@@ -465,11 +465,11 @@ def test_an_unknown_parser_is_refused_by_its_flag():
     ],
 )
 def test_a_prompt_may_have_opened_the_reasoning(prompt, opened):
-    assert AnswerParsers("none", "think").opens(prompt) == opened
-    assert not AnswerParsers("none", "none").opens(prompt)
+    assert ParserFactory("none", "think").opens(prompt) == opened
+    assert not ParserFactory("none", "none").opens(prompt)
 
 
 def test_an_answer_that_is_continued_may_be_within_its_reasoning():
-    parsers = AnswerParsers("none", "think")
+    parsers = ParserFactory("none", "think")
     assert parsers.leaves_open("<think>so") and not parsers.leaves_open("<think>so</think>yes")
-    assert not parsers.leaves_open("yes") and not AnswerParsers("none", "none").leaves_open("<think>")
+    assert not parsers.leaves_open("yes") and not ParserFactory("none", "none").leaves_open("<think>")

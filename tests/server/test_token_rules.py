@@ -5,7 +5,7 @@ import pytest
 
 from cairn.engine.contract import EngineConfig
 from cairn.errors import InvalidRequest
-from cairn.server.sampling import bad_word_tokens
+from cairn.server.sampling import encode_bad_words
 from doubles.echo_core import build_echo_core
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -50,9 +50,9 @@ def test_spellings_of_a_word():
         assert not add_special_tokens
         return {"word": [1, 2], " word": [3], "a": [4], " a": [4]}.get(text, [])
 
-    assert bad_word_tokens(encode, ["word", "\n word", "a"]) == [[1, 2], [3], [1, 2], [3], [4]]
+    assert encode_bad_words(encode, ["word", "\n word", "a"]) == [[1, 2], [3], [1, 2], [3], [4]]
     with pytest.raises(InvalidRequest, match=r"bad_words\[1\]") as caught:
-        bad_word_tokens(encode, ["a", "nothing"])
+        encode_bad_words(encode, ["a", "nothing"])
     assert caught.value.param == "bad_words"
 
 
@@ -66,7 +66,7 @@ def test_a_word_that_the_model_has_no_tokens_for_is_refused():
     from cairn.engine.contract import GenerateRequest
 
     core = build_echo_core(EngineConfig(model="echo"))
-    words = bad_word_tokens(Wide().encode, ["x"])
+    words = encode_bad_words(Wide().encode, ["x"])
     with pytest.raises(InvalidRequest) as caught:
         core.submit(GenerateRequest(request_id="a", prompt=np.array([1], "<i8").tobytes(), bad_words=words))
     assert caught.value.param == "bad_words"

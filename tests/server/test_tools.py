@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cairn.server.chat_message import ChatMessage
-from cairn.server.failures import too_deep_field
-from cairn.server.parsers.choose import AnswerParsers
+from cairn.server.error_handlers import find_deep_field
+from cairn.server.parsers.registry import ParserFactory
 from doubles.byte_tokenizer import ByteTokenizer
 
 XML = "<think> <tool_call> <function=...>"
@@ -98,7 +98,7 @@ def test_calls_come_in_pieces(xml):
 
 def test_deltas_add_up_to_the_message():
     def message():
-        return ChatMessage(AnswerParsers("xml", "think").parser({"weather": PARAMETERS}, opened=True), lambda: "0" * 32)
+        return ChatMessage(ParserFactory("xml", "think").parser({"weather": PARAMETERS}, opened=True), lambda: "0" * 32)
 
     text = "a thought\n</think>\n\nSo be it.\n\n" + CALL.replace("Oslo", "Oslo, " * 20) + "\n" + CALL + "\nDone."
     whole, grown, pieces = message(), message(), []
@@ -362,4 +362,4 @@ def test_a_body_that_is_nested_too_deeply_is_refused(server, field):
     ],
 )
 def test_the_field_that_is_nested_too_deeply_is_found(body, field):
-    assert too_deep_field(body) == field
+    assert find_deep_field(body) == field

@@ -33,7 +33,7 @@ def run_server(
     from cairn.engine.client import CoreClient, EngineDeadlines
     from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
-    from cairn.http.listening import listen, raise_descriptor_limit, trusted_proxies
+    from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
     from cairn.server.options import ServerLimits
     from cairn.server.run import HttpServer
 
@@ -43,8 +43,8 @@ def run_server(
     # huggingface_hub's, a line per request
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     # what is wrong is said before anything is downloaded
-    trusted_proxies(settings.forwarded_allow_ips)
-    listen(settings.host, settings.port).close()
+    parse_trusted_proxies(settings.forwarded_allow_ips)
+    create_server_socket(settings.host, settings.port).close()
     asked, images = engine_config(settings), image_options(settings)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
     config = replace(asked, model=find_model(settings))
@@ -61,7 +61,7 @@ def run_server(
 
 
 def run_proxy(settings: "ProxySettings") -> int:
-    from cairn.http.listening import raise_descriptor_limit
+    from cairn.http.web_server import raise_descriptor_limit
     from cairn.proxy.run import ProxyServer
 
     _start_log(settings.log_level)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cairn import __version__
 from cairn.errors import RequestError
-from cairn.http.failures import error_response, failed
+from cairn.http.error_responses import error_response, make_error
 from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 
 
@@ -52,6 +52,6 @@ async def http_error(request: Request, error: Exception) -> Response:
     """What the framework has refused: a path or a method that is not there."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
-    response = error_response(failed(error.detail, error.status_code, code))
+    response = error_response(make_error(error.detail, error.status_code, code))
     response.headers.update(error.headers or {})
     return response

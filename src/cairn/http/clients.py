@@ -8,29 +8,29 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
 
-from cairn.http.failures import ClientGone
+from cairn.http.error_responses import ClientDisconnected
 
 _SCOPE_KEY = "cairn.client"
 
 Result = TypeVar("Result")
 
 
-def note_api_key(scope: Scope, key: bytes) -> None:
+def record_api_key(scope: Scope, key: bytes) -> None:
     """The request has been let in because of this key: whoever has it is one client, wherever it is."""
     scope[_SCOPE_KEY] = f"key:{hashlib.blake2b(key, digest_size=12, person=b'cairn.client').hexdigest()}"
 
 
-def client_id(scope: Scope) -> str:
+def get_client_id(scope: Scope) -> str:
     """At most 64 characters: a digest of the API key that has let the request in, else the address that it came from,
     else nothing."""
     given: str | None = scope.get(_SCOPE_KEY)
     if given is not None:
         return given
-    address = client_address(scope)
+    address = get_client_address(scope)
     return f"address:{address}" if address else ""
 
 
-def client_address(scope: Scope) -> str:
+def get_client_address(scope: Scope) -> str:
     """The IP address that a request came from, behind the proxies that the web server trusts; empty where that is none:
     on a Unix socket, or where such a proxy has said something else."""
     client = scope.get("client")
@@ -46,7 +46,7 @@ def client_address(scope: Scope) -> str:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result. Raises ClientGone, with the work cancelled and over, when the client disconnects first.
+    """The work's result. Raises ClientDisconnected, after cancelling the work, if the client disconnects first.
 
     The request's body must have been read.
     """
@@ -56,7 +56,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         working.cancel()
         leaving.cancel()

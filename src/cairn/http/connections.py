@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cairn.http.failures import error_body
+from cairn.http.error_responses import error_body
 
 _MAX_HEAD_BYTES = 1 << 15
 _LINGER_SECONDS = 2.0

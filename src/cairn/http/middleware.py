@@ -17,8 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cairn.errors import InvalidRequest, Overloaded, QueueFull, RequestError
-from cairn.http.clients import note_api_key
-from cairn.http.failures import ClientGone, error_response, failed, internal_error
+from cairn.http.clients import record_api_key
+from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
 
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -97,8 +97,8 @@ class ApiKey(HttpMiddleware):
         # Each is compared, whatever the others gave: how long it takes must not tell which came close.
         opens = sum(hmac.compare_digest(given, expected) for expected in self._expected)
         if not opens or kind.lower() != "bearer":
-            raise failed('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
-        note_api_key(scope, key.encode("latin-1"))
+            raise make_error('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
+        record_api_key(scope, key.encode("latin-1"))
         return await self._app(scope, receive, send)
 
 
@@ -172,10 +172,10 @@ class BodyLimit(HttpMiddleware):
             self._check_announced(Headers(scope=scope).get("content-length", "0"))
             async with asyncio.timeout(self._seconds):
                 body = await self._read(receive)
-        except ClientGone:
+        except ClientDisconnected:
             return None
         except TimeoutError:
-            raise failed(f"the body did not come within {self._seconds:g} s", 408, "request_timeout") from None
+            raise make_error(f"the body did not come within {self._seconds:g} s", 408, "request_timeout") from None
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -193,7 +193,7 @@ class BodyLimit(HttpMiddleware):
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnected
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_bytes:
@@ -202,4 +202,4 @@ class BodyLimit(HttpMiddleware):
                 return b"".join(parts)
 
     def _too_large(self) -> RequestError:
-        return failed(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")
+        return make_error(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")

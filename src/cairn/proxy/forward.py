@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from cairn.http.failures import failed
+from cairn.http.error_responses import make_error
 from cairn.proxy.affinity import affinity_key, is_batch
 from cairn.proxy.hints import PrefixDigests, prefix_digests
 from cairn.proxy.pool import Pool, Upstream
@@ -109,8 +109,8 @@ class Forwarding:
         if self._last_answer is not None:
             return await self._answer_whole(self._last_answer)
         if tried:
-            raise failed(f"no decode server could answer; the last one: {self._last_failure}", 502, "bad_gateway")
-        raise failed("no decode server is up: try again later", 503, "service_unavailable")
+            raise make_error(f"no decode server could answer; the last one: {self._last_failure}", 502, "bad_gateway")
+        raise make_error("no decode server is up: try again later", 503, "service_unavailable")
 
     def _has_next(self) -> bool:
         """Whether there is a decode server that may be tried, or tried next."""
@@ -191,7 +191,7 @@ class Forwarding:
         except CallFailed as error:
             self._failed(self._service.decode, upstream, error)
             if self._client.started:
-                raise failed(f"the decode server failed in mid-answer: {error}", 502, "bad_gateway") from error
+                raise make_error(f"the decode server failed in mid-answer: {error}", 502, "bad_gateway") from error
             if error.sent:
                 self._handover = None
             return None

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cairn.errors import RequestError
 from cairn.http.clients import cancel_on_disconnect
-from cairn.http.failures import ClientGone, error_content
+from cairn.http.error_responses import ClientDisconnected, encode_error
 from cairn.proxy.upstream import Headers
 
 _LAST_WORDS_SECONDS = 10.0
@@ -41,7 +41,7 @@ class ClientSide:
 
     async def fail(self, error: RequestError) -> None:
         """A response of its own, the last event of a stream, or, too late for both, an answer that is cut off."""
-        content = error_content(error)
+        content = encode_error(error)
         if not self.started:
             await self.start(error.status, [(b"content-type", b"application/json")])
             await self.write(content)
@@ -57,13 +57,13 @@ class Relay(Response):
     """Does the work of one request while its client is there, and cancels it, upstream calls included, when not.
 
     `work` gets the client's side; it returns the answer's status or raises RequestError. `ended` is told the status,
-    the error, or ClientGone, and whether an answer had been started. The request's body must have been read.
+    the error, or ClientDisconnected, and whether an answer had been started. The request's body must have been read.
     """
 
     def __init__(
         self,
         work: Callable[[ClientSide], Coroutine[Any, Any, int]],
-        ended: Callable[[int | RequestError | ClientGone, bool], None],
+        ended: Callable[[int | RequestError | ClientDisconnected, bool], None],
     ) -> None:
         super().__init__()
         self._work = work
@@ -75,10 +75,10 @@ class Relay(Response):
             status = await cancel_on_disconnect(receive, self._work(client))
         except RequestError as error:
             self._ended(error, client.started)
-            with contextlib.suppress(TimeoutError, OSError, ClientGone):
+            with contextlib.suppress(TimeoutError, OSError, ClientDisconnected):
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
                     await cancel_on_disconnect(receive, client.fail(error))
-        except (ClientGone, OSError):
-            self._ended(ClientGone(), client.started)
+        except (ClientDisconnected, OSError):
+            self._ended(ClientDisconnected(), client.started)
         else:
             self._ended(status, client.started)

@@ -8,8 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn import __version__
 from cairn.errors import RequestError
-from cairn.http.clients import client_address
-from cairn.http.failures import ClientGone, failed
+from cairn.http.clients import get_client_address
+from cairn.http.error_responses import ClientDisconnected, make_error
 from cairn.proxy.forward import Forwarding, GeneratePath, forwarded_request
 from cairn.proxy.pool import Upstream
 from cairn.proxy.relay import ClientSide, Relay
@@ -57,7 +57,7 @@ def _relay(request: Request, service: ProxyService, content: bytes, path: Genera
         async with service.gate.limited():
             return await Forwarding(service, forwarded_request(service, path, content, _headers(request)), client).run()
 
-    def ended(how: int | RequestError | ClientGone, started: bool) -> None:
+    def ended(how: int | RequestError | ClientDisconnected, started: bool) -> None:
         service.metrics.requests.labels(_outcome(how, started)).inc()
         if isinstance(how, int) and how < 400:
             service.metrics.request_seconds.observe(service.clock.now() - arrived)
@@ -65,8 +65,8 @@ def _relay(request: Request, service: ProxyService, content: bytes, path: Genera
     return Relay(work, ended)
 
 
-def _outcome(how: int | RequestError | ClientGone, started: bool) -> str:
-    if isinstance(how, ClientGone):
+def _outcome(how: int | RequestError | ClientDisconnected, started: bool) -> str:
+    if isinstance(how, ClientDisconnected):
         return "gone"
     if isinstance(how, RequestError) and started:
         return "cut_off"
@@ -81,7 +81,7 @@ def _headers(request: Request) -> Headers:
     kept = [(key, value) for key, value in request.scope["headers"] if key in _FORWARDED]
     own = [(b"content-type", b"application/json"), (b"x-request-id", request.scope["cairn.request_id"].encode())]
     # The address alone: what the client says of itself, and of those before it, goes to nobody.
-    address = client_address(request.scope)
+    address = get_client_address(request.scope)
     return [*kept, *own, (b"x-forwarded-for", address.encode())] if address else [*kept, *own]
 
 
@@ -99,7 +99,7 @@ async def models(request: Request, service: ServiceOfApp) -> Response:
         if reply.status < 500:
             headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reply.headers}
             return Response(reply.content, reply.status, headers)
-    raise failed("no decode server can say: try again later", 503, "service_unavailable")
+    raise make_error("no decode server can say: try again later", 503, "service_unavailable")
 
 
 async def health(service: ServiceOfApp) -> Response:

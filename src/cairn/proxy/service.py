@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from cairn.errors import Overloaded
-from cairn.http.failures import failed
+from cairn.http.error_responses import make_error
 from cairn.http.middleware import Gate, random_id
 from cairn.proxy.hints import Hints
 from cairn.proxy.metrics import ProxyMetrics
@@ -48,7 +48,7 @@ class TimedGate(Gate):
         except TimeoutError:
             if self._cut_short:
                 raise Overloaded("the proxy is shutting down: the answer was cut short") from None
-            raise failed(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded") from None
+            raise make_error(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded") from None
 
     def cut_short(self) -> None:
         """End what is still open, now."""

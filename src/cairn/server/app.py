@@ -10,10 +10,10 @@ from fastapi import FastAPI
 
 from cairn.http.application import http_application
 from cairn.server import cache_routes, routes, status_routes
-from cairn.server.failures import install_error_handlers
-from cairn.server.log_lines import ThroughputLine
+from cairn.server.error_handlers import install_error_handlers
 from cairn.server.openapi import document
 from cairn.server.service import Service
+from cairn.server.stat_logger import ThroughputLogger
 
 __all__ = ["create_app"]
 
@@ -60,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
 
 async def _report(service: Service) -> None:
     """Log the throughput line until cancelled."""
-    line = ThroughputLine(service.clock.now())
+    line = ThroughputLogger(service.clock.now())
     while True:
         await asyncio.sleep(service.limits.log_seconds)
         text = line.update(await service.queries.stats(), service.clock.now())

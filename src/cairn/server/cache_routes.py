@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from cairn import __version__
 from cairn.engine.contract import MAX_SHOWN, CacheView
 from cairn.server.cache_page import cache_page
-from cairn.server.routes import ServiceOfApp
+from cairn.server.routes import ServiceDep
 from cairn.server.service import Service
 
 _SHOWN = 500
@@ -54,7 +54,7 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
 def router() -> APIRouter:
     routes, views, page = APIRouter(), CacheViews(), cache_page()
 
-    async def show(service: ServiceOfApp, max_nodes: Annotated[int, Query(ge=1, le=MAX_SHOWN)] = _SHOWN) -> Response:
+    async def show(service: ServiceDep, max_nodes: Annotated[int, Query(ge=1, le=MAX_SHOWN)] = _SHOWN) -> Response:
         text = await views.get(service, max_nodes)
         return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 

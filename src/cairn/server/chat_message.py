@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.engine.contract import FinishReason
-from cairn.server.parsers.contract import (
-    AnswerParser,
-    CallArguments,
-    CallBegin,
-    CallEnd,
+from cairn.server.parsers.base import (
     Content,
     Event,
+    OutputParser,
     Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
 )
 
 
@@ -19,7 +19,7 @@ class ChatMessage:
     """Takes one answer's text and tells what has been added to its message. `new_id` names calls; with `parallel`
     False only the first call is told."""
 
-    def __init__(self, parser: AnswerParser, new_id: Callable[[], str], *, parallel: bool = True) -> None:
+    def __init__(self, parser: OutputParser, new_id: Callable[[], str], *, parallel: bool = True) -> None:
         self._parser = parser
         self._new_id = new_id
         self._parallel = parallel
@@ -67,16 +67,16 @@ class ChatMessage:
                 self._reasoning.append(text)
                 # vLLM's newer name, and the one that most clients read
                 delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
-            case CallBegin(index, name) if self._tells(index):
+            case ToolCallStart(index, name) if self._tells(index):
                 call = {"id": f"call_{self._new_id()[:24]}", "type": "function", "function": {"name": name}}
                 self._calls.append(call)
                 self._arguments.append([])
                 function = {"name": name, "arguments": ""}
                 delta.setdefault("tool_calls", []).append({"index": index, **call, "function": function})
-            case CallArguments(index, text) if self._tells(index):
+            case ToolCallArguments(index, text) if self._tells(index):
                 self._arguments[index].append(text)
                 _call_in(delta, index)["function"]["arguments"] += text
-            case CallBegin() | CallArguments() | CallEnd():
+            case ToolCallStart() | ToolCallArguments() | ToolCallEnd():
                 pass
 
     def _tells(self, index: int) -> bool:

@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
-from cairn.http.failures import ClientGone, error_content, failed
-from cairn.server.failures import request_error
+from cairn.http.error_responses import ClientDisconnected, encode_error, make_error
+from cairn.server.error_handlers import to_request_error
 from cairn.server.metrics import RequestMeter
 from cairn.server.response_writer import ResponseWriter
-from cairn.server.sampling import in_clients_words
+from cairn.server.sampling import rename_error_param
 from cairn.server.service import Service
 
 _LAST_EVENT_SECONDS = 10.0
@@ -41,7 +41,7 @@ class Deadline:
         return asyncio.timeout_at(self._at)
 
     def missed(self) -> CairnError:
-        return failed(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded")
+        return make_error(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ PromptOutput: TypeAlias = tuple[int, GenerateOutput]
 
 
 async def respond(http: Request, service: Service, job: Job) -> Response:
-    """The answer to a job. Raises CairnError when it fails before its first byte, ClientGone when nobody waits."""
+    """The response to a job. Raises CairnError if it fails before its first byte, ClientDisconnected."""
     if not job.writer.body.stream:
         content = await cancel_on_disconnect(http.receive, _whole(service, job))
         return Response(content, media_type="application/json")
@@ -106,7 +106,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, N
             except RequestError as error:
                 if not begun:
                     meters.clear()
-                raise in_clients_words(error, job.writer.body) from None
+                raise rename_error_param(error, job.writer.body) from None
             number = numbers[output.request_id]
             meter = meters[number, output.index]
             meter.transfer(output)
@@ -135,7 +135,7 @@ def _failure(output: GenerateOutput) -> RequestError:
         return InvalidRequest(text)
     if output.status == QueueFull.status:
         return QueueFull(text)
-    return failed(text, output.status, "engine_error")
+    return make_error(text, output.status, "engine_error")
 
 
 def _without_tokens(output: GenerateOutput) -> GenerateOutput:
@@ -169,7 +169,7 @@ async def _events(
             if include_usage:
                 yield _event(msgspec.json.encode(writer.usage_chunk()))
         except CairnError as error:
-            yield _event(error_content(request_error(error)))
+            yield _event(encode_error(to_request_error(error)))
         yield _event(b"[DONE]")
 
 
@@ -196,7 +196,7 @@ class EventStream(Response):
         try:
             async with asyncio.timeout(self._seconds):
                 await cancel_on_disconnect(receive, self._write(send))
-        except (ClientGone, TimeoutError, OSError):
+        except (ClientDisconnected, TimeoutError, OSError):
             return
 
     async def _write(self, send: Send) -> None:

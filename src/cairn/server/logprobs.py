@@ -13,7 +13,7 @@ _LEAST = -9999.0
 _REMEMBERED = 1 << 16
 
 
-class TextOffsets:
+class TextOffsetTracker:
     """Where in a text its tokens begin, in characters, when their bytes are told one after the other."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class TextOffsets:
         return bool(self._decoder.getstate()[0])
 
 
-class TokenTexts:
+class LogprobsFormatter:
     """Writes log-probabilities out with the tokens' texts. `token_bytes`: see `TextTokenizer`."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -51,7 +51,7 @@ class TokenTexts:
             content.append(entry)
         return {"content": content}
 
-    def completion(self, logprobs: TokenLogprobs, offsets: TextOffsets) -> dict[str, Any]:
+    def completion(self, logprobs: TokenLogprobs, offsets: TextOffsetTracker) -> dict[str, Any]:
         """A completion choice's `logprobs`; `offsets` goes on from piece to piece."""
         part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for _, ((token, value), *best) in logprobs:
@@ -64,7 +64,7 @@ class TokenTexts:
             part["text_offset"].append(offsets.next(spelled))
         return part
 
-    def echoed(self, prompt: Sequence[int], logprobs: TokenLogprobs, offsets: TextOffsets) -> dict[str, Any]:
+    def echo(self, prompt: Sequence[int], logprobs: TokenLogprobs, offsets: TextOffsetTracker) -> dict[str, Any]:
         """The same of a prompt: nothing is known of its first token."""
         first = self._bytes(prompt[0])
         opening = {"tokens": [_text(first)], "token_logprobs": [None], "top_logprobs": [None]}

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from msgspec.json import schema_components
 
 from cairn.engine.contract import CacheView
-from cairn.server import answers
+from cairn.server import responses
 from cairn.server.service import Service
 
 Schema: TypeAlias = dict[str, Any]
@@ -19,16 +19,16 @@ _TEXT: Mapping[str, str] = MappingProxyType({"/metrics": "text/plain", "/cache/u
 _EMPTY = frozenset({*_PROBES, "/reset_prefix_cache"})
 _ANSWERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "/v1/completions": (answers.CompletionResponse,),
-        "/v1/chat/completions": (answers.ChatResponse,),
-        "/tokenize": (answers.TokenizeResponse,),
-        "/detokenize": (answers.DetokenizeResponse,),
-        "/v1/models": (answers.ModelList,),
-        "/v1/models/{name}": (answers.ModelCard,),
-        "/load": (answers.LoadResponse,),
-        "/version": (answers.VersionResponse,),
-        "/server_info": (answers.ServerInfoResponse,),
-        "/cache": (answers.CacheHead, CacheView),
+        "/v1/completions": (responses.CompletionResponse,),
+        "/v1/chat/completions": (responses.ChatResponse,),
+        "/tokenize": (responses.TokenizeResponse,),
+        "/detokenize": (responses.DetokenizeResponse,),
+        "/v1/models": (responses.ModelList,),
+        "/v1/models/{name}": (responses.ModelCard,),
+        "/load": (responses.LoadResponse,),
+        "/version": (responses.VersionResponse,),
+        "/server_info": (responses.ServerInfoResponse,),
+        "/cache": (responses.CacheHead, CacheView),
     }
 )
 """By path: the types whose fields the body of a 200 has, for the paths that answer with JSON."""
@@ -37,7 +37,7 @@ _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
     {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}}
 )
 _CHUNKS: Mapping[str, Any] = MappingProxyType(
-    {"/v1/completions": answers.CompletionChunk, "/v1/chat/completions": answers.ChatChunk}
+    {"/v1/completions": responses.CompletionChunk, "/v1/chat/completions": responses.ChatChunk}
 )
 _REFUSALS: Mapping[int, str] = MappingProxyType(
     {
@@ -78,7 +78,7 @@ def document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[st
         schemas.pop(name, None)
     _fill_in(schemas, service)
     types = [*(kind for kinds in _ANSWERS.values() for kind in kinds), *_CHUNKS.values()]
-    types += [answers.ErrorResponse, answers.StatusResponse]
+    types += [responses.ErrorResponse, responses.StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
     if locked:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -120,7 +120,7 @@ def _refusals(path: str, method: str, operation: dict[str, Any], gated: Set[str]
 
 
 def _refusal(path: str, status: int) -> Schema:
-    kind = answers.StatusResponse if status == 503 and path in _PROBES else answers.ErrorResponse
+    kind = responses.StatusResponse if status == 503 and path in _PROBES else responses.ErrorResponse
     content = {"application/json": {"schema": _reference(kind)}}
     refusal: Schema = {"description": _REFUSALS[status], "content": content}
     if status == 429:

@@ -23,7 +23,7 @@ from cairn.engine.contract import (
     check_token_ids,
 )
 from cairn.errors import InvalidRequest, NotFound
-from cairn.server.images.room import ImageShare
+from cairn.server.images.memory import ImageAllocation
 from cairn.server.requests import (
     CacheControl,
     CompletionRequest,
@@ -33,7 +33,7 @@ from cairn.server.requests import (
     TemplateFields,
     Tool,
 )
-from cairn.server.sampling import is_for_another_server, max_tokens_field, max_tokens_of, sampling_of
+from cairn.server.sampling import get_max_tokens, get_max_tokens_field, get_sampling_params, is_remote_decode
 from cairn.server.service import Service
 
 _MAX_CHOICES = 256
@@ -52,12 +52,12 @@ def check_model(service: Service, model: str | None) -> None:
         raise NotFound(f"the model {model!r} is not served here; {service.options.model_name!r} is", "model")
 
 
-async def completion_prompts(service: Service, body: CompletionRequest) -> list[RenderedPrompt]:
+async def encode_prompts(service: Service, body: CompletionRequest) -> list[RenderedPrompt]:
     """One or more. Raises InvalidRequest naming the place of the one that is wrong."""
     given = body.prompt
     if isinstance(given, str) or not given or isinstance(given[0], int):
         return [await _completion_prompt(service, body, cast(OnePrompt, given), "prompt")]
-    n = 1 if is_for_another_server(body) or body.n is None else body.n
+    n = 1 if is_remote_decode(body) or body.n is None else body.n
     most = _MAX_CHOICES // max(1, n)
     if len(given) > most:
         raise InvalidRequest(
@@ -82,12 +82,12 @@ async def _completion_prompt(
     return RenderedPrompt(token_ids=prompt, boundaries=[], field=field)
 
 
-def raw_tokens(token_ids: Sequence[int]) -> bytes:
+def encode_token_ids(token_ids: Sequence[int]) -> bytes:
     """As `GenerateRequest.prompt` has them."""
     return struct.pack(f"<{len(token_ids)}q", *token_ids)
 
 
-def engine_request(
+def build_engine_request(
     service: Service,
     body: SamplingFields,
     prompt: RenderedPrompt,
@@ -103,18 +103,18 @@ def engine_request(
     _check_length(service.engine.info.max_model_len, prompt, body)
     return GenerateRequest(
         request_id=request_id,
-        prompt=raw_tokens(prompt.token_ids),
-        **sampling_of(body),
+        prompt=encode_token_ids(prompt.token_ids),
+        **get_sampling_params(body),
         boundaries=prompt.boundaries,
         images=prompt.images,
-        kv_transfer_params=transfer_params(body.kv_transfer_params, service.engine.info),
+        kv_transfer_params=encode_transfer_params(body.kv_transfer_params, service.engine.info),
         structure=structure,
         bad_words=bad_words,
         client=client,
     )
 
 
-def truncated(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) -> RenderedPrompt:
+def truncate_prompt(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) -> RenderedPrompt:
     """The prompt, or its last tokens where it has more than the body wants kept. -1: as many as leave room for
     `max_tokens`, or for one.
 
@@ -125,7 +125,7 @@ def truncated(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) 
         return prompt
     if not (asked == -1 or 1 <= asked <= max_model_len):
         raise InvalidRequest(f"{_TRUNCATE} is {asked}: it must be -1, or 1 to {max_model_len}", _TRUNCATE)
-    keep = max(1, max_model_len - (max_tokens_of(body) or 1)) if asked == -1 else asked
+    keep = max(1, max_model_len - (get_max_tokens(body) or 1)) if asked == -1 else asked
     cut = len(prompt.token_ids) - keep
     if cut <= 0:
         return prompt
@@ -137,7 +137,7 @@ def truncated(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) 
     return msgspec.structs.replace(prompt, token_ids=prompt.token_ids[cut:], boundaries=kept, text=None)
 
 
-async def echoed(service: Service, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:
+async def add_echo_text(service: Service, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:
     """The prompts, each with its text where that is to be echoed."""
     if not (isinstance(body, CompletionRequest) and body.echo):
         return prompts
@@ -146,14 +146,14 @@ async def echoed(service: Service, body: SamplingFields, prompts: list[RenderedP
 
 
 def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> None:
-    n, max_tokens, param = len(prompt.token_ids), max_tokens_of(body), prompt.field.partition("[")[0]
+    n, max_tokens, param = len(prompt.token_ids), get_max_tokens(body), prompt.field.partition("[")[0]
     which = prompt.field if prompt.field != param else "the prompt"
     if n == 0:
         raise InvalidRequest(f"{which} is empty", param)
     if n >= limit:
         raise InvalidRequest(f"{which} has {n} tokens; the model takes {limit}, the answer included", param)
     if max_tokens is not None and n + max_tokens > limit:
-        field = max_tokens_field(body)
+        field = get_max_tokens_field(body)
         if field is None:
             raise InvalidRequest(
                 f"{which} has {n} tokens, and without max_tokens an answer may have {max_tokens}; the model takes "
@@ -168,7 +168,7 @@ def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> N
 # -- kv_transfer_params -----------------------------------------------------------------------------------------------
 
 
-def transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
+def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
     """The JSON that the engine gets; None when there is nothing for it.
 
     Raises InvalidRequest for what is no JSON, is nested too deeply, or asks a server without a side channel for a
@@ -214,8 +214,8 @@ def _depth_exceeds(value: object, limit: int) -> bool:
 # -- chats -------------------------------------------------------------------------------------------------------------
 
 
-async def rendered_chat(
-    service: Service, body: TemplateFields, messages: list[Message], share: ImageShare
+async def render_chat_prompt(
+    service: Service, body: TemplateFields, messages: list[Message], share: ImageAllocation
 ) -> RenderedPrompt:
     """The chat as tokens, with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
     continues = bool(body.continue_final_message)
@@ -226,7 +226,7 @@ async def rendered_chat(
         )
     switches = cast(dict[str, TemplateValue], body.chat_template_kwargs or {})
     tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
-    images = await service.images.decoded(messages, tokenizer.image_markers, share)
+    images = await service.images.load_images(messages, tokenizer.image_markers, share)
     render = partial(
         tokenizer.render_chat,
         [_message(message, i, images) for i, message in enumerate(messages)],

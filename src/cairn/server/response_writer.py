@@ -9,9 +9,9 @@ import msgspec
 
 from cairn.engine.contract import CacheReport, FinishReason, GenerateOutput, RenderedPrompt, TokenLogprobs
 from cairn.server.chat_message import ChatMessage
-from cairn.server.logprobs import TextOffsets, TokenTexts, joined
+from cairn.server.logprobs import LogprobsFormatter, TextOffsetTracker, joined
 from cairn.server.requests import CompletionRequest, SamplingFields
-from cairn.server.sampling import logprobs_of
+from cairn.server.sampling import get_num_logprobs
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     message: ChatMessage | None = None
-    offsets: TextOffsets = field(default_factory=TextOffsets)
+    offsets: TextOffsetTracker = field(default_factory=TextOffsetTracker)
 
     def add(self, output: GenerateOutput) -> None:
         self.token_ids += output.token_ids
@@ -57,7 +57,7 @@ class ResponseWriter(ABC):
     body: SamplingFields
     prompts: Sequence[RenderedPrompt]
     n: int
-    texts: TokenTexts
+    texts: LogprobsFormatter
     choices: list[Choice] = field(init=False)
     caches: list[CacheReport | None] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
@@ -190,11 +190,11 @@ class CompletionWriter(ResponseWriter):
 
     def _logprobs(self, choice: Choice, told: TokenLogprobs | None, *, first: bool) -> dict[str, Any] | None:
         """Of a piece of a choice; of the first one behind those of its prompt, if that is echoed."""
-        if logprobs_of(self.body) is None:
+        if get_num_logprobs(self.body) is None:
             return None
         prompt, parts = self.prompt_logprobs[choice.prompt], []
         if first and self._echo(choice) and prompt is not None:
-            parts.append(self.texts.echoed(self.prompts[choice.prompt].token_ids, prompt, choice.offsets))
+            parts.append(self.texts.echo(self.prompts[choice.prompt].token_ids, prompt, choice.offsets))
         if told is not None:
             parts.append(self.texts.completion(told, choice.offsets))
         return None if not parts else parts[0] if len(parts) == 1 else joined(*parts)
@@ -241,4 +241,4 @@ class ChatWriter(ResponseWriter):
         return body | ({"token_ids": output.token_ids} if self.body.return_token_ids else {})
 
     def _logprobs(self, logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
-        return self.texts.chat(logprobs) if logprobs_of(self.body) is not None and logprobs is not None else None
+        return self.texts.chat(logprobs) if get_num_logprobs(self.body) is not None and logprobs is not None else None

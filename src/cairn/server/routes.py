@@ -13,17 +13,16 @@ from starlette.responses import Response
 
 from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
-from cairn.http.clients import cancel_on_disconnect, client_id
-from cairn.server.forms import form_of
+from cairn.http.clients import cancel_on_disconnect, get_client_id
 from cairn.server.generate import Deadline, Job, respond
-from cairn.server.images.room import ImageShare
+from cairn.server.images.memory import ImageAllocation
 from cairn.server.prompts import (
+    add_echo_text,
+    build_engine_request,
     check_model,
-    completion_prompts,
-    echoed,
-    engine_request,
-    rendered_chat,
-    truncated,
+    encode_prompts,
+    render_chat_prompt,
+    truncate_prompt,
 )
 from cairn.server.requests import (
     ChatRequest,
@@ -33,31 +32,32 @@ from cairn.server.requests import (
     TokenizeRequest,
     refuse_unsupported,
 )
+from cairn.server.response_format import parse_response_format
 from cairn.server.response_writer import ChatWriter, CompletionWriter
 from cairn.server.service import Service
 
 Result = TypeVar("Result")
 
 
-def service_of(request: Request) -> Service:
+def get_service(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-ServiceOfApp = Annotated[Service, Depends(service_of)]
+ServiceDep = Annotated[Service, Depends(get_service)]
 
 
-async def image_share(request: Request, service: ServiceOfApp) -> AsyncIterator[ImageShare]:
+async def image_share(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
     """A request's share of the room for images, until the last byte of its answer is sent."""
-    share = ImageShare(service.images.room, client_id(request.scope))
+    share = ImageAllocation(service.images.memory, get_client_id(request.scope))
     try:
         yield share
     finally:
         share.keep(0)
 
 
-ShareOfRequest = Annotated[ImageShare, Depends(image_share)]
+ShareOfRequest = Annotated[ImageAllocation, Depends(image_share)]
 
 
 class JsonBodyRoute(APIRoute):
@@ -91,15 +91,15 @@ def router() -> APIRouter:
     return routes
 
 
-async def create_completion(http: Request, body: CompletionRequest, service: ServiceOfApp) -> Response:
-    return await _generate(http, service, body, lambda: completion_prompts(service, body))
+async def create_completion(http: Request, body: CompletionRequest, service: ServiceDep) -> Response:
+    return await _generate(http, service, body, lambda: encode_prompts(service, body))
 
 
 async def create_chat_completion(
-    http: Request, body: ChatRequest, service: ServiceOfApp, share: ShareOfRequest
+    http: Request, body: ChatRequest, service: ServiceDep, share: ShareOfRequest
 ) -> Response:
     async def prompts() -> list[RenderedPrompt]:
-        return [await rendered_chat(service, body, body.messages, share)]
+        return [await render_chat_prompt(service, body, body.messages, share)]
 
     return await _generate(http, service, body, prompts)
 
@@ -117,25 +117,25 @@ async def _job(http: Request, service: Service, body: SamplingFields, make: Make
     arrived, max_model_len = service.clock.now(), service.engine.info.max_model_len
     check_model(service, body.model)
     refuse_unsupported(body)
-    prompts = [truncated(one, body, max_model_len) for one in await make()]
+    prompts = [truncate_prompt(one, body, max_model_len) for one in await make()]
     chat = isinstance(body, ChatRequest)
     answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
-    structure, new_message = await form_of(service, body, prompts[0])
+    structure, new_message = await parse_response_format(service, body, prompts[0])
     bad_words = await service.tokenizer.bad_words(body.bad_words or [])
     requests = tuple(
-        engine_request(
+        build_engine_request(
             service,
             body,
             prompt,
             # Two clients may send the same id; inside the engine an id has to be one request's alone.
             request_id=f"{answer_id}-{service.new_id()}",
-            client=client_id(http.scope),
+            client=get_client_id(http.scope),
             structure=structure,
             bad_words=bad_words,
         )
         for prompt in prompts
     )
-    shown = await echoed(service, body, prompts)
+    shown = await add_echo_text(service, body, prompts)
     # The core refuses more answers than that.
     n = min(requests[0].n, MAX_ANSWERS)
     told = (answer_id, int(service.wall()), service.options.model_name, body, shown, n, service.token_texts)
@@ -158,7 +158,7 @@ def _request_id(http: Request, body: SamplingFields) -> str:
     return own if given or body.request_id is None else body.request_id
 
 
-async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp, share: ShareOfRequest) -> Response:
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, share: ShareOfRequest) -> Response:
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
@@ -169,13 +169,13 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceOfApp, 
     return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
 
-async def _tokens_of(body: TokenizeRequest, service: Service, share: ImageShare) -> list[int]:
+async def _tokens_of(body: TokenizeRequest, service: Service, share: ImageAllocation) -> list[int]:
     if body.messages is not None:
-        return (await rendered_chat(service, body, body.messages, share)).token_ids
+        return (await render_chat_prompt(service, body, body.messages, share)).token_ids
     return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
 
 
-async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceOfApp) -> Response:
+async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Response:
     deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)

@@ -12,13 +12,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cairn.engine.contract import EngineClient
 from cairn.errors import Overloaded
 from cairn.http.connections import ConnectionDeadlines
-from cairn.http.failures import error_response
-from cairn.http.listening import DrainingServer, first_of, listen, trusted_proxies, until_started, web_server
+from cairn.http.error_responses import error_response
+from cairn.http.web_server import (
+    DrainingServer,
+    create_server_socket,
+    create_web_server,
+    parse_trusted_proxies,
+    wait_first,
+    wait_until_started,
+)
 from cairn.server.app import create_app
-from cairn.server.images import ImageParts
-from cairn.server.log_lines import start_lines
+from cairn.server.images import MediaConnector
 from cairn.server.options import ImageOptions, ServerLimits, ServerOptions
 from cairn.server.service import Service
+from cairn.server.stat_logger import format_startup_lines
 
 __all__ = ["HttpServer"]
 
@@ -35,7 +42,7 @@ class HttpServer(DrainingServer):
         engine: EngineClient,
         options: ServerOptions,
         limits: ServerLimits | None = None,
-        images: Callable[[ImageOptions], ImageParts] = ImageParts,
+        images: Callable[[ImageOptions], MediaConnector] = MediaConnector,
     ) -> None:
         """`images`: what reads the images of requests. Raises ConfigError naming the flag."""
         super().__init__(options.shutdown_timeout)
@@ -43,23 +50,23 @@ class HttpServer(DrainingServer):
         self._images = images
         self._options = options
         self._limits = limits or ServerLimits()
-        self._trusted = trusted_proxies(options.forwarded_allow_ips)
+        self._trusted = parse_trusted_proxies(options.forwarded_allow_ips)
 
     async def run(self, on_ready: Callable[[int], None] | None = None) -> int:
         """Serve until drained (0) or until the engine dies (1). `on_ready` gets the port.
 
         Raises ConfigError (ModelError) when it cannot start, EngineDead when the engine falls over while starting.
         """
-        listener = listen(self._options.host, self._options.port)
+        listener = create_server_socket(self._options.host, self._options.port)
         stage = _Stage()
         deadlines = ConnectionDeadlines(head=self._limits.head_seconds, stall=self._limits.stall_seconds)
-        server = web_server(stage, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
+        server = create_web_server(stage, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await until_started(server, serving, listener)
+            await wait_until_started(server, serving, listener)
             if not await self._start_engine():
                 return 0
-            for line in start_lines(self._engine.info):
+            for line in format_startup_lines(self._engine.info):
                 logger.info(line)
             return await self._serve(stage, server, serving, on_ready)
         finally:
@@ -71,7 +78,7 @@ class HttpServer(DrainingServer):
     async def _start_engine(self) -> bool:
         """False when it was told to end before the engine was up."""
         starting = asyncio.create_task(self._engine.start())
-        await first_of(starting, self._draining.wait())
+        await wait_first(starting, self._draining.wait())
         if starting.done():
             starting.result()
             return True
@@ -95,7 +102,7 @@ class HttpServer(DrainingServer):
             logger.info("serving %s on http://%s:%d", self._options.model_name, self._options.host, port)
             if on_ready is not None:
                 on_ready(port)
-            await first_of(serving, self._engine.wait_dead(), self._draining.wait())
+            await wait_first(serving, self._engine.wait_dead(), self._draining.wait())
             service.gate.close()
             if self._draining.is_set() and self._engine.dead is None:
                 await self._finish_open(service.gate, self._engine.wait_dead())

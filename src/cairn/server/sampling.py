@@ -16,7 +16,7 @@ _AS_SENT = (
 """Fields of bodies that the engine's request has under the same name."""
 
 
-def sampling_of(body: SamplingFields) -> dict[str, Any]:
+def get_sampling_params(body: SamplingFields) -> dict[str, Any]:
     """Fields of `GenerateRequest`: what the body says, where that is not the engine's own default. Raises
     InvalidRequest naming the field."""
     sampling = {name: value for name in _AS_SENT if (value := getattr(body, name)) is not None}
@@ -24,23 +24,23 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
         sampling["temperature"] = 0.0 if 0 <= body.temperature < _GREEDY_BELOW else body.temperature
     if body.top_k is not None:
         sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
-    if is_for_another_server(body):
+    if is_remote_decode(body):
         sampling["n"] = 1
     return sampling | {
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
         "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        "max_tokens": max_tokens_of(body),
-        "logprobs": logprobs_of(body),
+        "max_tokens": get_max_tokens(body),
+        "logprobs": get_num_logprobs(body),
         "prompt_logprobs": _prompt_logprobs(body),
     }
 
 
-def is_for_another_server(body: SamplingFields) -> bool:
+def is_remote_decode(body: SamplingFields) -> bool:
     """Whether the prompt is computed for another server, which then draws the answers."""
     return (body.kv_transfer_params or {}).get("do_remote_decode") is True
 
 
-def max_tokens_of(body: SamplingFields) -> int | None:
+def get_max_tokens(body: SamplingFields) -> int | None:
     """None: as many as fit. A completion of no token at all takes one, which is not shown."""
     if isinstance(body, ChatRequest):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -51,23 +51,23 @@ def max_tokens_of(body: SamplingFields) -> int | None:
     return _COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
 
 
-def max_tokens_field(body: SamplingFields) -> str | None:
-    """The field that `max_tokens_of` goes by; None where the client has sent none."""
+def get_max_tokens_field(body: SamplingFields) -> str | None:
+    """The field that `get_max_tokens` goes by; None where the client has sent none."""
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         return "max_completion_tokens"
     return None if body.max_tokens is None else "max_tokens"
 
 
-def in_clients_words(error: RequestError, body: SamplingFields) -> RequestError:
+def rename_error_param(error: RequestError, body: SamplingFields) -> RequestError:
     """The core's error, about the field that the client has sent."""
     if not isinstance(error, InvalidRequest) or not isinstance(body, ChatRequest) or error.param is None:
         return error
-    names = {"max_tokens": max_tokens_field(body) or "max_tokens", "logprobs": "top_logprobs"}
+    names = {"max_tokens": get_max_tokens_field(body) or "max_tokens", "logprobs": "top_logprobs"}
     name = names.get(error.param, error.param)
     return InvalidRequest(error.message.replace(error.param, name, 1), name)
 
 
-def logprobs_of(body: SamplingFields) -> int | None:
+def get_num_logprobs(body: SamplingFields) -> int | None:
     """How many of the best tokens are told of beside each of the answer; None: nothing is told."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
@@ -86,7 +86,7 @@ def _prompt_logprobs(body: SamplingFields) -> int | None:
     return body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
 
 
-def bad_word_tokens(encode: Callable[[str, bool], list[int]], words: Sequence[str]) -> list[list[int]]:
+def encode_bad_words(encode: Callable[[str, bool], list[int]], words: Sequence[str]) -> list[list[int]]:
     """The tokens of each word as it begins an answer and, where they are others, as it stands behind a space.
 
     Raises InvalidRequest that names the word.

@@ -9,12 +9,12 @@ from typing import TypeVar
 from cairn.engine.contract import EngineClient, EngineStats, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
-from cairn.server.images import ImageParts
-from cairn.server.logprobs import TokenTexts
+from cairn.server.images import MediaConnector
+from cairn.server.logprobs import LogprobsFormatter
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerLimits, ServerOptions
-from cairn.server.parsers.choose import choose_parsers
-from cairn.server.sampling import bad_word_tokens
+from cairn.server.parsers.registry import select_parsers
+from cairn.server.sampling import encode_bad_words
 from cairn.types import Clock, SystemClock
 
 # Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
@@ -97,7 +97,7 @@ class TokenizerThread:
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
-        return await self.run(lambda: bad_word_tokens(self._tokenizer.encode, words)) if words else []
+        return await self.run(lambda: encode_bad_words(self._tokenizer.encode, words)) if words else []
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """For what asks the tokenizer for many tokens, such as the log-probabilities of a whole prompt."""
@@ -118,7 +118,7 @@ class Service:
         clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
         new_id: Callable[[], str] = random_id,
-        images: ImageParts | None = None,
+        images: MediaConnector | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
@@ -127,14 +127,14 @@ class Service:
         self.wall = wall
         self.new_id = new_id
         self.started = int(wall())
-        self.images = images or ImageParts(limits.images)
+        self.images = images or MediaConnector(limits.images)
         info = engine.info
         self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)
         self.metrics = Metrics(engine.info, options.model_name)
-        self.parsers = choose_parsers(
+        self.parsers = select_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
-        self.token_texts = TokenTexts(lambda token: engine.tokenizer.token_bytes(token))
+        self.token_texts = LogprobsFormatter(lambda token: engine.tokenizer.token_bytes(token))
         self.queries = EngineQueries(engine, limits)
         self.tokenizer = TokenizerThread(engine.tokenizer)
 

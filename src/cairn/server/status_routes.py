@@ -9,9 +9,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn import __version__
 from cairn.errors import EngineDead, InvalidRequest, Overloaded
-from cairn.http.failures import failed
+from cairn.http.error_responses import make_error
 from cairn.server.prompts import check_model
-from cairn.server.routes import ServiceOfApp
+from cairn.server.routes import ServiceDep
 from cairn.server.service import Service
 
 
@@ -31,16 +31,16 @@ def router() -> APIRouter:
     return routes
 
 
-async def list_models(service: ServiceOfApp) -> dict[str, Any]:
+async def list_models(service: ServiceDep) -> dict[str, Any]:
     return {"object": "list", "data": [_model_card(service)]}
 
 
-async def show_model(name: str, service: ServiceOfApp) -> dict[str, Any]:
+async def show_model(name: str, service: ServiceDep) -> dict[str, Any]:
     check_model(service, name)
     return _model_card(service)
 
 
-async def health(service: ServiceOfApp) -> Response:
+async def health(service: ServiceDep) -> Response:
     """200 when a request sent now would be answered, else 503 with the reason."""
     if service.healthy:
         return Response(status_code=200)
@@ -48,7 +48,7 @@ async def health(service: ServiceOfApp) -> Response:
     return JSONResponse({"status": reason}, 503)
 
 
-async def ready(service: ServiceOfApp) -> Response:
+async def ready(service: ServiceDep) -> Response:
     """As /health, and the engine has been asked: 503 as well while it does not answer."""
     if service.healthy:
         try:
@@ -58,16 +58,16 @@ async def ready(service: ServiceOfApp) -> Response:
     return await health(service)
 
 
-async def load(service: ServiceOfApp) -> dict[str, int]:
+async def load(service: ServiceDep) -> dict[str, int]:
     """Requests that are being answered, those that wait included."""
     return {"server_load": service.gate.num_open}
 
 
-async def version(service: ServiceOfApp) -> dict[str, str]:
+async def version(service: ServiceDep) -> dict[str, str]:
     return {"version": __version__}
 
 
-async def server_info(service: ServiceOfApp) -> dict[str, Any]:
+async def server_info(service: ServiceDep) -> dict[str, Any]:
     """What was built, and the limits of requests. No keys."""
     options, limits = service.options, service.limits
     return {
@@ -84,12 +84,12 @@ async def server_info(service: ServiceOfApp) -> dict[str, Any]:
     }
 
 
-async def metrics(service: ServiceOfApp) -> Response:
+async def metrics(service: ServiceDep) -> Response:
     return Response(service.metrics.exposition(await service.queries.stats()), media_type=CONTENT_TYPE_LATEST)
 
 
 async def reset_prefix_cache(
-    service: ServiceOfApp,
+    service: ServiceDep,
     reset_running_requests: Annotated[bool, Query()] = False,
     reset_external: Annotated[bool, Query()] = False,
 ) -> Response:
@@ -102,7 +102,7 @@ async def reset_prefix_cache(
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
     held = await service.queries.emptying.ask(service.engine.reset_cache)
     if held:
-        raise failed(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
+        raise make_error(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
     return Response(status_code=200)
 
 

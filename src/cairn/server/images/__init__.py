@@ -1,5 +1,5 @@
 """Images in messages: found, fetched and decoded, within the bytes that all open requests' may have."""
 
-from cairn.server.images.parts import ImageParts
+from cairn.server.images.connector import MediaConnector
 
-__all__ = ["ImageParts"]
+__all__ = ["MediaConnector"]

@@ -12,7 +12,7 @@ import httpx
 
 from cairn.errors import InvalidRequest
 from cairn.server.images.address import Resolver, SystemResolver, public_addresses
-from cairn.server.images.room import ImageShare
+from cairn.server.images.memory import ImageAllocation
 from cairn.server.options import ImageOptions
 
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
@@ -68,7 +68,7 @@ class _FetchSlots:
                 del self._num_users[client], self._clients[client]
 
 
-class Fetcher:
+class ImageFetcher:
     """Fetches over HTTP. `resolver` and `transport` may be given to replace the machine's own.
 
     Every address is looked at before it is connected to, also behind redirects, and no proxy, cookie, netrc file or
@@ -86,7 +86,7 @@ class Fetcher:
         self._transport = transport
         self._slots = _FetchSlots(options.max_fetches, options.max_client_fetches)
 
-    async def fetch(self, url: str, share: ImageShare) -> bytes:
+    async def fetch(self, url: str, share: ImageAllocation) -> bytes:
         """The bytes at an http(s) URL. Raises InvalidRequest that says what is wrong with it."""
         seconds = self._options.fetch_seconds
         async with self._slots.slot(share.client):
@@ -102,7 +102,7 @@ class Fetcher:
         if self._transport is not None:
             await self._transport.aclose()
 
-    async def _follow(self, url: httpx.URL, share: ImageShare) -> bytes:
+    async def _follow(self, url: httpx.URL, share: ImageAllocation) -> bytes:
         for _ in range(self._options.max_redirects + 1):
             self._check_host(url)
             response = await self._send(url)
@@ -160,7 +160,7 @@ class Fetcher:
         )
         return await self._transport.handle_async_request(request)
 
-    async def _read(self, response: httpx.Response, share: ImageShare) -> bytes:
+    async def _read(self, response: httpx.Response, share: ImageAllocation) -> bytes:
         if response.status_code != 200:
             raise InvalidRequest(f"the image's server answers with status {response.status_code}")
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()

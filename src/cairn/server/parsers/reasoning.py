@@ -1,13 +1,13 @@
 """Reasoning between `<think>` and `</think>`, before everything else."""
 
-from cairn.server.parsers.call_reader import MAX_BREAKS, State, TextReader, first_mark, open_mark, trailing_breaks
-from cairn.server.parsers.contract import Reasoning
+from cairn.server.parsers.base import Reasoning
+from cairn.server.parsers.text_parser import MAX_BREAKS, State, TextParser, first_mark, open_mark, trailing_breaks
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class ThinkParser(TextReader):
-    """Implements `AnswerParser`: reasoning up to `</think>`, then content.
+class ReasoningParser(TextParser):
+    """Implements `OutputParser`: reasoning up to `</think>`, then content.
 
     `opened`: the prompt has written `<think>` already. Otherwise an answer that does not begin with it has none. Line
     breaks next to the marks belong to them: templates write them anew.

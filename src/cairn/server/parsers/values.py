@@ -21,7 +21,7 @@ _PREFIXES = (
 )
 
 
-def kinds_of(name: str, schema: Mapping[str, Any]) -> frozenset[str]:
+def get_json_types(name: str, schema: Mapping[str, Any]) -> frozenset[str]:
     """JSON types that the parameter `name` of a tool may have by the schema of all its parameters; empty where it says
     nothing."""
     properties = schema.get("properties")
@@ -29,7 +29,7 @@ def kinds_of(name: str, schema: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(_kinds(own, schema))
 
 
-def is_text(kinds: frozenset[str]) -> bool:
+def is_text_only(kinds: frozenset[str]) -> bool:
     """Whether there is nothing but text, or null, that the value may be."""
     return kinds <= {"string", "null"}
 
@@ -86,7 +86,7 @@ def _at(reference: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def typed(text: str, kinds: frozenset[str]) -> Any:
+def convert_value(text: str, kinds: frozenset[str]) -> Any:
     """The value of `text`: of one of `kinds` where it can be read so, else `text` itself. Always a JSON value."""
     if text.strip().lower() == "null":
         return None

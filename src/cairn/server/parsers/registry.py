@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from cairn.errors import ConfigError
-from cairn.server.parsers.contract import AnswerParser, Content, Event, Tools
-from cairn.server.parsers.json_calls import JsonCalls
-from cairn.server.parsers.reasoning import CLOSE, OPEN, ThinkParser
-from cairn.server.parsers.xml_calls import XmlCalls
+from cairn.server.parsers.base import Content, Event, OutputParser, Tools
+from cairn.server.parsers.json_tool_parser import JsonToolParser
+from cairn.server.parsers.reasoning import CLOSE, OPEN, ReasoningParser
+from cairn.server.parsers.xml_tool_parser import XmlToolParser
 
 
-class PlainText:
-    """Implements `AnswerParser`: everything is content."""
+class PlainTextParser:
+    """Implements `OutputParser`: everything is content."""
 
     @property
     def held(self) -> int:
@@ -24,10 +24,10 @@ class PlainText:
         return []
 
 
-class Chained:
-    """Implements `AnswerParser`: what `first` takes for content goes on to `then`."""
+class ChainedParser:
+    """Implements `OutputParser`: what `first` takes for content goes on to `then`."""
 
-    def __init__(self, first: AnswerParser, then: AnswerParser) -> None:
+    def __init__(self, first: OutputParser, then: OutputParser) -> None:
         self._first = first
         self._then = then
 
@@ -72,23 +72,23 @@ REASONING_PARSERS: Mapping[str, str] = MappingProxyType(
 )
 """Names of `--reasoning-parser`, vLLM's among them."""
 
-_MAKE_TOOLS: Mapping[str, Callable[[Tools], AnswerParser]] = MappingProxyType(
-    {"json": lambda tools: JsonCalls(), "xml": XmlCalls, "none": lambda tools: PlainText()}
+_MAKE_TOOLS: Mapping[str, Callable[[Tools], OutputParser]] = MappingProxyType(
+    {"json": lambda tools: JsonToolParser(), "xml": XmlToolParser, "none": lambda tools: PlainTextParser()}
 )
 
 
-class AnswerParsers:
+class ParserFactory:
     """Makes one parser for each answer of one model. `calls`, `reasoning`: the forms it has, "none" for none."""
 
     def __init__(self, calls: str, reasoning: str) -> None:
         self.calls = calls
         self.reasoning = reasoning
 
-    def parser(self, tools: Tools | None, *, opened: bool, calls: str | None = None) -> AnswerParser:
+    def parser(self, tools: Tools | None, *, opened: bool, calls: str | None = None) -> OutputParser:
         """`tools`: None where calls are not looked for. `opened`: the prompt has opened the reasoning. `calls`: the
         form of calls where it is not the model's own."""
-        then = PlainText() if tools is None else _MAKE_TOOLS[calls or self.calls](tools)
-        return Chained(ThinkParser(opened), then) if self.reasons else then
+        then = PlainTextParser() if tools is None else _MAKE_TOOLS[calls or self.calls](tools)
+        return ChainedParser(ReasoningParser(opened), then) if self.reasons else then
 
     @property
     def reasons(self) -> bool:
@@ -104,7 +104,7 @@ class AnswerParsers:
         return self.reasons and beginning.rfind(OPEN) > beginning.rfind(CLOSE)
 
 
-def choose_parsers(template: str, tools: str | None, reasoning: str | None) -> AnswerParsers:
+def select_parsers(template: str, tools: str | None, reasoning: str | None) -> ParserFactory:
     """The parsers named, or those that `template`, a chat template's text, calls for where a name is None.
 
     Raises ConfigError naming the flag.
@@ -117,6 +117,6 @@ def choose_parsers(template: str, tools: str | None, reasoning: str | None) -> A
             raise ConfigError(f"{flag}: there is no {name!r}; one of {', '.join(names)}")
     form = "xml" if "<function=" in template else "json" if "<tool_call>" in template else "none"
     thinks = "think" if OPEN in template else "none"
-    return AnswerParsers(
+    return ParserFactory(
         form if tools is None else TOOL_PARSERS[tools], thinks if reasoning is None else REASONING_PARSERS[reasoning]
     )

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from cairn.server.parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event
+from cairn.server.parsers.base import Content, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 MAX_BREAKS = 64
 """Most line breaks in a row that are taken for a part of the markup they stand next to."""
@@ -32,8 +32,8 @@ def trailing_breaks(text: str) -> int:
     return min(len(text) - len(text.rstrip("\n")), MAX_BREAKS)
 
 
-class TextReader:
-    """Reads a text that grows, one state at a time. Implements `AnswerParser`, where a subclass has the states."""
+class TextParser:
+    """Reads a text that grows, one state at a time. Implements `OutputParser`, where a subclass has the states."""
 
     def __init__(self, state: State) -> None:
         self._text = ""
@@ -68,8 +68,8 @@ class TextReader:
         return taken
 
 
-class CallReader(TextReader, ABC):
-    """The part of an `AnswerParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
+class ToolParser(TextParser, ABC):
+    """The part of an `OutputParser` that looks for the marks `beginnings`. A subclass says in `_begun` how to go on
     behind one; line breaks before a call and behind it belong to it."""
 
     def __init__(self, beginnings: Sequence[str]) -> None:
@@ -118,14 +118,14 @@ class CallReader(TextReader, ABC):
 
     def _begin_call(self, name: str) -> None:
         self._opening = ""
-        self._events.append(CallBegin(self._calls, name))
+        self._events.append(ToolCallStart(self._calls, name))
 
     def _end_call(self, then: State) -> None:
-        self._events.append(CallEnd(self._calls))
+        self._events.append(ToolCallEnd(self._calls))
         self._calls += 1
         self._behind_call = True
         self._state = then
 
     def _write(self, text: str) -> None:
         if text:
-            self._events.append(CallArguments(self._calls, text))
+            self._events.append(ToolCallArguments(self._calls, text))

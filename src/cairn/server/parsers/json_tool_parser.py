@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from cairn.server.parsers.call_reader import CallReader, State
+from cairn.server.parsers.text_parser import State, ToolParser
 
 MAX_CALL = 1 << 20
 """Characters of a call whose arguments do not follow its name; a longer one is content."""
@@ -22,8 +22,8 @@ _BRACKETS = re.compile(r'[{}\[\]"\\]')
 _TAIL = re.compile(r"\s*(?:\}\s*)?(?:</tool_call>)?")
 
 
-class JsonCalls(CallReader):
-    """Implements `AnswerParser`. Arguments that follow the name are passed on as the model writes them; any other order
+class JsonToolParser(ToolParser):
+    """Implements `OutputParser`. Arguments that follow the name are passed on as the model writes them; any other order
     is read when the call ends. `</tool_call>` may be missing behind a whole object."""
 
     def __init__(self) -> None:

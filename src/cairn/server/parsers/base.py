@@ -19,7 +19,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegin:
+class ToolCallStart:
     """The answer's call number `index`, from 0, is of the tool `name`."""
 
     index: int
@@ -27,7 +27,7 @@ class CallBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """More of that call's arguments: all pieces together are a JSON object, unless the answer is cut off in it."""
 
     index: int
@@ -35,19 +35,19 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnd:
+class ToolCallEnd:
     """That call is complete. A call without its end was cut off."""
 
     index: int
 
 
-Event: TypeAlias = Content | Reasoning | CallBegin | CallArguments | CallEnd
+Event: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 Tools: TypeAlias = dict[str, dict[str, Any]]
 """A tool's name -> the JSON schema of its parameters, empty where it has none."""
 
 
-class AnswerParser(Protocol):
+class OutputParser(Protocol):
     """Takes one answer apart. However its text is cut into pieces, the events say the same.
 
     No text raises, and none is lost: what is no markup, or is wrong markup, comes out as content. Only line breaks next

@@ -56,7 +56,7 @@ class DrainingServer:
         logger.info("draining: %d requests are open, they have %g s", gate.num_open, self._shutdown_seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._shutdown_seconds):
-                await first_of(gate.wait_empty(), self._abandoned.wait(), *ends)
+                await wait_first(gate.wait_empty(), self._abandoned.wait(), *ends)
         if gate.num_open:
             logger.warning("%d requests are cut short", gate.num_open)
 
@@ -69,7 +69,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
+def create_server_socket(host: str, port: int) -> socket.socket:
     """A bound socket. Raises ConfigError naming the flags."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -88,7 +88,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def web_server(
+def create_web_server(
     app: Any,
     *,
     forwarded_allow_ips: Sequence[str],
@@ -140,7 +140,7 @@ def _max_connections(descriptors_per_request: int) -> int:
     return max(1, min(_MAX_CONNECTIONS, (soft - _SPARE_DESCRIPTORS) // descriptors_per_request))
 
 
-async def until_started(server: uvicorn.Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
+async def wait_until_started(server: uvicorn.Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
     """Wait until the server takes connections on its `listener`, or has failed to."""
     while not server.started and not serving.done():
         await asyncio.sleep(_STARTED_POLL_SECONDS)
@@ -149,7 +149,7 @@ async def until_started(server: uvicorn.Server, serving: asyncio.Task[None], lis
         listener.listen(_BACKLOG)
 
 
-async def first_of(*waits: Awaitable[Any]) -> None:
+async def wait_first(*waits: Awaitable[Any]) -> None:
     """Wait for any of these. Tasks are left as they are, coroutines are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
@@ -161,7 +161,7 @@ async def first_of(*waits: Awaitable[Any]) -> None:
         await asyncio.gather(*own, return_exceptions=True)
 
 
-def trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def parse_trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The proxies of --forwarded-allow-ips, whose X-Forwarded-For is believed, in uvicorn's words and variable:
     addresses and networks, from `a,b` or `["a", "b"]`, or `*` alone: everybody. None: what the variable says, where an
     empty text is nobody, else loopback. Raises ConfigError."""

@@ -11,9 +11,9 @@ value
 
 import json
 
-from cairn.server.parsers.call_reader import MAX_BREAKS, CallReader, State, first_mark, open_mark
-from cairn.server.parsers.contract import Tools
-from cairn.server.parsers.values import is_text, kinds_of, typed
+from cairn.server.parsers.base import Tools
+from cairn.server.parsers.text_parser import MAX_BREAKS, State, ToolParser, first_mark, open_mark
+from cairn.server.parsers.values import convert_value, get_json_types, is_text_only
 
 MAX_VALUE = 1 << 20
 """Characters of a value that may be anything but text; a longer one is text."""
@@ -31,8 +31,8 @@ _VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
 _HELD_ENDS = (*_VALUE_ENDS, *(f"\n{mark}" for mark in _VALUE_ENDS))
 
 
-class XmlCalls(CallReader):
-    """Implements `AnswerParser`. Values get the types of the tool's schema (see `values`); text is passed on as it
+class XmlToolParser(ToolParser):
+    """Implements `OutputParser`. Values get the types of the tool's schema (see `values`); text is passed on as it
     comes. As in vLLM's parser, `</parameter>`, `</function>` and `</tool_call>` may be missing, and `<tool_call>` may
     be before the name of a tool that is there.
     """
@@ -112,7 +112,7 @@ class XmlCalls(CallReader):
         self._take(len(name) + 1)
         self._write(("" if self._first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
         self._first = False
-        self._kinds = kinds_of(name, self._tools.get(self._name, {}))
+        self._kinds = get_json_types(name, self._tools.get(self._name, {}))
         self._state = self._value_start
         return True
 
@@ -130,7 +130,7 @@ class XmlCalls(CallReader):
             self._end_value(*end)
             return True
         safe = len(self._text) - (0 if final else open_mark(self._text, _HELD_ENDS))
-        if not self._quoted and (safe > self._limit or (final and is_text(self._kinds))):
+        if not self._quoted and (safe > self._limit or (final and is_text_only(self._kinds))):
             self._write('"')
             self._quoted = True
         if self._quoted:
@@ -147,7 +147,7 @@ class XmlCalls(CallReader):
         if self._quoted:
             self._write(_escaped(value) + '"')
         else:
-            given = value if len(value) > self._limit else typed(value, self._kinds)
+            given = value if len(value) > self._limit else convert_value(value, self._kinds)
             self._write(json.dumps(given, ensure_ascii=False))
         self._state = self._inside
 
@@ -181,7 +181,7 @@ class XmlCalls(CallReader):
 
     @property
     def _limit(self) -> int:
-        return _SHORT if is_text(self._kinds) else MAX_VALUE
+        return _SHORT if is_text_only(self._kinds) else MAX_VALUE
 
 
 def _escaped(text: str) -> str:

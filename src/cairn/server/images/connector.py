@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
 from cairn.server.images.decode import decode
-from cairn.server.images.fetch import Fetcher, data_uri
-from cairn.server.images.room import ImageRoom, ImageShare
+from cairn.server.images.fetch import ImageFetcher, data_uri
+from cairn.server.images.memory import ImageAllocation, ImageMemory
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
 
@@ -32,22 +32,22 @@ class _Part:
         return f"messages[{self.message}].content[{self.part}]"
 
 
-class ImageParts:
+class MediaConnector:
     """Fetches and decodes the images of messages. One event loop only.
 
     At most `decoders` images are decoded at once, each by a thread that is given up, not ended, when it takes too long:
     until it is done no other takes its place.
     """
 
-    def __init__(self, options: ImageOptions, fetcher: Fetcher | None = None) -> None:
+    def __init__(self, options: ImageOptions, fetcher: ImageFetcher | None = None) -> None:
         self._options = options
-        self.room = ImageRoom(options.max_open_bytes)
-        self._fetcher = fetcher or Fetcher(options)
+        self.memory = ImageMemory(options.max_open_bytes)
+        self._fetcher = fetcher or ImageFetcher(options)
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
         self._free = asyncio.Semaphore(options.decoders)
 
-    async def decoded(
-        self, messages: list[Message], markers: tuple[str, ...], share: ImageShare
+    async def load_images(
+        self, messages: list[Message], markers: tuple[str, ...], share: ImageAllocation
     ) -> dict[tuple[int, int], Pixels]:
         """Every image by the numbers of its message and of its part there. `markers`: the texts that stand for images
         in a prompt, none where the model reads text alone. `share`: where the images' bytes are counted; those of the
@@ -87,7 +87,7 @@ class ImageParts:
                 found.append(_Part(i, j, given if isinstance(given, str) else given["url"]))
         return found
 
-    async def _fetch_all(self, parts: Sequence[_Part], share: ImageShare) -> list[bytes]:
+    async def _fetch_all(self, parts: Sequence[_Part], share: ImageAllocation) -> list[bytes]:
         tasks = [asyncio.create_task(self._fetch(part, share)) for part in parts]
         try:
             return await asyncio.gather(*tasks)
@@ -96,7 +96,7 @@ class ImageParts:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, part: _Part, share: ImageShare) -> bytes:
+    async def _fetch(self, part: _Part, share: ImageAllocation) -> bytes:
         try:
             if part.url[:5].lower() != "data:":
                 return await self._fetcher.fetch(part.url, share)
@@ -106,7 +106,7 @@ class ImageParts:
         except InvalidRequest as error:
             raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
 
-    async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes], share: ImageShare) -> list[Pixels]:
+    async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes], share: ImageAllocation) -> list[Pixels]:
         """One after the other, so that what they may have together is known before each."""
         left, pictures = self._options.max_request_pixels, []
         for part, data in zip(parts, found, strict=True):

@@ -3,7 +3,7 @@
 from cairn.errors import InvalidRequest, Overloaded
 
 
-class ImageRoom:
+class ImageMemory:
     """Counts the bytes of the images of all open requests, as they came and decoded."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -20,10 +20,10 @@ class ImageRoom:
         self.num_bytes -= num_bytes
 
 
-class ImageShare:
-    """One request's part of an ImageRoom. `client`: who has sent it."""
+class ImageAllocation:
+    """One request's part of an ImageMemory. `client`: who has sent it."""
 
-    def __init__(self, room: ImageRoom, client: str) -> None:
+    def __init__(self, room: ImageMemory, client: str) -> None:
         self.client = client
         self._room = room
         self._num_bytes = 0

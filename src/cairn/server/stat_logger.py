@@ -3,7 +3,7 @@
 from cairn.engine.contract import EngineInfo, EngineStats
 
 
-def start_lines(info: EngineInfo) -> list[str]:
+def format_startup_lines(info: EngineInfo) -> list[str]:
     """The cache in words."""
     pool = info.num_pages * info.page_bytes
     ranks = info.tensor_parallel_size
@@ -48,7 +48,7 @@ def _size(count: int) -> str:
     return f"{size:.4g} GiB"
 
 
-class ThroughputLine:
+class ThroughputLogger:
     """Turns successive counters into vLLM's throughput line; silent while nothing happens.
 
     The hit rates are those of the last interval in which prompts were looked up (here, and at other servers), not of

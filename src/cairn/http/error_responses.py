@@ -8,11 +8,11 @@ from starlette.responses import Response
 from cairn.errors import RequestError
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection before its answer was there. Nobody is left to be told."""
 
 
-def failed(message: str, status: int, code: str) -> RequestError:
+def make_error(message: str, status: int, code: str) -> RequestError:
     """A RequestError with a status of its own."""
     error = RequestError(message)
     error.status, error.code = status, code
@@ -26,7 +26,7 @@ def error_body(message: str, status: int, code: str, param: str | None = None) -
     return {"error": {"message": shown, "type": kind, "param": param, "code": code}}
 
 
-def error_content(error: RequestError) -> bytes:
+def encode_error(error: RequestError) -> bytes:
     """The body of an error as JSON."""
     return msgspec.json.encode(error_body(error.message, error.status, error.code, error.param))
 
@@ -35,9 +35,9 @@ def error_response(error: RequestError) -> Response:
     """With when the request may be sent again, where that is known, and what a key is sent in, where one is missing."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    return Response(error_content(error), error.status, headers, media_type="application/json")
+    return Response(encode_error(error), error.status, headers, media_type="application/json")
 
 
 def internal_error() -> RequestError:
     """What a client gets to see of a bug."""
-    return failed("internal error", 500, "internal_error")
+    return make_error("internal error", 500, "internal_error")

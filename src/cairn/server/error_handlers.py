@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from cairn.errors import CairnError, EngineDead, InvalidRequest, RequestError
 from cairn.http.application import http_error
-from cairn.http.failures import ClientGone, error_response, failed, internal_error
+from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
 from cairn.server.requests import WRONG_KIND
 
 MAX_NESTING = 256
@@ -70,12 +70,12 @@ _NAMED_WHOLE = frozenset(
 logger = logging.getLogger(__name__)
 
 
-def request_error(error: CairnError) -> RequestError:
+def to_request_error(error: CairnError) -> RequestError:
     """An error as the client gets to see it."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDead):
-        return failed(f"the engine has ended: {error}", 503, "service_unavailable")
+        return make_error(f"the engine has ended: {error}", 503, "service_unavailable")
     logger.error("an error that no client should see: %r", error)
     return internal_error()
 
@@ -84,12 +84,12 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(CairnError, _cairn_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_gone)
 
 
 async def _cairn_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CairnError)
-    return error_response(request_error(error))
+    return error_response(to_request_error(error))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -149,7 +149,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         # the body that could not be parsed: the framework keeps it, and does not say what was wrong
-        found = why_unreadable(getattr(request, "_body", b""))
+        found = explain_unreadable(getattr(request, "_body", b""))
         if found is not None:
             return error_response(InvalidRequest(*found))
     return await http_error(request, error)
@@ -162,9 +162,9 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 # -- bodies that no JSON decoder has read ----------------------------------------------------------------------------
 
 
-def why_unreadable(body: bytes) -> tuple[str, str | None] | None:
+def explain_unreadable(body: bytes) -> tuple[str, str | None] | None:
     """A text, and the top-level field where that is known; None where nothing is found."""
-    field = too_deep_field(body)
+    field = find_deep_field(body)
     if field is not None:
         return f"{field} is nested too deeply: at most {MAX_NESTING} objects and lists within each other", field
     try:
@@ -179,7 +179,7 @@ def why_unreadable(body: bytes) -> tuple[str, str | None] | None:
     return None
 
 
-def too_deep_field(body: bytes) -> str | None:
+def find_deep_field(body: bytes) -> str | None:
     """The top-level field of an object that goes deeper than `MAX_NESTING`; None where there is none. One pass."""
     return next((_name(field) for _, depth, field in _signs(body) if depth > MAX_NESTING), None)
 

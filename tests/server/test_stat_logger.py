@@ -3,12 +3,12 @@
 import msgspec
 
 from cairn.engine.contract import EngineConfig, EngineStats
-from cairn.server.log_lines import ThroughputLine, start_lines
+from cairn.server.stat_logger import ThroughputLogger, format_startup_lines
 from doubles.echo_core import build_echo_core
 
 
 def test_the_throughput_line_has_the_words_that_people_look_for():
-    line = ThroughputLine(100.0)
+    line = ThroughputLogger(100.0)
     stats = EngineStats(
         prompt_tokens=2000,
         generation_tokens=50,
@@ -29,7 +29,7 @@ def test_the_throughput_line_has_the_words_that_people_look_for():
 
 
 def test_it_is_silent_while_nothing_happens():
-    line = ThroughputLine(0.0)
+    line = ThroughputLogger(0.0)
     busy = EngineStats(prompt_tokens=10, prefix_cache_queries=10, prefix_cache_hits=5, num_running=1, num_pages=10)
     idle = msgspec.structs.replace(busy, num_running=0)
     assert line.update(EngineStats(), 10.0) is None
@@ -40,7 +40,7 @@ def test_it_is_silent_while_nothing_happens():
 
 
 def test_the_hit_rates_are_of_late():
-    line = ThroughputLine(0.0)
+    line = ThroughputLogger(0.0)
     first = EngineStats(
         prompt_tokens=100,
         prefix_cache_queries=100,
@@ -74,7 +74,7 @@ def test_the_start_lines_say_what_the_pool_holds():
         min_cacheable_tokens=64,
         mamba_cache_mode="align",
     )
-    text = "\n".join(start_lines(info))
+    text = "\n".join(format_startup_lines(info))
     assert "8192 pages of 128 bytes (1 MiB in all)" in text
     assert "8 bytes per token; the pool alone would hold 131072 tokens" in text
     assert "300 bytes per state checkpoint (3 pages); the pool alone would hold 2730 checkpoints" in text
@@ -83,20 +83,20 @@ def test_the_start_lines_say_what_the_pool_holds():
 
 def test_the_start_lines_of_quantized_weights():
     info = build_echo_core(EngineConfig(model="echo")).info
-    assert "weights in" not in start_lines(info)[0]
-    said = start_lines(msgspec.structs.replace(info, dtype="bfloat16", quantization="int8"))[0]
+    assert "weights in" not in format_startup_lines(info)[0]
+    said = format_startup_lines(msgspec.structs.replace(info, dtype="bfloat16", quantization="int8"))[0]
     assert "in bfloat16, weights in int8: " in said
 
 
 def test_the_start_lines_of_other_models():
     info = build_echo_core(EngineConfig(model="echo", enable_prefix_caching=False)).info
-    text = "\n".join(start_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))
+    text = "\n".join(format_startup_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))
     assert "no attention layers" in text and "no recurrent state" in text and "prefix caching is off" in text
 
 
 def test_the_start_lines_of_a_server_that_takes_part_in_transfers():
-    plain = "\n".join(start_lines(build_echo_core(EngineConfig(model="echo")).info))
+    plain = "\n".join(format_startup_lines(build_echo_core(EngineConfig(model="echo")).info))
     assert "transfers" not in plain and "tensor parallel" not in plain
     info = build_echo_core(EngineConfig(model="echo", tensor_parallel_size=4)).info
-    text = "\n".join(start_lines(msgspec.structs.replace(info, side_channel="localhost:5601")))
+    text = "\n".join(format_startup_lines(msgspec.structs.replace(info, side_channel="localhost:5601")))
     assert "other servers ask for pages at localhost:5601" in text and "tensor parallel over 4 processes" in text

@@ -12,8 +12,8 @@ import msgspec
 from cairn.engine.contract import RenderedPrompt, Structure
 from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
-from cairn.server.parsers.choose import PlainText
-from cairn.server.parsers.contract import Tools
+from cairn.server.parsers.base import Tools
+from cairn.server.parsers.registry import PlainTextParser
 from cairn.server.requests import ChatRequest, ResponseFormat, SamplingFields, StructuredOutputs, Tool
 from cairn.server.service import Service
 
@@ -36,14 +36,14 @@ _IGNORED = frozenset(
 """Fields of `structured_outputs` that say how, not what."""
 
 
-async def form_of(
+async def parse_response_format(
     service: Service, body: SamplingFields, prompt: RenderedPrompt
 ) -> tuple[Structure | None, Callable[[], ChatMessage]]:
     """What the engine holds the answers to, and what makes the message of one answer. Raises InvalidRequest naming the
     field."""
     structure = _structure_of(body)
     if not isinstance(body, ChatRequest):
-        return structure, lambda: ChatMessage(PlainText(), service.new_id)
+        return structure, lambda: ChatMessage(PlainTextParser(), service.new_id)
     tools, forced = _tool_use(body, auto=service.options.enable_auto_tool_choice)
     if forced is not None and structure is not None:
         raise InvalidRequest(
