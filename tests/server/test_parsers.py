@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
-from cairn.server.parsers.base import Content, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
 from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
+from cairn.server.parsers.output_parser import Content, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
 from cairn.server.parsers.reasoning import ReasoningParser
 from cairn.server.parsers.registry import ParserFactory, PlainTextParser, select_parsers
 from cairn.server.parsers.values import convert_value, get_json_types

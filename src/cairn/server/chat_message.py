@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.engine.contract import FinishReason
-from cairn.server.parsers.base import (
+from cairn.server.parsers.output_parser import (
     Content,
     Event,
     OutputParser,

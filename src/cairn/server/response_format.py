@@ -12,7 +12,7 @@ import msgspec
 from cairn.engine.contract import RenderedPrompt, Structure
 from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
-from cairn.server.parsers.base import Tools
+from cairn.server.parsers.output_parser import Tools
 from cairn.server.parsers.registry import PlainTextParser
 from cairn.server.requests import ChatRequest, ResponseFormat, SamplingFields, StructuredOutputs, Tool
 from cairn.server.service import Service

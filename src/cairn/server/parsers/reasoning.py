@@ -1,6 +1,6 @@
 """Reasoning between `<think>` and `</think>`, before everything else."""
 
-from cairn.server.parsers.base import Reasoning
+from cairn.server.parsers.output_parser import Reasoning
 from cairn.server.parsers.text_parser import MAX_BREAKS, State, TextParser, first_mark, open_mark, trailing_breaks
 
 OPEN, CLOSE = "<think>", "</think>"

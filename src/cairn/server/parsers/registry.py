@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from cairn.errors import ConfigError
-from cairn.server.parsers.base import Content, Event, OutputParser, Tools
 from cairn.server.parsers.json_tool_parser import JsonToolParser
+from cairn.server.parsers.output_parser import Content, Event, OutputParser, Tools
 from cairn.server.parsers.reasoning import CLOSE, OPEN, ReasoningParser
 from cairn.server.parsers.xml_tool_parser import XmlToolParser
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from cairn.server.parsers.base import Content, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
+from cairn.server.parsers.output_parser import Content, Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 MAX_BREAKS = 64
 """Most line breaks in a row that are taken for a part of the markup they stand next to."""

@@ -11,7 +11,7 @@ value
 
 import json
 
-from cairn.server.parsers.base import Tools
+from cairn.server.parsers.output_parser import Tools
 from cairn.server.parsers.text_parser import MAX_BREAKS, State, ToolParser, first_mark, open_mark
 from cairn.server.parsers.values import convert_value, get_json_types, is_text_only
 
