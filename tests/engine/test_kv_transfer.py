@@ -30,11 +30,11 @@ class Part:
     [
         (None, TransferTerms()),
         ({}, TransferTerms()),
-        (DECODE, TransferTerms(hand_over=True)),
-        (DECODE | {"cairn_decode_hint": HINT}, TransferTerms(Source("d", "127.0.0.1", 7), hand_over=True)),
+        (DECODE, TransferTerms(kv_export=True)),
+        (DECODE | {"cairn_decode_hint": HINT}, TransferTerms(Source("d", "127.0.0.1", 7), kv_export=True)),
         (
             DECODE | {"cairn_decode_hint": HINT | {"num_tokens": 229}},
-            TransferTerms(Source("d", "127.0.0.1", 7, end=229), hand_over=True),
+            TransferTerms(Source("d", "127.0.0.1", 7, end=229), kv_export=True),
         ),
         (PREFILLED, TransferTerms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)))),
         (

@@ -153,7 +153,7 @@ class Server:
             max_tokens=max_tokens,
             images=images,
             source=terms.source,
-            hand_over=terms.hand_over,
+            kv_export=terms.kv_export,
             **named,
             **({"sampling": SamplingParams(seed=seed)} | fields),
         )
@@ -199,7 +199,7 @@ class Server:
         pages = {page for each in leased for page in each.hold.pages.tolist()}
         assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
-        coming = [request.spec for request in requests if request.spec.hand_over and request.transfer.offered is None]
+        coming = [request.spec for request in requests if request.spec.kv_export and request.transfer.offered is None]
         assert len(leased) + len(coming) <= transfers.quota.max_leases
         clients = Counter([each.client for each in leased if each.client is not None] + [s.client for s in coming])
         assert max(clients.values(), default=0) <= transfers.quota.max_leases_per_client

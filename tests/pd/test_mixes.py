@@ -158,7 +158,7 @@ def check(seeds) -> Counter:
         counters = [server.scheduler.state.counters for server in mix.servers]
         for each in counters:
             seen.update(hits=each.external_hits, preemptions=each.preemptions, failed=each.failed_pulls)
-            seen.update(each.refused_hand_overs)
+            seen.update(each.refused_kv_exports)
         seen.update(shared=mix.shared_pages)
     return seen
 

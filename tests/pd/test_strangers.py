@@ -146,7 +146,7 @@ def test_offers_that_nobody_fetches_take_their_pages_once(world, pair):
         refused = [each for each in asked if each.refusal is not None]
         assert len(refused) == 100 - 63 and all("max_leases_per_client" in each.refusal for each in refused)
         stats = p.stats()
-        assert stats.refused_hand_overs["client"] == len(refused)
+        assert stats.refused_kv_exports["client"] == len(refused)
         pages = stats.leased_pages - before.leased_pages
         assert 8000 // 16 <= pages <= 8000 // 16 + 64, "63 leases of the same pages"
 

@@ -333,7 +333,7 @@ def test_hand_overs_without_room_wait_beside_the_queue_and_go_in_order():
     names = [p.submit(prompt, max_tokens=1, params=REMOTE_DECODE) for prompt in prompts]
     world.run()
     assert [name in p.ended for name in names] == [True] * 3 + [False] * 5
-    assert len(p.scheduler.state.waiting.hand_overs) == 5
+    assert len(p.scheduler.state.waiting.kv_exports) == 5
     plain = p.submit(text(5000, 100))
     assert starts(p, plain)
     world.run()
@@ -367,7 +367,7 @@ def test_a_hand_over_that_finds_no_room_in_time_is_refused():
         assert request.outcome.finish_reason == "error" and request.outcome.refused and not p.answers[name]
         assert "no room for this prompt for 30 s" in request.outcome.failure
     counters = p.scheduler.state.counters
-    assert counters.refused_hand_overs == {"total": 0, "client": 0, "timeout": 3}
+    assert counters.refused_kv_exports == {"total": 0, "client": 0, "timeout": 3}
     clean(world)
 
 
@@ -377,7 +377,7 @@ def test_a_hand_over_whose_leases_have_ended_waits_for_a_slot_like_any_other():
     prefill(p, text(0, 100))
     second = p.submit(text(200, 100), max_tokens=1, params=REMOTE_DECODE)
     world.run()
-    assert p.scheduler.state.waiting.hand_overs.head is not None
+    assert p.scheduler.state.waiting.kv_exports.head is not None
     busy = p.submit(text(400, 60), max_tokens=60)
     for _ in range(20):
         p.turn()
@@ -385,7 +385,7 @@ def test_a_hand_over_whose_leases_have_ended_waits_for_a_slot_like_any_other():
     assert busy not in p.ended and second not in p.ended and not p.port.num_leased
     world.run()
     assert p.ended[second].transfer.offered is not None
-    assert p.scheduler.state.counters.refused_hand_overs["timeout"] == 0
+    assert p.scheduler.state.counters.refused_kv_exports["timeout"] == 0
     clean(world)
 
 
@@ -436,7 +436,7 @@ def test_leases_are_bounded_per_client():
     left = p.submit(prompts[7], max_tokens=1, params=REMOTE_DECODE, client="a")
     p.scheduler.abort(RequestId(left))
     p.submit(prompts[8], max_tokens=1, params=REMOTE_DECODE, client="a")
-    assert p.scheduler.state.counters.refused_hand_overs == {"total": 0, "client": 2, "timeout": 0}
+    assert p.scheduler.state.counters.refused_kv_exports == {"total": 0, "client": 2, "timeout": 0}
     clean(world)
 
 
@@ -449,7 +449,7 @@ def test_leases_are_bounded_in_all():
             world.run()
     with pytest.raises(QueueFull, match=r"4 prompts are held .* \(max_leases 4\)"):
         p.submit(text(1000, 60), max_tokens=1, params=REMOTE_DECODE, client="5")
-    assert p.scheduler.state.counters.refused_hand_overs["total"] == 1
+    assert p.scheduler.state.counters.refused_kv_exports["total"] == 1
     plain = p.submit(text(1000, 60))
     world.run()
     assert plain in p.ended and p.producer.leases.num_held == 4

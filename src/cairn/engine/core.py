@@ -102,7 +102,7 @@ class Core:
         """What holds their answers to forms; None: `take_formed` will go on with them."""
         # what is handed over is answered by another server
         wanted = {
-            request.request_id: WantedGrammar(request.structure, self._terms(request).hand_over)
+            request.request_id: WantedGrammar(request.structure, self._terms(request).kv_export)
             for request in requests
             if request.structure is not None
         }

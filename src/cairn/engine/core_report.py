@@ -86,7 +86,7 @@ def engine_stats(
         open_transfers=len(transfers.fetching),
         failed_transfers=counters.failed_pulls,
         expired_leases=counters.expired_offers,
-        refused_hand_overs=dict(counters.refused_hand_overs),
+        refused_kv_exports=dict(counters.refused_kv_exports),
         in_flight_shared_requests=counters.shared.requests,
         in_flight_shared_tokens=counters.shared.tokens,
         skipped_transfers=0 if transfer is None else transfer.loop.num_skipped,

@@ -152,7 +152,7 @@ class SpecMaker:
         return [(replace(own, constraint=form), form) for own, form in zip(answers, forms, strict=True)]
 
     def _spec(self, request: GenerateRequest, terms: TransferTerms, room_behind: Callable[[int], int]) -> Spec:
-        if terms.hand_over and request.n > 1:
+        if terms.kv_export and request.n > 1:
             raise InvalidRequest("n: one answer is all that a prompt for another server can have here", "n")
         keys, images = self._keys(request)
         if any(not 1 <= boundary.position <= len(keys) for boundary in request.boundaries):
@@ -169,7 +169,7 @@ class SpecMaker:
             boundaries=tuple(request.boundaries),
             images=images,
             source=terms.source,
-            hand_over=terms.hand_over,
+            kv_export=terms.kv_export,
             client=request.client,
             min_tokens=request.min_tokens,
             logprobs=request.logprobs,

@@ -19,7 +19,7 @@ def finish(state: SchedulerState, request: Request, reason: Finish) -> bool:
         _forget(state, request)
         return True
     if reason in ("stop", "length"):
-        if request.spec.hand_over:
+        if request.spec.kv_export:
             offer_prompt(state, request)
         elif request.spec.source is not None:
             remember_sequence(state, request)

@@ -18,7 +18,7 @@ from cairn.scheduler.state import SchedulerState
 
 def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
     """Whether these requests may come in together. Raises InvalidRequest if they never may, QueueFull if not now."""
-    new = Counter(spec.client for spec in specs if spec.hand_over)
+    new = Counter(spec.client for spec in specs if spec.kv_export)
     if not new:
         return
     quota = state.transfers.quota
@@ -31,7 +31,7 @@ def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
                 "prompt",
             )
         if open_now[client] + count > quota.max_leases_per_client:
-            state.counters.refused_hand_overs["client"] += 1
+            state.counters.refused_kv_exports["client"] += 1
             raise QueueFull(
                 f"{open_now[client]} prompts of this client are held for other servers, or are going to be "
                 f"(max_leases_per_client {quota.max_leases_per_client}): fetch them, or try again later"
@@ -44,7 +44,7 @@ def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
             "prompt",
         )
     if (held := state.num_leases) + total > most:
-        state.counters.refused_hand_overs["total"] += 1
+        state.counters.refused_kv_exports["total"] += 1
         raise QueueFull(
             f"{held} prompts are held for other servers, or are going to be (max_leases {most}): try again later"
         )
@@ -65,7 +65,7 @@ def wait_for_lease_room(state: SchedulerState, request: Request) -> None:
 def refuse_overdue(state: SchedulerState) -> list[Request]:
     """End the hand-overs that have waited for lease room for too long. Returns them."""
     ready = (request for request in state.transfers.ready if request.transfer.no_lease_room_since is not None)
-    waiting = list(chain(state.waiting.hand_overs, ready))
+    waiting = list(chain(state.waiting.kv_exports, ready))
     limit = state.transfers.quota.wait_seconds
     overdue = [
         request for request in waiting if state.clock.now() - (request.transfer.no_lease_room_since or 0.0) >= limit
@@ -85,7 +85,7 @@ def refuse_overdue(state: SchedulerState) -> list[Request]:
             f"what is held for other servers has left no room for this prompt for {limit:g} s: try again later"
         )
         request.outcome.refused = True
-        state.counters.refused_hand_overs["timeout"] += 1
+        state.counters.refused_kv_exports["timeout"] += 1
         finish(state, request, "error")
     return overdue
 

@@ -53,17 +53,17 @@ class WaitingQueue:
     """At most `limit` requests that have not been admitted; preempted ones come back whatever the limit.
 
     Nobody in `plain` waits for those in the other two, which wait for other servers: `fetches` for room to ask one for
-    what they lack, `hand_overs` until what is leased to them leaves room for a prompt more.
+    what they lack, `kv_exports` until what is leased to them leaves room for a prompt more.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.plain = RequestQueue()
         self.fetches = RequestQueue()
-        self.hand_overs = RequestQueue()
+        self.kv_exports = RequestQueue()
 
     def __len__(self) -> int:
-        return len(self.plain) + len(self.fetches) + len(self.hand_overs)
+        return len(self.plain) + len(self.fetches) + len(self.kv_exports)
 
     def put(self, request: Request) -> None:
         """To its place in the queue that it belongs to."""
@@ -87,7 +87,7 @@ class WaitingQueue:
     def _queue_of(self, request: Request) -> RequestQueue:
         if request.transfer.source is not None:
             return self.fetches
-        return self.plain if request.transfer.no_lease_room_since is None else self.hand_overs
+        return self.plain if request.transfer.no_lease_room_since is None else self.kv_exports
 
 
 def _turn(request: Request) -> tuple[int, int]:

@@ -108,7 +108,7 @@ class Constraint(Protocol):
 class Spec:
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
     `images`: what stands behind negative key tokens. `source`: where to look for the prompt before computing it.
-    `hand_over`: keep the prompt for another server. `client`: who asks, the API key's digest or the peer's address,
+    `kv_export`: keep the prompt for another server. `client`: who asks, the API key's digest or the peer's address,
     empty when that is not known: leases are bounded per client.
 
     `min_tokens`: no stop token comes before so many have. `logprobs`: tell how likely each token was held, and of so
@@ -124,7 +124,7 @@ class Spec:
     boundaries: tuple[Boundary, ...] = ()
     images: tuple[Image, ...] = ()
     source: Source | None = None
-    hand_over: bool = False
+    kv_export: bool = False
     client: str = ""
     min_tokens: int = 0
     logprobs: int | None = None
@@ -249,7 +249,7 @@ class Request:
     @property
     def is_to_be_leased(self) -> bool:
         """Whether its prompt is going to be leased to another server: once it is, the lease counts."""
-        return self.spec.hand_over and self.transfer.offered is None
+        return self.spec.kv_export and self.transfer.offered is None
 
     @property
     def resumed(self) -> bool:

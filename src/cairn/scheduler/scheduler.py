@@ -100,9 +100,9 @@ class Scheduler:
         limit = self.max_tokens_for(length)
         if limit < 1 or spec.max_tokens > limit:
             raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
-        if (spec.source is not None or spec.hand_over) and self.state.transfers.side is None:
+        if (spec.source is not None or spec.kv_export) and self.state.transfers.side is None:
             raise InvalidRequest("this server takes no part in transfers: start it with --kv-transfer-config", "source")
-        if spec.hand_over and not self._can_hand_over(length + spec.max_tokens):
+        if spec.kv_export and not self._can_export_kv(length + spec.max_tokens):
             raise InvalidRequest(
                 f"{length} prompt tokens and the state at their end do not fit the cache together: raise "
                 "--kv-cache-memory-bytes",
@@ -137,7 +137,7 @@ class Scheduler:
         longest = self.state.config.max_model_len
         return min(longest, longest if self._capacity is None else self._capacity) - num_prompt_tokens
 
-    def _can_hand_over(self, num_tokens: int) -> bool:
+    def _can_export_kv(self, num_tokens: int) -> bool:
         layout = self.state.cache.layout
         need = layout.pages_for(num_tokens) + layout.pages_per_checkpoint + len(layout.groups)
         return need <= self.state.cache.pool.num_pages
@@ -275,7 +275,7 @@ class Scheduler:
                 state.counters.computed_prompt_tokens += num_prompt_computed
             request.num_computed = scheduled.end
         if num_prompt in scheduled.kept:
-            if request.spec.hand_over:
+            if request.spec.kv_export:
                 pin_prompt_checkpoint(state, request)
             state.parallel_sampling.pin_checkpoint(request)
         if scheduled.end <= request.prefill_until or (scheduled.kept and known):

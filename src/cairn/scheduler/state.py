@@ -48,7 +48,7 @@ class SchedulerConfig:
 @dataclass(slots=True)
 class Counters:
     """Since the start. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
-    `external_hits`: prompt tokens asked of other servers and received from them. `refused_hand_overs`: by why: the
+    `external_hits`: prompt tokens asked of other servers and received from them. `refused_kv_exports`: by why: the
     bound of all leases (`total`), that of one client (`client`), or no lease room in time (`timeout`)."""
 
     prompt_tokens: int = 0
@@ -61,7 +61,7 @@ class Counters:
     external_hits: int = 0
     failed_pulls: int = 0
     expired_offers: int = 0
-    refused_hand_overs: Counter[str] = field(default_factory=lambda: Counter(total=0, client=0, timeout=0))
+    refused_kv_exports: Counter[str] = field(default_factory=lambda: Counter(total=0, client=0, timeout=0))
     shared: SharedCounters = field(default_factory=SharedCounters)
 
 

@@ -1,4 +1,4 @@
-"""What is under way between this server and others, as the scheduler remembers it. See `fetch` and `hand_over`."""
+"""What is under way between this server and others, as the scheduler remembers it. See `kv_import` and `kv_export`."""
 
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -70,7 +70,7 @@ _TRANSFER_COUNTERS_BY = (
     (
         "cairn:hand_overs_refused",
         "reason",
-        "refused_hand_overs",
+        "refused_kv_exports",
         "Requests for another server that were refused (429), by the bound of the leases that they met.",
     ),
 )

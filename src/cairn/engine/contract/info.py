@@ -63,7 +63,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Transfers: `external_prefix_cache_queries` and `_hits` are prompt tokens asked of other servers and received from
     them. `leased_pages`: held for other servers; `quarantined_pages`: given up, but a late write may still come.
-    `expired_leases`: prompts that nobody fetched in time. `refused_hand_overs`: requests for another server that were
+    `expired_leases`: prompts that nobody fetched in time. `refused_kv_exports`: requests for another server that were
     refused, by which bound of the leases: that of all (`total`), of one client (`client`), of the time that they wait
     for room (`timeout`). `skipped_transfers`: not tried, because the peer had not answered lately.
     `side_channel_dropped`: frames that were no valid record, and connections without a proof.
@@ -103,7 +103,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_transfers: int = 0
     expired_leases: int = 0
     skipped_transfers: int = 0
-    refused_hand_overs: dict[str, int] = {}
+    refused_kv_exports: dict[str, int] = {}
     side_channel_dropped: int = 0
     images_encoded: int = 0
     image_hits: int = 0

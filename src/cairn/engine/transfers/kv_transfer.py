@@ -1,7 +1,7 @@
 """What a request's `kv_transfer_params` mean to the core, and what its answer says in return.
 
 request                                        the scheduler's spec             answer
-do_remote_decode (+ cairn_decode_hint)         hand_over (+ source: a hint)     the reference to what is held
+do_remote_decode (+ cairn_decode_hint)         kv_export (+ source: a hint)     the reference to what is held
 do_remote_prefill + a reference                source: a promise                cairn_decode_hint: what is here now
 """
 
@@ -30,7 +30,7 @@ class TransferTerms:
     """One request's part in a transfer. `prefill_cached_tokens`: what the prefilling server had cached."""
 
     source: Source | None = None
-    hand_over: bool = False
+    kv_export: bool = False
     prefill_cached_tokens: int | None = None
 
 
@@ -119,7 +119,7 @@ def terms_of(params: object, transfer: KvTransfer | None) -> TransferTerms:
             return TransferTerms(source, prefill_cached_tokens=asked.cached_tokens)
         case RemoteDecode(hint=hint):
             asked_too = None if hint is None else Source(hint.engine_id, hint.host, hint.port, end=hint.num_tokens)
-            return TransferTerms(asked_too, hand_over=True)
+            return TransferTerms(asked_too, kv_export=True)
 
 
 def report(request: Request) -> TransferReport | None:
