@@ -109,7 +109,7 @@ def batch_of(load: Load) -> Batch:
     tokens = torch.zeros(host.num_rows, dtype=torch.int64)
     positions = torch.cat([torch.arange(start, end) for start, end in load.sequences]).expand(3, -1)
     arrays = [torch.from_numpy(array) for array in (cu_seqlens, slots, slots, starts, ends, zeros)]
-    return Batch(tokens, positions, *arrays, [table], host, cpu.prepare(host, Staging()))
+    return Batch(tokens, positions, *arrays, [table], host, cpu.build_metadata(host, Staging()))
 
 
 def products(shape: Shape, rows: int, dtype: torch.dtype, batch: Batch) -> Iterator[Pair]:
@@ -174,9 +174,9 @@ def row_by_row(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
     states, state_gate = normal(rows, heads, dim, kind=torch.float32), normal(rows, heads * dim)
     head_weight = normal(dim, kind=torch.float32)
     yield Pair(
-        "head_norm_gate",
+        "rms_norm_then_gate",
         "F.rms_norm, F.silu and mul",
-        lambda: cpu.head_norm_gate(states, state_gate, head_weight, 1e-6),
+        lambda: cpu.rms_norm_then_gate(states, state_gate, head_weight, 1e-6),
         lambda: (F.rms_norm(states, (dim,), head_weight, 1e-6).flatten(1) * F.silu(state_gate.float())).to(dtype),
     )
     q, pairs = normal(rows, shape.heads, shape.head_dim), shape.head_dim // 8
@@ -238,7 +238,7 @@ def paged(shape: Shape, load: Load, dtype: torch.dtype, batch: Batch) -> Iterato
             )
 
     yield Pair("attention", "gather and SDPA", lambda: cpu.attention(q, keys, values, 0, batch), attended)
-    yield Pair("prepare, once a step", "nothing", lambda: cpu.prepare(batch.host, Staging()), lambda: None)
+    yield Pair("metadata, once a step", "nothing", lambda: cpu.build_metadata(batch.host, Staging()), lambda: None)
 
 
 def seconds(run: Callable[[], object]) -> float:

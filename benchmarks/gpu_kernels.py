@@ -125,7 +125,7 @@ class Load:
 
     def batch(self, kernels: Kernels) -> Batch:
         host, staging = self.host(), Staging()
-        metadata = kernels.prepare(host, staging)
+        metadata = kernels.build_metadata(host, staging)
         staging.send(DEVICE)
         pages = -(-host.seq_lens // PAGE_SIZE)
         order = np.random.default_rng(1).permutation(int(pages.sum())).astype(np.int32)
@@ -341,8 +341,8 @@ def experts_case(name: str, model: Model, load: Load) -> Case:
     def operands(seed: int) -> dict[str, Any]:
         return {
             "x": random(seed, rows, hidden, dtype=BF16),
-            "choice": random(seed + 1, rows, experts).topk(chosen, dim=-1).indices,
-            "share": random(seed + 2, rows, chosen).softmax(-1),
+            "topk_ids": random(seed + 1, rows, experts).topk(chosen, dim=-1).indices,
+            "topk_weights": random(seed + 2, rows, chosen).softmax(-1),
             "gate_up" if model.gated_experts else "up": random(
                 3, experts, halves * inner, hidden, dtype=BF16, scale=hidden**-0.5
             ),
@@ -389,7 +389,7 @@ def row_cases(name: str, model: Model, load: Load) -> Iterator[Case]:
     if model.gdn is not None:
         _, heads, _, dim = model.gdn
         yield case(
-            "head_norm_gate",
+            "rms_norm_then_gate",
             lambda seed: {
                 "x": random(seed, rows, heads, dim, dtype=BF16),
                 "gate": random(seed + 1, rows, heads * dim, dtype=BF16),

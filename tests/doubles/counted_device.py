@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as tree
 
-from cairn.kernels.batch import Batch, Vectors
+from cairn.kernels.batch import Batch, MultimodalEmbeddings
 
 __all__ = ["Copies", "HostRead", "counted_device", "counted_kernels"]
 
@@ -174,6 +174,6 @@ def _on_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opened(value: Any) -> Any:
-    if isinstance(value, Batch | Vectors):
+    if isinstance(value, Batch | MultimodalEmbeddings):
         return replace(value, **{field.name: _opened(getattr(value, field.name)) for field in fields(value)})
     return _bare(value)

@@ -85,9 +85,9 @@ def _same_results(
         _same(one, other, kind, dtype, tolerance)
 
 
-def _by_expert(choice: Tensor, share: Tensor, experts: int) -> Tensor:
-    """Every expert's share, -1 where it was not chosen: in which order the chosen ones come is left open."""
-    return torch.full((choice.shape[0], experts), -1, dtype=share.dtype).scatter_(1, choice, share)
+def _by_expert(topk_ids: Tensor, topk_weights: Tensor, experts: int) -> Tensor:
+    """Every expert's topk_weights, -1 where it was not chosen: in which order the chosen ones come is left open."""
+    return torch.full((topk_ids.shape[0], experts), -1, dtype=topk_weights.dtype).scatter_(1, topk_ids, topk_weights)
 
 
 def _same(found: Tensor, wanted: Tensor, kind: Kind, dtype: torch.dtype, tolerance: float | None = None) -> None:

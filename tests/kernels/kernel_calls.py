@@ -42,12 +42,14 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "embed": Operation(("tokens",), ("copied",)),
         "linear": Operation(("x",), ("model",), ("weight",), takes_batch=True),
         "lm_head": Operation(("hidden",), ("product",), ("weight",)),
-        "experts": Operation(("x", "choice", "share"), ("model",), ("up", "down"), takes_batch=True),
-        "gated_experts": Operation(("x", "choice", "share"), ("model",), ("gate_up", "down"), takes_batch=True),
+        "experts": Operation(("x", "topk_ids", "topk_weights"), ("model",), ("up", "down"), takes_batch=True),
+        "gated_experts": Operation(
+            ("x", "topk_ids", "topk_weights"), ("model",), ("gate_up", "down"), takes_batch=True
+        ),
         "rms_norm": Operation(("x",), ("once",)),
         "add_rms_norm": Operation(("residual", "x"), ("model",), changed={"residual": "model"}),
         "gated_rms_norm": Operation(("x", "gate"), ("once",)),
-        "head_norm_gate": Operation(("x", "gate"), ("once",)),
+        "rms_norm_then_gate": Operation(("x", "gate"), ("once",)),
         "silu_mul": Operation(("gate", "x"), ("once",)),
         "sigmoid_mul": Operation(("x", "gate"), ("once",)),
         "squared_relu": Operation(("x",), ("once",)),
@@ -62,7 +64,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     }
 )
 
-CONTIGUOUS = frozenset({"tokens", "choice", "share", "residual", "cos", "sin", "logits"})
+CONTIGUOUS = frozenset({"tokens", "topk_ids", "topk_weights", "residual", "cos", "sin", "logits"})
 """Operands by row that no layer hands over as a part of something wider."""
 
 
@@ -235,8 +237,8 @@ def _routed(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype, width: int)
     chosen = draw(st.integers(1, min(4, experts)))
     return experts, {
         "x": batch.numbers(batch.num_rows, width).to(dtype),
-        "choice": batch.numbers(batch.num_rows, experts, salt=1).topk(chosen, dim=-1).indices,
-        "share": batch.numbers(batch.num_rows, chosen, salt=2).to(_wide(dtype)),
+        "topk_ids": batch.numbers(batch.num_rows, experts, salt=1).topk(chosen, dim=-1).indices,
+        "topk_weights": batch.numbers(batch.num_rows, chosen, salt=2).to(_wide(dtype)),
     }
 
 
@@ -284,7 +286,7 @@ def _gated_rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
     }
 
 
-def _head_norm_gate(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
+def _rms_norm_then_gate(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     heads, dim = draw(st.integers(1, 4)), draw(WIDTHS)
     return {
         "x": batch.numbers(batch.num_rows, heads, dim).to(_wide(dtype)),
@@ -421,7 +423,7 @@ OPERANDS: Mapping[str, Callable[[st.DrawFn, RandomBatch, torch.dtype], Operands]
         "rms_norm": _rms_norm,
         "add_rms_norm": _add_rms_norm,
         "gated_rms_norm": _gated_rms_norm,
-        "head_norm_gate": _head_norm_gate,
+        "rms_norm_then_gate": _rms_norm_then_gate,
         "silu_mul": _silu_mul,
         "sigmoid_mul": _sigmoid_mul,
         "squared_relu": _squared_relu,

@@ -92,7 +92,7 @@ class RandomBatch:
     def batch(self, kernels: Kernels, block_tables: Sequence[Tensor] = (), device: torch.device | None = None) -> Batch:
         """What the kernels are given, with `kernels`' own metadata."""
         host, staging = self.host(), Staging()
-        metadata = kernels.prepare(host, staging)
+        metadata = kernels.build_metadata(host, staging)
         staging.send(device or torch.device("cpu"))
         positions = [torch.arange(sequence.start, sequence.end) for sequence in self.sequences]
         return Batch(

@@ -8,7 +8,7 @@ import torch
 
 from cairn.kernels import cpu
 from cairn.kernels.cpu import onednn, panels, products
-from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, prepare
+from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, build_metadata
 from cairn.kernels.staging import Staging
 from kernels.comparison import check_against_reference
 from kernels.kernel_calls import Call
@@ -56,7 +56,7 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
         (SequenceRows(0, 3 * SPLIT_TOKENS, 1), SequenceRows(1, 5, 1)),
         (SequenceRows(2, 100, 2 * TILE_ROWS + 1), SequenceRows(3, 4 * SPLIT_TOKENS, 1)),
     )
-    metadata = prepare(batch.host(), Staging())
+    metadata = build_metadata(batch.host(), Staging())
     seen: dict[int, list[tuple[int, int]]] = {}
     for first, rows, slot, position, key, end, partial in metadata.tiles.array.tolist():
         sequence = batch.sequences[slot]
@@ -75,7 +75,9 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
 
 def test_rows_that_are_read_only_are_not_written() -> None:
     batch = RandomBatch((SequenceRows(0, 40, 1, kv_write_from=41),), (SequenceRows(1, 10, 30, kv_write_from=25),))
-    assert prepare(batch.host(), Staging()).writes.array.tolist() == [[row, 1, 10 + row - 1] for row in range(16, 31)]
+    assert build_metadata(batch.host(), Staging()).writes.array.tolist() == [
+        [row, 1, 10 + row - 1] for row in range(16, 31)
+    ]
 
 
 # -- products --------------------------------------------------------------------------------------------------------

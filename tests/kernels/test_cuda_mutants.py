@@ -214,7 +214,7 @@ def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> Modul
     spec.loader.exec_module(changed)
     if name == "metadata":
         # The other modules ask for theirs.
-        changed.__dict__["Metadata"] = original.__dict__["Metadata"]
+        changed.__dict__["CudaMetadata"] = original.__dict__["CudaMetadata"]
     backend = ModuleType("changed")
     backend.__dict__.update({each: getattr(CUDA, each) for each in CUDA.__all__})
     backend.__dict__.update({each: value for each, value in vars(changed).items() if each in CUDA.__all__})

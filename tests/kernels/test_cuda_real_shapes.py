@@ -44,7 +44,7 @@ MAX_ERRORS = {
     "softmax_router": 5e-7,
     "sigmoid_router": 5e-7,
     "add_rms_norm": 5e-3,
-    "head_norm_gate": 5e-3,
+    "rms_norm_then_gate": 5e-3,
     "gated_rms_norm": 5e-3,
     "rope": 2e-3,
 }

@@ -58,7 +58,7 @@ def test_norms_of_more_heads_than_a_program_has_rows(dtype: torch.dtype, dim: in
     x, weight = numbers(5, 9, dim), numbers(dim, salt=1)
     check("rms_norm", dtype, x=x.to(dtype), weight=weight.to(dtype), eps=1e-6)
     gate = numbers(5, 9 * dim, salt=2).to(dtype)
-    check("head_norm_gate", dtype, x=x.float(), gate=gate, weight=weight.float(), eps=1e-6)
+    check("rms_norm_then_gate", dtype, x=x.float(), gate=gate, weight=weight.float(), eps=1e-6)
 
 
 @DTYPES
@@ -146,8 +146,8 @@ def experts_call(choice: Tensor, num_experts: int, sizes: tuple[int, int], gated
     )
     operands = {
         "x": batch.numbers(tokens, width).to(dtype),
-        "choice": choice,
-        "share": batch.numbers(tokens, top_k, salt=2).float(),
+        "topk_ids": choice,
+        "topk_weights": batch.numbers(tokens, top_k, salt=2).float(),
         "gate_up" if gated else "up": up,
         "down": down,
     }
@@ -199,7 +199,7 @@ def test_pairs_are_sorted_by_counting_as_by_torch(dtype: torch.dtype, monkeypatc
 def test_a_tokens_experts_may_come_in_any_order(dtype: torch.dtype) -> None:
     for tokens in (2, 12):
         call = experts_call(random_choice(tokens, 6, 4), 6, (40, 24), True, dtype)
-        turned = {name: call.operands[name].flip(1).contiguous() for name in ("choice", "share")}
+        turned = {name: call.operands[name].flip(1).contiguous() for name in ("topk_ids", "topk_weights")}
         other = Call(call.name, call.batch, {**call.operands, **turned})
         assert same_bits(call.run(CUDA)[0], other.run(CUDA)[0])
 

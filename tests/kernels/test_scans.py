@@ -80,7 +80,16 @@ def test_a_state_after_every_token_is_that_of_a_run_which_ends_there(kernels: Ke
     tokens = 2 * CHUNK + 20
     everywhere = tuple(range(1, tokens + 1))
     if INTERPRETED:
-        edges = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, tokens)
+        edges = (
+            1,
+            CHUNK - 1,
+            CHUNK,
+            CHUNK + 1,
+            2 * CHUNK - 1,
+            2 * CHUNK,
+            2 * CHUNK + 1,
+            tokens,
+        )
         everywhere = tuple(sorted({*edges, *everywhere[::15]}))
     whole = small_call(name, fresh_sequence(tokens, everywhere))
     y, kept = whole.copied().run(kernels)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from cairn.kernels import reference
-from cairn.kernels.staging import Fetch, Staging
+from cairn.kernels.staging import Readback, Staging
 from cairn.runner.batch_builder import BatchBuilder, RowContent, snapshot_order
 from cairn.runner.slot_arrays import SlotArrays
 from cairn.step import SAMPLED, DecodeRows, PrefillRow, Snapshot, StepPlan
@@ -88,12 +88,14 @@ def test_images_have_vectors_and_positions_of_their_own():
     batch = built(plan, [None, RowContent(positions, np.array([1, 2]), vectors)])
     assert batch.tokens.tolist() == [20, 3, 0, 0, 4]
     assert batch.positions.tolist() == [[20, 0, 1, 1, 2], [20, 0, 1, 1, 2], [20, 0, 1, 2, 3]]
-    assert batch.vectors.rows.tolist() == [2, 3] and torch.equal(batch.vectors.values, vectors)
+    assert batch.multimodal_embeddings.rows.tolist() == [2, 3] and torch.equal(
+        batch.multimodal_embeddings.values, vectors
+    )
 
 
 def test_an_empty_share_of_images_is_none():
     nothing = RowContent(np.array([[0], [0], [0]]), np.zeros(0, np.int64), torch.zeros(0, 3))
-    assert built(StepPlan(1, prefills=(prefill(1, 0, 1),)), [nothing]).vectors is None
+    assert built(StepPlan(1, prefills=(prefill(1, 0, 1),)), [nothing]).multimodal_embeddings is None
 
 
 ARRAYS = [np.arange(5), np.zeros((2, 0), np.int32), np.array([[True, False]]), np.float32([1.5]), np.arange(9)[::3]]
@@ -126,11 +128,11 @@ def test_on_the_host_a_step_has_its_arrays_themselves_unless_they_are_somebody_e
 def test_all_that_a_step_gives_comes_back_in_one_piece():
     device, copies = counted_device()
     for place in (device, torch.device("cpu")):
-        fetch = Fetch()
-        fetched = [fetch.add(torch.from_numpy(np.ascontiguousarray(array)).to(place)) for array in ARRAYS]
+        readback = Readback()
+        fetched = [readback.add(torch.from_numpy(np.ascontiguousarray(array)).to(place)) for array in ARRAYS]
         copies.take()
-        fetch.send()
+        readback.send()
         assert copies.take() == (0, int(place is device))
-        fetch.wait()
+        readback.wait()
         for array, one in zip(ARRAYS, fetched, strict=True):
             assert np.array_equal(one.array, array) and one.array.dtype == array.dtype

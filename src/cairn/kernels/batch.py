@@ -17,7 +17,7 @@ CHUNK = 64
 """Tokens of a chunk of the chunked scans. A chunk ends where a position of its own sequence is a multiple of it, in
 every backend and whatever the batch, so that states at these positions do not depend on how a prompt was cut."""
 
-Ints = NDArray[np.int32]
+Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class HostBatch:
     """
 
     num_decodes: int
-    cu_seqlens: Ints
-    slots: Ints
-    seq_starts: Ints
-    seq_lens: Ints
-    kv_write_from: Ints
-    snapshot_rows: Ints
-    snapshot_offsets: Ints
+    cu_seqlens: Int32Array
+    slots: Int32Array
+    seq_starts: Int32Array
+    seq_lens: Int32Array
+    kv_write_from: Int32Array
+    snapshot_rows: Int32Array
+    snapshot_offsets: Int32Array
 
     @property
     def num_seqs(self) -> int:
@@ -60,8 +60,8 @@ class HostBatch:
 class Batch:
     """The same on the device, and what the layers need beside it.
 
-    `tokens` int64 [T], 0 where `vectors` has the row. `positions` int64 [3, T]: where a token stands in time, height
-    and width; all three the absolute position for text. `cu_seqlens` int32 [B + 1].
+    `tokens` int64 [T], 0 where `multimodal_embeddings` has the row. `positions` int64 [3, T]: where a token
+    stands in time, height and width; all three the absolute position for text. `cu_seqlens` int32 [B + 1].
     `slots` int32 [B]: the sequence's place in the block tables. `state_slots` int32 [B]: its place in the live states,
     which is the same, or nobody's where the device has seen that the sequence has ended: what is written there is not
     read. `seq_starts` int32 [B]: tokens computed before this pass; 0 means that the state before it is zero, whatever
@@ -69,7 +69,7 @@ class Batch:
     below it are read, never written: other sequences and other servers own those pages.
     `block_tables`: for each attention group int32 [slots + 1, pages]: the page of position p is entry p // page size of
     the slot's row; entries at and behind the pages of `seq_lens` are not to be read.
-    `metadata`: what `Kernels.prepare` made of `host`; nobody else looks into it.
+    `metadata`: what `Kernels.build_metadata` made of `host`; nobody else looks into it.
     `cos`, `sin`: the rotation of every row, float32 [T, pairs], where the model turns queries and keys.
     """
 
@@ -84,14 +84,14 @@ class Batch:
     block_tables: Sequence[Tensor]
     host: HostBatch
     metadata: object
-    vectors: "Vectors | None" = None
+    multimodal_embeddings: "MultimodalEmbeddings | None" = None
     cos: Tensor | None = None
     sin: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Vectors:
-    """Embeddings that come from elsewhere, as for images: `rows` int64 [k], `values` [k, hidden]."""
+class MultimodalEmbeddings:
+    """Embeddings of images: `rows` int64 [k] of the batch, `values` [k, hidden]."""
 
     rows: Tensor
     values: Tensor

@@ -2,7 +2,7 @@
 
 A backend is a package whose functions have these signatures; a module is an implementation of the protocol.
 `reference` is the slow readable truth, every other backend is tested against it. Nothing is kept between calls, except
-what `pack` and `prepare` give back.
+what `pack` and `build_metadata` give back.
 
 Letters in shapes: T rows of the batch, B sequences, N snapshots (see `Batch`), C channels, W convolution width,
 H heads, P head dim, S state size, G groups of heads that share b and c, Hq/Hk query/key heads, D attention head dim,
@@ -49,7 +49,7 @@ class Kernels(Protocol):
         Without it the first batches are slower, and nothing else."""
         ...
 
-    def prepare(self, host: HostBatch, staging: Staging) -> object:
+    def build_metadata(self, host: HostBatch, staging: Staging) -> object:
         """What the backend wants to know of a batch before its layers run, once a step: `Batch.metadata`, complete when
         the staging has been sent, with all that the step needs."""
         ...
@@ -68,17 +68,19 @@ class Kernels(Protocol):
         """hidden [n, in] of any n rows, weight [vocab, in] -> logits float32 (or wider) [n, vocab]."""
         ...
 
-    def experts(self, x: Tensor, choice: Tensor, share: Tensor, up: Weight, down: Weight, batch: Batch) -> Tensor:
-        """Squared-ReLU experts: sum over k of share[t, k] * down[e] relu(up[e] x[t])^2 with e = choice[t, k].
+    def experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Weight, down: Weight, batch: Batch
+    ) -> Tensor:
+        """Squared-ReLU experts: sum over k of topk_weights[t, k] * down[e] relu(up[e] x[t])^2 with e = topk_ids[t, k].
 
-        x [T, in], choice int64 and share float32 [T, K], a token's choices all different; up [E, inner, in] and down
-        [E, in, inner], packed. Returns [T, in] in x's dtype; a token's terms are added in float32 or wider, in
+        x [T, in], topk_ids int64 and topk_weights float32 [T, K], a token's experts all different; up [E, inner, in]
+        and down [E, in, inner], packed. Returns [T, in] in x's dtype; a token's terms are added in float32 or wider, in
         ascending order of e.
         """
         ...
 
     def gated_experts(
-        self, x: Tensor, choice: Tensor, share: Tensor, gate_up: Weight, down: Weight, batch: Batch
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
     ) -> Tensor:
         """SwiGLU experts (arXiv 2002.05202), else as `experts`: down[e] (silu(gate) * up) with gate and up the halves
         of gate_up[e] x[t]; gate_up [E, 2 * inner, in], gate first."""
@@ -100,7 +102,7 @@ class Kernels(Protocol):
         2405.21060): x [T, width] as `ssd` gives it, gate [T, width], weight [width] -> gate's dtype."""
         ...
 
-    def head_norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`rms_norm` of each head times silu(gate) (gated delta net): x [T, H, P] as `gdn` gives it, gate [T, H * P],
         weight float32 [P] -> gate's dtype [T, H * P]."""
         ...
@@ -123,8 +125,8 @@ class Kernels(Protocol):
         ...
 
     def softmax_router(self, logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """logits float32 [T, E] -> (choice int64, share float32), both [T, K = top_k]: the experts that softmax(logits)
-        rates best; a share is that rate, over the chosen ones' sum if `normalize`."""
+        """logits float32 [T, E] -> (topk_ids int64, topk_weights float32), both [T, K = top_k]: the experts with the
+        largest probabilities by softmax(logits), and these, over the chosen ones' sum if `normalize`."""
         ...
 
     def sigmoid_router(
@@ -138,8 +140,8 @@ class Kernels(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): chosen by sigmoid(logits) + correction [E] out of the best
-        `top_groups` of `num_groups` equal groups, each worth its two best experts; the share is the sigmoid alone, over
-        the chosen ones' sum + 1e-20 if `normalize`, times scale. Shapes as for `softmax_router`."""
+        `top_groups` of `num_groups` equal groups, each worth its two best experts; the weight is the sigmoid alone,
+        over the chosen ones' sum + 1e-20 if `normalize`, times scale. Shapes as for `softmax_router`."""
         ...
 
     # -- sequences ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ operands are aligned, and would be again when that changes."""
 _NOTHING = torch.empty(0)
 
 
-class Staged:
+class StagedArray:
     """One array on its way; `tensor` is there once `Staging.send` has been called."""
 
     def __init__(self, array: NDArray[Any], begin: int) -> None:
@@ -39,12 +39,12 @@ class Staging:
     """The arrays of one step, of any of the dtypes int64, int32, float64, float32, bool and uint8."""
 
     def __init__(self) -> None:
-        self._staged: list[Staged] = []
+        self._staged: list[StagedArray] = []
         self._end = 0
 
-    def add(self, array: NDArray[Any]) -> Staged:
+    def add(self, array: NDArray[Any]) -> StagedArray:
         """An array that is to be on the device after `send`; it is read then."""
-        staged = Staged(array, self._end)
+        staged = StagedArray(array, self._end)
         self._staged.append(staged)
         self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return staged
@@ -62,7 +62,7 @@ class Staging:
             self._copy(staged_arrays, device)
         self._end = 0
 
-    def _copy(self, staged_arrays: Sequence[Staged], device: torch.device) -> None:
+    def _copy(self, staged_arrays: Sequence[StagedArray], device: torch.device) -> None:
         buffer = np.empty(max(self._end, 1), np.uint8)  # torch sees no dtype in nothing
         for staged in staged_arrays:
             array = np.ascontiguousarray(staged.array)
@@ -76,29 +76,29 @@ class Staging:
             staged.tensor = part.view(_DTYPES[staged.array.dtype]).view(staged.array.shape)
 
 
-class Fetched:
-    """One tensor on its way back; `array` is there once `Fetch.wait` has been called."""
+class ReadbackArray:
+    """One tensor on its way back; `array` is there once `Readback.wait` has been called."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.array: NDArray[Any] = np.empty(0)
 
 
-class Fetch:
+class Readback:
     """The tensors of one step that the host wants to see, of any of the dtypes of `Staging`."""
 
     def __init__(self) -> None:
-        self._fetched: list[Fetched] = []
+        self._entries: list[ReadbackArray] = []
         self._there: list[Tensor] = []
 
-    def add(self, tensor: Tensor) -> Fetched:
+    def add(self, tensor: Tensor) -> ReadbackArray:
         """A tensor that is to be on the host after `wait`; it is not written any more."""
-        self._fetched.append(Fetched(tensor))
-        return self._fetched[-1]
+        self._entries.append(ReadbackArray(tensor))
+        return self._entries[-1]
 
     def send(self) -> None:
         """One copy of everything that was added; none of what is on the host already."""
-        tensors = [fetched.tensor for fetched in self._fetched]
+        tensors = [entry.tensor for entry in self._entries]
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._there = tensors
             return
@@ -112,5 +112,5 @@ class Fetch:
 
     def wait(self) -> None:
         """Until the copy is there."""
-        for fetched, tensor in zip(self._fetched, self._there, strict=True):
-            fetched.array = tensor.numpy()
+        for entry, tensor in zip(self._entries, self._there, strict=True):
+            entry.array = tensor.numpy()

@@ -79,5 +79,5 @@ class GatedDeltaNet:
             batch,
         )
         memory.write_snapshots(self.layer, kept_conv, kept_state)
-        out = self.kernels.head_norm_gate(y, gate, self.norm.weight, self.norm.eps)
+        out = self.kernels.rms_norm_then_gate(y, gate, self.norm.weight, self.norm.eps)
         return self.out_proj(out if self.own is None else out[:, self.own].contiguous(), batch)

@@ -16,7 +16,7 @@ class Router(Protocol):
     """Which experts a token goes to, and what each contributes."""
 
     def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[rows, hidden] -> (choice int64, share float32), both [rows, top_k]."""
+        """[rows, hidden] -> (topk_ids int64, topk_weights float32), both [rows, top_k]."""
         ...
 
 
@@ -73,9 +73,9 @@ class SigmoidMixture:
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        choice, share = self.router(hidden, batch)
+        topk_ids, topk_weights = self.router(hidden, batch)
         inner = hidden if self.to_latent is None else self.to_latent(hidden, batch)
-        routed = self.kernels.experts(inner, choice, share, self.up, self.down, batch)
+        routed = self.kernels.experts(inner, topk_ids, topk_weights, self.up, self.down, batch)
         if self.from_latent is not None:
             routed = self.from_latent(routed, batch)
         return self.shared(hidden, batch, memory).add_(routed)
@@ -108,6 +108,6 @@ class SoftmaxMixture:
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        choice, share = self.router(hidden, batch)
-        routed = self.kernels.gated_experts(hidden, choice, share, self.gate_up, self.down, batch)
+        topk_ids, topk_weights = self.router(hidden, batch)
+        routed = self.kernels.gated_experts(hidden, topk_ids, topk_weights, self.gate_up, self.down, batch)
         return routed if self.shared is None else self.shared(hidden, batch, memory).add_(routed)

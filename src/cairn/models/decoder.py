@@ -44,8 +44,8 @@ class Decoder:
         hidden = self.embedding(batch.tokens)
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
-        if batch.vectors is not None:
-            hidden[batch.vectors.rows] = batch.vectors.values.to(hidden.dtype)
+        if batch.multimodal_embeddings is not None:
+            hidden[batch.multimodal_embeddings.rows] = batch.multimodal_embeddings.values.to(hidden.dtype)
         if self.rotary is not None:
             cos, sin = self.rotary.at(batch.positions)
             batch = replace(batch, cos=cos, sin=sin)

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.kernels.batch import Batch, HostBatch, Vectors
+from cairn.kernels.batch import Batch, HostBatch, MultimodalEmbeddings
 from cairn.kernels.contract import Kernels
-from cairn.kernels.staging import Staged, Staging
+from cairn.kernels.staging import StagedArray, Staging
 from cairn.runner.slot_arrays import SlotArrays
 from cairn.step import SAMPLED, Snapshot, StepPlan
 
@@ -94,11 +94,11 @@ class BatchBuilder:
         self._sampled = None
         if len(sampled):
             self._sampled = staging.add(sampled), staging.add(plan.decodes.slots[sampled].astype(np.int64))
-        self._lengths: list[Staged] = [
+        self._lengths: list[StagedArray] = [
             staging.add(array)
             for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
         ]
-        self._metadata = kernels.prepare(host, staging)
+        self._metadata = kernels.build_metadata(host, staging)
 
     def batch(self, slot_arrays: SlotArrays) -> Batch:
         """After the staging was sent."""
@@ -107,9 +107,9 @@ class BatchBuilder:
             rows, of_rows = (staged.tensor for staged in self._sampled)
             tokens[rows] = slot_arrays.last_tokens[of_rows]
             state_slots = slot_arrays.state_slots(state_slots, rows, of_rows)
-        vectors = None
+        embeddings = None
         if self._vector_rows is not None:
-            vectors = Vectors(self._vector_rows.tensor, torch.cat(self._vectors))
+            embeddings = MultimodalEmbeddings(self._vector_rows.tensor, torch.cat(self._vectors))
         cu_seqlens, slots, seq_starts, seq_lens, kv_write_from = (staged.tensor for staged in self._lengths)
         return Batch(
             tokens=tokens,
@@ -123,5 +123,5 @@ class BatchBuilder:
             block_tables=slot_arrays.tables,
             host=self.host,
             metadata=self._metadata,
-            vectors=vectors,
+            multimodal_embeddings=embeddings,
         )

@@ -6,14 +6,14 @@ import numpy as np
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
-from cairn.kernels.staging import Fetch, Fetched, Staged, Staging
+from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging
 from cairn.runner.batch_builder import BatchBuilder, RowContent
 from cairn.runner.sampler import Sampler
 from cairn.runner.slots import Slots
 from cairn.runner.token_logprobs import DrawnLogprobs, LogprobTensors, Scoring
 from cairn.step import Logprobs, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
 
-_NOTHING = Staged(np.zeros(0, np.int64), 0), Staged(np.zeros(0, np.int64), 0)
+_NOTHING = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
 """Of records that a plan has none of."""
 
 
@@ -32,11 +32,11 @@ class LaunchedStep:
         self.sampler: Sampler | None = None
         self.is_drawn = False
         self.staging = Staging()
-        self._fetch = Fetch()
-        self._tokens: Fetched | None = None
+        self._readback = Readback()
+        self._tokens: ReadbackArray | None = None
         self._logprobs: DrawnLogprobs | None = None
-        self._told: list[tuple[list[int], _FetchedLogprobs]] = []
-        self._scores: list[tuple[int, int, _FetchedLogprobs]] = []
+        self._told: list[tuple[list[int], _LogprobsReadback]] = []
+        self._scores: list[tuple[int, int, _LogprobsReadback]] = []
         self.copies, self.snapshots = self._copies(), _NOTHING
         self.restores, self.saves = self._slots_and_files(plan.restores), self._slots_and_files(plan.saves)
         self.batch = BatchBuilder(plan, contents, kernels, self.staging)
@@ -63,23 +63,23 @@ class LaunchedStep:
 
     def add_score(self, slot: int, position: int, scored: LogprobTensors) -> None:
         """Of the tokens of the sequence in `slot` from `position` on."""
-        self._scores.append((slot, position, _FetchedLogprobs(scored, self._fetch)))
+        self._scores.append((slot, position, _LogprobsReadback(scored, self._readback)))
 
     def bring_back(self, tokens: Tensor | None) -> None:
         """The step is through: `tokens`, int64 [samples], None where nothing is drawn, and what else was asked for go
         to the host."""
         if tokens is not None:
-            self._tokens = self._fetch.add(tokens)
+            self._tokens = self._readback.add(tokens)
             if self._logprobs is not None and self.logits is not None:
                 found = self._logprobs.find(self.logits, tokens)
-                self._told = [(rows, _FetchedLogprobs(told, self._fetch)) for rows, told in found]
+                self._told = [(rows, _LogprobsReadback(told, self._readback)) for rows, told in found]
         self.logits, self.is_drawn = None, True
-        self._fetch.send()
+        self._readback.send()
 
     def result(self) -> StepResult:
         """Waits for what is brought back."""
         assert self.is_drawn, f"step {self.plan.step} has not been drawn"
-        self._fetch.wait()
+        self._readback.wait()
         slots = self.plan.samples.slots.tolist()
         tokens = [] if self._tokens is None else self._tokens.array.tolist()
         of_rows: list[Logprobs | None] = [None] * len(slots)
@@ -92,7 +92,7 @@ class LaunchedStep:
             tuple(Scored(slot, position, scored.logprobs()) for slot, position, scored in self._scores),
         )
 
-    def _copies(self) -> tuple[Staged, Staged]:
+    def _copies(self) -> tuple[StagedArray, StagedArray]:
         if not self.plan.copies:
             return _NOTHING
         origins: dict[int, int] = {}  # copies are one after the other in the plan, and all at once on the device
@@ -101,20 +101,20 @@ class LaunchedStep:
         targets, sources = np.array(list(origins.items()), np.int64).T.copy()
         return self.staging.add(targets), self.staging.add(sources)
 
-    def _slots_and_files(self, records: Sequence[Restore | Save]) -> tuple[Staged, Staged]:
+    def _slots_and_files(self, records: Sequence[Restore | Save]) -> tuple[StagedArray, StagedArray]:
         if not records:
             return _NOTHING
         return self.staging.add(np.array([record.slot for record in records])), self._files(records)
 
-    def _files(self, records: Sequence[Restore | Save | Snapshot]) -> Staged:
+    def _files(self, records: Sequence[Restore | Save | Snapshot]) -> StagedArray:
         return self.staging.add(np.array([record.pages for record in records], np.int64))
 
 
-class _FetchedLogprobs:
+class _LogprobsReadback:
     """A `Logprobs` on its way."""
 
-    def __init__(self, tensors: LogprobTensors, fetch: Fetch) -> None:
-        self._arrays = [fetch.add(tensor) for tensor in tensors]
+    def __init__(self, tensors: LogprobTensors, readback: Readback) -> None:
+        self._arrays = [readback.add(tensor) for tensor in tensors]
 
     def logprobs(self, rows: slice = slice(None)) -> Logprobs:
         """Of some rows."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cairn.kernels.staging import Staged, Staging
+from cairn.kernels.staging import StagedArray, Staging
 from cairn.runner.bad_words import ends_of_bad_words
 from cairn.runner.inverse_cdf import (
     BLOCK,
@@ -50,7 +50,7 @@ class _Group:
 
     draw_rows: DrawRows
     rows: list[int]
-    index: Staged | None
+    index: StagedArray | None
     draws: Draws
     has_rules: bool
 
@@ -86,7 +86,7 @@ class Sampler:
                 scattered = rows[-1] - rows[0] >= len(rows)
                 index = staging.add(np.array(rows)) if scattered else None
                 self._groups.append(_Group(draw_rows, rows, index, draws, has_rules))
-        self._places: Staged | None = None
+        self._places: StagedArray | None = None
         if len(self._groups) > 1:
             order = np.array([row for group in self._groups for row in group.rows])
             self._places = staging.add(np.argsort(order))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.staging import Staged, Staging
+from cairn.kernels.staging import StagedArray, Staging
 from cairn.step import TokenMask
 
 Tokens = Sequence[int]
@@ -82,7 +82,7 @@ def add_bias(biases: Sequence[Sequence[tuple[int, float]]], staging: Staging) ->
     return lambda logits: _add(logits, places, values)
 
 
-def _add(logits: Tensor, places: "_Places", values: Staged) -> None:
+def _add(logits: Tensor, places: "_Places", values: StagedArray) -> None:
     logits.index_put_(places.index, values.tensor, accumulate=True)
 
 

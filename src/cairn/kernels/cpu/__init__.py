@@ -6,29 +6,29 @@ from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_r
 from cairn.kernels.cpu.experts import experts, gated_experts
 from cairn.kernels.cpu.gdn import gdn
 from cairn.kernels.cpu.int8 import pack_int8
-from cairn.kernels.cpu.metadata import prepare
-from cairn.kernels.cpu.norm import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
+from cairn.kernels.cpu.metadata import build_metadata
+from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
 from cairn.kernels.cpu.products import embed, linear, lm_head, pack
-from cairn.kernels.cpu.router import sigmoid_router, softmax_router
+from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
 
 __all__ = [
     "add_rms_norm",
     "attention",
+    "build_metadata",
     "conv",
     "embed",
     "experts",
     "gated_experts",
     "gated_rms_norm",
     "gdn",
-    "head_norm_gate",
     "linear",
     "lm_head",
     "pack",
     "pack_int8",
-    "prepare",
     "rms_norm",
+    "rms_norm_then_gate",
     "rope",
     "sigmoid_mul",
     "sigmoid_router",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel
-from cairn.kernels.cpu.metadata import Metadata
+from cairn.kernels.cpu.metadata import CpuMetadata
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
 from cairn.kernels.cpu.vectors import (
     LANES,
@@ -71,7 +71,7 @@ def _write(
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
-    metadata: Metadata = batch.metadata  # type: ignore[assignment]
+    metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     table = batch.block_tables[group]
     for x, cache in ((k, keys), (v, values)):
         _write[x.dtype, cache.dtype](
@@ -295,7 +295,7 @@ def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: in
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
     """See `Kernels.attention`."""
-    metadata: Metadata = batch.metadata  # type: ignore[assignment]
+    metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     table = batch.block_tables[group]
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

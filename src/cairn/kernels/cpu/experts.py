@@ -16,36 +16,36 @@ from cairn.kernels.cpu.products import AnyWeight, ExpertRows, expert_products
 from cairn.kernels.cpu.scalars import advance, load, store
 
 
-def experts(x: Tensor, choice: Tensor, share: Tensor, up: AnyWeight, down: AnyWeight, batch: Batch) -> Tensor:
+def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: AnyWeight, down: AnyWeight, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
-    return _mixed(x, choice, share, up, down, squared_relu)
+    return _mixed(x, topk_ids, topk_weights, up, down, squared_relu)
 
 
 def gated_experts(
-    x: Tensor, choice: Tensor, share: Tensor, gate_up: AnyWeight, down: AnyWeight, batch: Batch
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: AnyWeight, down: AnyWeight, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
-    return _mixed(x, choice, share, gate_up, down, lambda inner: silu_mul(*inner.chunk(2, dim=-1)))
+    return _mixed(x, topk_ids, topk_weights, gate_up, down, lambda inner: silu_mul(*inner.chunk(2, dim=-1)))
 
 
 def _mixed(
     x: Tensor,
-    choice: Tensor,
-    share: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     up: AnyWeight,
     down: AnyWeight,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts' results, added by the tokens' shares."""
-    tokens, top_k = choice.shape
+    tokens, top_k = topk_ids.shape
     num_rows = tokens * top_k
-    choice, share = choice.contiguous(), share.float().contiguous()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ends = torch.zeros(down.shape[0], dtype=torch.int64)
     order, places = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
-    _sort_by_expert[choice.dtype](
+    _sort_by_expert[topk_ids.dtype](
         1,
         0,
-        choice.data_ptr(),
+        topk_ids.data_ptr(),
         num_rows,
         top_k,
         ends.data_ptr(),
@@ -62,7 +62,7 @@ def _mixed(
         result.numel() // 4,
         result.data_ptr(),
         places.data_ptr(),
-        share.data_ptr(),
+        topk_weights.data_ptr(),
         top_k,
         out.data_ptr(),
         out.shape[1],
@@ -72,26 +72,28 @@ def _mixed(
 
 @kernel({torch.int64: (I64, INT, INT, I64, INT, I64, I64)})
 def _sort_by_expert(
-    begin: int, end: int, choice: Any, count: int, top_k: int, ends: Any, num_experts: int, order: Any, places: Any
+    begin: int, end: int, topk_ids: Any, count: int, top_k: int, ends: Any, num_experts: int, order: Any, places: Any
 ) -> None:
-    """Fills `order` with the tokens, those of expert 0 first, `places` with where each choice went, and `ends` with
+    """Fills `order` with the tokens, those of expert 0 first, `places` with where each topk_ids went, and `ends` with
     where an expert's tokens end. One item does all of it. `ends` comes in as zeros."""
     for i in range(count):
-        ends[choice[i]] += 1
+        ends[topk_ids[i]] += 1
     total = np.int64(0)
     for e in range(num_experts):
         mine = ends[e]
         ends[e] = total
         total += mine
     for i in range(count):
-        place = ends[choice[i]]
-        ends[choice[i]] = place + 1
+        place = ends[topk_ids[i]]
+        ends[topk_ids[i]] = place + 1
         order[place] = i // top_k
         places[i] = place
 
 
 @kernel({dtype: (x, I64, F32, INT, x, INT) for dtype, x in ELEMENTS.items()})
-def _add_shares(begin: int, end: int, result: Any, places: Any, share: Any, top_k: int, out: Any, width: int) -> None:
+def _add_shares(
+    begin: int, end: int, result: Any, places: Any, topk_weights: Any, top_k: int, out: Any, width: int
+) -> None:
     """Each token's results, by their shares, in the order in which it chose its experts."""
     buffer = np.empty(width, np.float32)
     for i in range(begin, end):
@@ -99,7 +101,7 @@ def _add_shares(begin: int, end: int, result: Any, places: Any, share: Any, top_
         for j in range(width):
             buffer[j] = 0
         for k in range(i * top_k, (i + 1) * top_k):
-            source, factor = advance(result, places[k] * width), share[k]
+            source, factor = advance(result, places[k] * width), topk_weights[k]
             for j in range(width):
                 buffer[j] += factor * load(source, j)
         for j in range(width):

@@ -263,7 +263,19 @@ def _gdn_prefill(
                 tall = TILE_LANES
                 add_product(left, keys_row, 1, right, CHUNK, advance(key_key, corner), CHUNK, below, tall, size, ZERO)
                 left = advance(queries, begun * keys_row)
-                add_product(left, keys_row, 1, right, CHUNK, advance(query_key, corner), CHUNK, below, tall, size, ZERO)
+                add_product(
+                    left,
+                    keys_row,
+                    1,
+                    right,
+                    CHUNK,
+                    advance(query_key, corner),
+                    CHUNK,
+                    below,
+                    tall,
+                    size,
+                    ZERO,
+                )
             behind = snapshots_until(
                 snapshot_rows, snapshot_offsets, snapshot, num_snapshots, sequence, row + length - first_row
             )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.kernels.batch import HostBatch, Ints
+from cairn.kernels.batch import HostBatch, Int32Array
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.staging import Staging
 
@@ -21,14 +21,14 @@ class Table:
 
     __slots__ = ("address", "array", "count")
 
-    def __init__(self, array: Ints) -> None:
+    def __init__(self, array: Int32Array) -> None:
         self.array = np.ascontiguousarray(array, dtype=np.int32)
         self.address = self.array.ctypes.data
         self.count = len(self.array)
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class CpuMetadata:
     """`Batch.metadata` of this backend.
 
     `writes`: (row, slot, position) of the rows whose keys and values are written.
@@ -46,12 +46,12 @@ class Metadata:
     num_pairs: int
 
 
-def prepare(host: HostBatch, staging: Staging) -> Metadata:
-    """See `Kernels.prepare`."""
+def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
+    """See `Kernels.build_metadata`."""
     step_work().begin_step(host.num_rows)
     tiles, merges = _tiles(host)
     rows, partials = tiles[:, 1], tiles[:, 6]
-    return Metadata(
+    return CpuMetadata(
         Table(_writes(host)),
         Table(tiles),
         Table(merges),
@@ -61,8 +61,8 @@ def prepare(host: HostBatch, staging: Staging) -> Metadata:
     )
 
 
-def _tiles(host: HostBatch) -> tuple[Ints, Ints]:
-    """See `Metadata`, sequence after sequence."""
+def _tiles(host: HostBatch) -> tuple[Int32Array, Int32Array]:
+    """See `CpuMetadata`, sequence after sequence."""
     firsts, starts, ends = host.cu_seqlens[:-1], host.seq_starts, host.seq_lens
     counts = ends - starts
     is_split = (counts == 1) & (ends > SPLIT_TOKENS)
@@ -86,7 +86,7 @@ def _tiles(host: HostBatch) -> tuple[Ints, Ints]:
     return np.stack(columns, axis=1).astype(np.int32), np.stack(merges, axis=1).astype(np.int32)
 
 
-def _writes(host: HostBatch) -> Ints:
+def _writes(host: HostBatch) -> Int32Array:
     counts = np.diff(host.cu_seqlens)
     rows = np.arange(host.num_rows, dtype=np.int32)
     positions = rows + np.repeat(host.seq_starts - host.cu_seqlens[:-1], counts)

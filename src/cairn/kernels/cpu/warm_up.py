@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
-    for name in ("attention", "conv", "elementwise", "experts", "gdn", "int8", "norm", "panels", "router", "ssd")
+    for name in ("attention", "conv", "elementwise", "experts", "gdn", "int8", "norms", "panels", "routers", "ssd")
 )
 """Where the kernels are."""
 

@@ -5,8 +5,8 @@ from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
 from cairn.kernels.cuda.gdn import gdn
-from cairn.kernels.cuda.metadata import prepare
-from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
+from cairn.kernels.cuda.metadata import build_metadata
+from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
 from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.ssd import ssd
@@ -15,19 +15,19 @@ from cairn.kernels.cuda.write_kv import write_kv
 __all__ = [
     "add_rms_norm",
     "attention",
+    "build_metadata",
     "conv",
     "embed",
     "experts",
     "gated_experts",
     "gated_rms_norm",
     "gdn",
-    "head_norm_gate",
     "linear",
     "lm_head",
     "pack",
     "pack_int8",
-    "prepare",
     "rms_norm",
+    "rms_norm_then_gate",
     "rope",
     "sigmoid_mul",
     "sigmoid_router",

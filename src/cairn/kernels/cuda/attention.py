@@ -21,7 +21,7 @@ from triton.runtime import JITFunction
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cuda.device import limits, power_of_2
-from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda_support import MAX_HEAD_DIM
 
 _TILE_ROWS = (64, 128)
@@ -426,7 +426,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     if q.shape[2] > MAX_HEAD_DIM:
         raise ValueError(f"attention takes heads of at most {MAX_HEAD_DIM} elements, not {q.shape[2]}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    metadata: Metadata = batch.metadata  # type: ignore[assignment]
+    metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     if metadata.num_chunks:
         _prefill(q, keys, values, out, batch.block_tables[group], batch, metadata)
     if batch.host.num_decodes:
@@ -435,7 +435,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
 
 
 def _prefill(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: Metadata
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: CudaMetadata
 ) -> None:
     kv_heads, page_size = keys.shape[1:3]
     constants, options = _prefill_tile(q.dtype, q.shape[1], kv_heads, q.shape[2], page_size)

@@ -17,7 +17,7 @@ from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2
-from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.metadata import CudaMetadata
 
 _ROWS = 16
 """Rows of a prefill that a program takes."""
@@ -197,7 +197,7 @@ def conv(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.conv`."""
     host, metadata = batch.host, batch.metadata
-    assert isinstance(metadata, Metadata)
+    assert isinstance(metadata, CudaMetadata)
     width, channels = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     snapshots = torch.empty((host.num_snapshots, width - 1, channels), dtype=states.dtype, device=x.device)

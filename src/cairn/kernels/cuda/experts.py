@@ -32,19 +32,19 @@ _SORT_ROWS, _SORT_COLUMNS = 32, 512
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _sort_kernel(choice, order, starts, num_pairs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sort_kernel(topk_ids, order, starts, num_pairs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Pair i goes to the place that is the number of pairs that come before it; `starts` [experts + 1]: the number of
     pairs with a lower expert, as of pairs that follow the last one and come before all others of their expert."""
     item = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_pair = item < num_pairs
-    own = tl.load(choice + item, mask=is_pair, other=0).to(tl.int32)
+    own = tl.load(topk_ids + item, mask=is_pair, other=0).to(tl.int32)
     own = tl.where(is_pair, own, item - num_pairs)
     turn = tl.where(is_pair, item, 0)
     before = tl.zeros((ROWS,), dtype=tl.int32)
     for first in range(0, num_pairs, COLUMNS):
         other = first + tl.arange(0, COLUMNS)
         # Padding comes behind all.
-        experts = tl.load(choice + other, mask=other < num_pairs, other=2147483647).to(tl.int32)
+        experts = tl.load(topk_ids + other, mask=other < num_pairs, other=2147483647).to(tl.int32)
         lower = experts[None, :] < own[:, None]
         earlier = (experts[None, :] == own[:, None]) & (other[None, :] < turn[:, None])
         before += tl.sum((lower | earlier).to(tl.int32), axis=1)
@@ -176,13 +176,15 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(choice, share, terms, out, width, TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_kernel(
+    topk_ids, topk_weights, terms, out, width, TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr
+):
     """A token's terms times their shares, in ascending order of the experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = tl.arange(0, CHOSEN)
-    experts = tl.load(choice + token * TOP_K + place, mask=place < TOP_K, other=2147483647).to(tl.int32)
-    shares = tl.load(share + token * TOP_K + place, mask=place < TOP_K, other=0)
+    experts = tl.load(topk_ids + token * TOP_K + place, mask=place < TOP_K, other=2147483647).to(tl.int32)
+    shares = tl.load(topk_weights + token * TOP_K + place, mask=place < TOP_K, other=0)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for _ in tl.static_range(TOP_K):
         lowest = tl.min(experts, axis=0)
@@ -198,7 +200,7 @@ def _sum_kernel(choice, share, terms, out, width, TOP_K: tl.constexpr, CHOSEN: t
 def _up_of_one_kernel(
     x,
     weight,
-    choice,
+    topk_ids,
     inner,
     top_k,
     inner_width,
@@ -214,7 +216,7 @@ def _up_of_one_kernel(
     pair = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    expert = tl.load(choice + pair)
+    expert = tl.load(topk_ids + pair)
     token = x + (pair // top_k).to(tl.int64) * x_stride
     rows = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + depth[None, :]
     half = inner_width.to(tl.int64) * weight_stride
@@ -239,8 +241,8 @@ def _up_of_one_kernel(
 def _down_of_one_kernel(
     inner,
     weight,
-    choice,
-    share,
+    topk_ids,
+    topk_weights,
     out,
     inner_width,
     width,
@@ -257,8 +259,8 @@ def _down_of_one_kernel(
     depth = tl.arange(0, DEPTH)
     place = tl.arange(0, CHOSEN)
     pairs = token * TOP_K + place
-    experts = tl.load(choice + pairs, mask=place < TOP_K, other=0)
-    shares = tl.load(share + pairs, mask=place < TOP_K, other=0)
+    experts = tl.load(topk_ids + pairs, mask=place < TOP_K, other=0)
+    shares = tl.load(topk_weights + pairs, mask=place < TOP_K, other=0)
     vectors = inner + (pairs * inner_width)[:, None] + depth[None, :]
     rows = weight + (experts * expert_stride)[None, :, None]
     rows += (column.to(tl.int64) * weight_stride)[:, None, None] + depth[None, None, :]
@@ -280,54 +282,60 @@ def _down_of_one_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def experts(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, batch: Batch) -> Tensor:
+def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
-    return _experts(x, choice, share, up, down, gated=False)
+    return _experts(x, topk_ids, topk_weights, up, down, gated=False)
 
 
-def gated_experts(x: Tensor, choice: Tensor, share: Tensor, gate_up: Tensor, down: Tensor, batch: Batch) -> Tensor:
+def gated_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor, batch: Batch
+) -> Tensor:
     """See `Kernels.gated_experts`."""
-    return _experts(x, choice, share, gate_up, down, gated=True)
+    return _experts(x, topk_ids, topk_weights, gate_up, down, gated=True)
 
 
-def _experts(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
+def _experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    choice, share = choice.contiguous(), share.contiguous()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     if tokens <= _FEW_TOKENS:
-        _of_few(x, choice, share, up, down, out, gated=gated)
+        _of_few(x, topk_ids, topk_weights, up, down, out, gated=gated)
     else:
-        _of_many(x, choice, share, up, down, out, gated=gated)
+        _of_many(x, topk_ids, topk_weights, up, down, out, gated=gated)
     return out
 
 
-def _of_few(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool) -> None:
+def _of_few(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool
+) -> None:
     """A product of a matrix and a vector for each pair."""
-    (tokens, width), top_k, inner_width = x.shape, choice.shape[1], down.shape[2]
+    (tokens, width), top_k, inner_width = x.shape, topk_ids.shape[1], down.shape[2]
     inner = torch.empty((tokens * top_k, inner_width), dtype=x.dtype, device=x.device)
     tile, options = _few_up_tile(width, gated=gated)
     _up_of_one_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), tokens * top_k)](
-        *(x, up, choice, inner, top_k, inner_width, width, x.stride(0), up.stride(0), up.stride(1)),
+        *(x, up, topk_ids, inner, top_k, inner_width, width, x.stride(0), up.stride(0), up.stride(1)),
         GATED=gated,
         **tile,
         **options,
     )
     tile, options = _few_down_tile(inner_width, top_k)
     _down_of_one_kernel[(triton.cdiv(width, tile["COLUMNS"]), tokens)](
-        *(inner, down, choice, share, out, inner_width, width, down.stride(0), down.stride(1)),
+        *(inner, down, topk_ids, topk_weights, out, inner_width, width, down.stride(0), down.stride(1)),
         TOP_K=top_k,
         **tile,
         **options,
     )
 
 
-def _of_many(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool) -> None:
+def _of_many(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool
+) -> None:
     """Products of blocks of rows that go to the same expert."""
-    (tokens, width), top_k = x.shape, choice.shape[1]
+    (tokens, width), top_k = x.shape, topk_ids.shape[1]
     num_experts, inner_width, pairs = down.shape[0], down.shape[2], tokens * top_k
-    order, starts = _sorted(choice, num_experts)
+    order, starts = _sorted(topk_ids, num_experts)
     rows = _block_rows(pairs, num_experts, x.dtype)
     blocks = min(pairs, pairs // rows + min(num_experts, pairs))
     variant = {"TENSOR_CORES": takes_tensor_cores(x), "EXPERTS": power_of_2(num_experts)}
@@ -354,7 +362,7 @@ def _of_many(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor,
 
     columns = _sum_columns(width)
     _sum_kernel[(tokens, triton.cdiv(width, columns))](
-        *(choice, share, terms, out, width),
+        *(topk_ids, topk_weights, terms, out, width),
         TOP_K=top_k,
         CHOSEN=power_of_2(top_k),
         COLUMNS=columns,
@@ -362,17 +370,17 @@ def _of_many(x: Tensor, choice: Tensor, share: Tensor, up: Tensor, down: Tensor,
     )
 
 
-def _sorted(choice: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _sorted(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Pairs in the order of their experts, and for each expert and behind the last one the first of its places."""
-    pairs = choice.numel()
+    pairs = topk_ids.numel()
     if pairs > _COUNTED_PAIRS:
-        by_expert, order = torch.sort(choice.flatten(), stable=True)
-        bounds = torch.arange(num_experts + 1, device=choice.device)
+        by_expert, order = torch.sort(topk_ids.flatten(), stable=True)
+        bounds = torch.arange(num_experts + 1, device=topk_ids.device)
         return order.int(), torch.searchsorted(by_expert, bounds, out_int32=True)
-    order = torch.empty(pairs, dtype=torch.int32, device=choice.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=choice.device)
+    order = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
     _sort_kernel[(triton.cdiv(pairs + num_experts + 1, _SORT_ROWS),)](
-        choice, order, starts, pairs, num_experts, ROWS=_SORT_ROWS, COLUMNS=_SORT_COLUMNS, num_warps=4
+        topk_ids, order, starts, pairs, num_experts, ROWS=_SORT_ROWS, COLUMNS=_SORT_COLUMNS, num_warps=4
     )
     return order, starts
 
@@ -421,11 +429,11 @@ def _sum_columns(width: int) -> int:
 
 def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
     """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    sort = {"choice": "*i64", "order": "*i32", "starts": "*i32", "num_pairs": "i32", "num_experts": "i32"}
+    sort = {"topk_ids": "*i64", "order": "*i32", "starts": "*i32", "num_pairs": "i32", "num_experts": "i32"}
     yield _sort_kernel, sort, {"ROWS": _SORT_ROWS, "COLUMNS": _SORT_COLUMNS}, {"num_warps": 4}
     table = {"order": "*i32", "starts": "*i32", "num_experts": "i32"}
     widths, strides = {"inner_width": "i32", "width": "i32"}, {"expert_stride": "i32", "weight_stride": "i32"}
-    chosen = {"choice": "*i64", "share": "*fp32"}
+    chosen = {"topk_ids": "*i64", "topk_weights": "*fp32"}
     for dtype, model in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
             variant: dict[str, Any] = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
@@ -440,7 +448,7 @@ def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, ob
             terms = {**chosen, "terms": model, "out": model, "width": "i32"}
             yield _sum_kernel, terms, {**token, "COLUMNS": _sum_columns(width)}, {"num_warps": 4}
             tile, options = _few_up_tile(width, gated=gated)
-            up = {"x": model, "weight": model, "choice": "*i64", "inner": model, "top_k": "i32", **widths}
+            up = {"x": model, "weight": model, "topk_ids": "*i64", "inner": model, "top_k": "i32", **widths}
             yield _up_of_one_kernel, {**up, "x_stride": "i32", **strides}, {"GATED": gated, **tile}, options
             tile, options = _few_down_tile(inner_width, top_k)
             down = {"inner": model, "weight": model, **chosen, "out": model, **widths, **strides}

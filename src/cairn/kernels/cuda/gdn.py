@@ -24,7 +24,7 @@ from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
-from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import LEAST_DECAY, product, sigmoid, softplus, wide_product
 
 EPS = tl.constexpr(1e-6)
@@ -397,7 +397,7 @@ def gdn(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gdn`."""
     metadata, host = batch.metadata, batch.host
-    assert isinstance(metadata, Metadata)
+    assert isinstance(metadata, CudaMetadata)
     heads, dim = v.shape[1:]
     size = q.shape[2]
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)

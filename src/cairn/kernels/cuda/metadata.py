@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, HostBatch
-from cairn.kernels.staging import Staged, Staging
+from cairn.kernels.staging import StagedArray, Staging
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class CudaMetadata:
     """`Batch.metadata` of this backend: `tables` of int32 on the device, and two numbers.
 
     `num_decode_snapshots`: how many of the snapshots are decodes', the first ones. `num_chunks`: of all prefill
@@ -31,7 +31,7 @@ class Metadata:
 
     num_decode_snapshots: int
     num_chunks: int
-    tables: tuple[Staged, ...]
+    tables: tuple[StagedArray, ...]
 
     @property
     def row_seqs(self) -> Tensor:
@@ -62,8 +62,8 @@ class Metadata:
         return self.tables[6].tensor
 
 
-def prepare(host: HostBatch, staging: Staging) -> Metadata:
-    """See `Kernels.prepare`."""
+def build_metadata(host: HostBatch, staging: Staging) -> CudaMetadata:
+    """See `Kernels.build_metadata`."""
     counts = np.diff(host.cu_seqlens)
     first_chunks, last_chunks = host.seq_starts // CHUNK, (host.seq_lens - 1) // CHUNK
     num_chunks = np.where(np.arange(host.num_seqs) < host.num_decodes, 0, last_chunks - first_chunks + 1)
@@ -83,4 +83,4 @@ def prepare(host: HostBatch, staging: Staging) -> Metadata:
         host.snapshot_offsets,
     )
     staged = tuple(staging.add(table.astype(np.int32)) for table in tables)
-    return Metadata(int(first_snapshots[host.num_decodes]), len(chunk_seqs), staged)
+    return CudaMetadata(int(first_snapshots[host.num_decodes]), len(chunk_seqs), staged)

@@ -154,8 +154,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
     return _gated_norm(x.view(x.shape[0], groups, width), gate, weight, width, eps, gate_first=True)
 
 
-def head_norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Kernels.head_norm_gate`."""
+def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.rms_norm_then_gate`."""
     return _gated_norm(x, gate, weight, 0, eps, gate_first=False)
 
 

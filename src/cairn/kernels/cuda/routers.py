@@ -37,8 +37,8 @@ def _index(key):
 @triton.jit
 def _softmax_kernel(
     logits,
-    choice,
-    share,
+    topk_ids,
+    topk_weights,
     num_experts,
     stride,
     TOP_K: tl.constexpr,
@@ -64,16 +64,16 @@ def _softmax_kernel(
         total = tl.sum(rates, axis=0)
     else:
         total = tl.sum(tl.exp(scores - largest), axis=0)
-    tl.store(choice + row * TOP_K + place, chosen.to(tl.int64), mask=inside)
-    tl.store(share + row * TOP_K + place, rates / total, mask=inside)
+    tl.store(topk_ids + row * TOP_K + place, chosen.to(tl.int64), mask=inside)
+    tl.store(topk_weights + row * TOP_K + place, rates / total, mask=inside)
 
 
 @triton.jit
 def _sigmoid_kernel(
     logits,
     correction,
-    choice,
-    share,
+    topk_ids,
+    topk_weights,
     per_group,
     num_groups,
     stride,
@@ -118,24 +118,24 @@ def _sigmoid_kernel(
     rates = tl.where(inside, tl.sigmoid(tl.load(own + chosen, mask=inside, other=0)), 0.0)
     if NORMALIZE:
         rates = rates / (tl.sum(rates, axis=0) + 1e-20)
-    tl.store(choice + row * TOP_K + place, chosen.to(tl.int64), mask=inside)
-    tl.store(share + row * TOP_K + place, rates * scale, mask=inside)
+    tl.store(topk_ids + row * TOP_K + place, chosen.to(tl.int64), mask=inside)
+    tl.store(topk_weights + row * TOP_K + place, rates * scale, mask=inside)
 
 
 def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """See `Kernels.softmax_router`."""
     rows, experts = logits.shape
-    choice, share = _results(rows, top_k, logits)
+    topk_ids, topk_weights = _results(rows, top_k, logits)
     if rows:
         _softmax_kernel[(rows,)](
-            *(logits, choice, share, experts, logits.stride(0)),
+            *(logits, topk_ids, topk_weights, experts, logits.stride(0)),
             TOP_K=top_k,
             NORMALIZE=normalize,
             CHOSEN=power_of_2(top_k),
             EXPERTS=power_of_2(experts, 32),
             num_warps=_num_warps(experts),
         )
-    return choice, share
+    return topk_ids, topk_weights
 
 
 def sigmoid_router(
@@ -149,12 +149,12 @@ def sigmoid_router(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.sigmoid_router`."""
     rows, experts = logits.shape
-    choice, share = _results(rows, top_k, logits)
+    topk_ids, topk_weights = _results(rows, top_k, logits)
     # Where every group is open they make no difference.
     groups = num_groups if top_groups < num_groups else 1
     if rows:
         _sigmoid_kernel[(rows,)](
-            *(logits, correction, choice, share, experts // groups, groups, logits.stride(0), float(scale)),
+            *(logits, correction, topk_ids, topk_weights, experts // groups, groups, logits.stride(0), float(scale)),
             TOP_K=top_k,
             TOP_GROUPS=top_groups,
             GROUPED=groups > 1,
@@ -164,12 +164,12 @@ def sigmoid_router(
             PER_GROUP=power_of_2(experts // groups),
             num_warps=_num_warps(experts),
         )
-    return choice, share
+    return topk_ids, topk_weights
 
 
 def _results(rows: int, top_k: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-    choice = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
-    return choice, torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    topk_ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+    return topk_ids, torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
 
 
 def _num_warps(experts: int) -> int:
@@ -179,7 +179,7 @@ def _num_warps(experts: int) -> int:
 
 def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
     """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    results = {"choice": "*i64", "share": "*fp32"}
+    results = {"topk_ids": "*i64", "topk_weights": "*fp32"}
     for experts, top_k in ((128, 6), (128, 8), (256, 8), (512, 10), (1024, 22)):
         options = {"num_warps": _num_warps(experts)}
         signature = {"logits": "*fp32", **results, "num_experts": "i32", "stride": "i32"}

@@ -21,7 +21,7 @@ from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
-from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import LEAST_DECAY, product, softplus
 
 _VARYING = ("num_rows", "num_decodes", "first_snapshot")
@@ -329,7 +329,7 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.ssd`."""
     metadata, host = batch.metadata, batch.host
-    assert isinstance(metadata, Metadata)
+    assert isinstance(metadata, CudaMetadata)
     heads, dim = x.shape[1:]
     size = b.shape[2]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

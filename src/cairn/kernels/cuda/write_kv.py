@@ -9,7 +9,7 @@ from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import power_of_2
-from cairn.kernels.cuda.metadata import Metadata
+from cairn.kernels.cuda.metadata import CudaMetadata
 
 ELEMENTS = 1024
 """Of a tile: 16 bytes of bfloat16 a thread."""
@@ -79,7 +79,7 @@ def _constants(dim: int, page_size: int) -> dict[str, int]:
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
-    metadata: Metadata = batch.metadata  # type: ignore[assignment]
+    metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     num_rows, kv_heads, dim = k.shape
     if not num_rows:
         return

@@ -6,31 +6,38 @@ products are free, and nothing is promised.
 
 from cairn.kernels.exact.attention import attention, write_kv
 from cairn.kernels.exact.conv import conv
-from cairn.kernels.exact.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
-from cairn.kernels.exact.experts import experts, gated_experts
+from cairn.kernels.exact.elementwise import (
+    add_rms_norm,
+    gated_rms_norm,
+    rms_norm,
+    rms_norm_then_gate,
+    rope,
+    sigmoid_mul,
+    silu_mul,
+    squared_relu,
+)
+from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.exact.gdn import gdn
-from cairn.kernels.exact.norms import add_rms_norm, gated_rms_norm, head_norm_gate, rms_norm
-from cairn.kernels.exact.prepared import prepare
+from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
-from cairn.kernels.exact.routers import sigmoid_router, softmax_router
 from cairn.kernels.exact.ssd import ssd
 
 __all__ = [
     "add_rms_norm",
     "attention",
+    "build_metadata",
     "conv",
     "embed",
     "experts",
     "gated_experts",
     "gated_rms_norm",
     "gdn",
-    "head_norm_gate",
     "linear",
     "lm_head",
     "pack",
     "pack_int8",
-    "prepare",
     "rms_norm",
+    "rms_norm_then_gate",
     "rope",
     "sigmoid_mul",
     "sigmoid_router",

@@ -10,27 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.exact.prepared import Decode, Prefill, prepared_of
+from cairn.kernels.exact.metadata import Decode, Prefill, metadata_of
 
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
-    prepared = prepared_of(batch)
+    metadata = metadata_of(batch)
     page_size = keys.shape[2]
-    positions = prepared.write_positions
-    pages = batch.block_tables[group][prepared.write_slots, positions // page_size].long()
+    positions = metadata.write_positions
+    pages = batch.block_tables[group][metadata.write_slots, positions // page_size].long()
     offsets = positions % page_size
-    keys[pages, :, offsets] = k[prepared.write_rows]
-    values[pages, :, offsets] = v[prepared.write_rows]
+    keys[pages, :, offsets] = k[metadata.write_rows]
+    values[pages, :, offsets] = v[metadata.write_rows]
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
     """See `Kernels.attention`."""
-    prepared, table = prepared_of(batch), batch.block_tables[group]
+    metadata, table = metadata_of(batch), batch.block_tables[group]
     out = torch.empty(q.shape, dtype=q.dtype)
-    for decode in prepared.decodes:
+    for decode in metadata.decodes:
         out[decode.row] = _decode(q[decode.row], keys, values, table[decode.slot], decode)
-    for prefill in prepared.prefills:
+    for prefill in metadata.prefills:
         out[prefill.rows] = _prefill(q, keys, values, table[prefill.slot], prefill)
     return out
 

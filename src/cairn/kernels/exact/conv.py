@@ -10,20 +10,20 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import silu_, widen
-from cairn.kernels.exact.prepared import Decode, Prefill, decodes_by_state, prepared_of
+from cairn.kernels.exact.metadata import Decode, Prefill, decodes_by_state, metadata_of
 
 
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: Batch, silu: bool = True
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.conv`."""
-    prepared = prepared_of(batch)
+    metadata = metadata_of(batch)
     taps = _Taps(weight, bias, silu)
     out = torch.empty(x.shape, dtype=weight.dtype)
-    snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
+    snapshots = states.new_empty(metadata.num_snapshots, *states.shape[1:])
     if decodes := decodes_by_state(batch):
         _decode(x, taps, states, decodes, out, snapshots)
-    for prefill in prepared.prefills:
+    for prefill in metadata.prefills:
         _prefill(x, taps, states, prefill, out, snapshots)
     return out, snapshots
 

@@ -1,4 +1,4 @@
-"""Elementwise functions. The vector body and the scalar tail of some of torch's round differently.
+"""Elementwise functions and norms. The vector body and the scalar tail of some of torch's round differently.
 
 Where a tensor's element count is no multiple of the unrolled vector width, its last elements go through the scalar
 code, so the same number gives other bits in another batch. Padding the count to a multiple of 64 leaves no tail. Where
@@ -67,3 +67,33 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, rest = torch.split(widen(x), [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
     return torch.cat([*turned, rest], dim=-1).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.rms_norm`."""
+    return _normed(widen(x).contiguous(), weight, eps).to(x.dtype)
+
+
+def _normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.add_rms_norm`."""
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """See `Kernels.gated_rms_norm`."""
+    rows, width = x.shape
+    gated = silu_(widen(gate, copy=True).contiguous()).mul_(x).view(rows, groups, width // groups)
+    scale = gated.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return gated.mul_(scale).view(rows, width).mul_(weight).to(gate.dtype)
+
+
+def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.rms_norm_then_gate`."""
+    normed = _normed(x.contiguous(), weight, eps).view(gate.shape)
+    wide = widen(gate)
+    return sigmoid(wide).mul_(wide).mul_(normed).to(gate.dtype)

@@ -1,4 +1,4 @@
-"""Experts, each with its tokens in tiles of `ROW_TILE` rows."""
+"""Routers, and experts that have their tokens in tiles of `ROW_TILE` rows."""
 
 from collections.abc import Callable
 
@@ -8,38 +8,76 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
-from cairn.kernels.exact.elementwise import silu_, squared_relu
-from cairn.kernels.exact.prepared import ROW_TILE
+from cairn.kernels.exact.elementwise import sigmoid, silu_, squared_relu
+from cairn.kernels.exact.metadata import ROW_TILE
 from cairn.kernels.exact.products import has_fixed_shapes, multiply_tiles
 
 
-def experts(x: Tensor, choice: Tensor, share: Tensor, up: Weight, down: Weight, batch: Batch) -> Tensor:
+def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """See `Kernels.softmax_router`."""
+    topk_weights, topk_ids = logits.softmax(dim=-1).topk(top_k, dim=-1)
+    return topk_ids, topk_weights / topk_weights.sum(-1, keepdim=True) if normalize else topk_weights
+
+
+def sigmoid_router(
+    logits: Tensor,
+    correction: Tensor,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.sigmoid_router`."""
+    rates = sigmoid(logits)
+    ranked = rates + correction
+    if top_groups < num_groups:
+        ranked = _best_groups(ranked, num_groups, top_groups)
+    topk_ids = ranked.topk(top_k, dim=-1).indices
+    topk_weights = rates.gather(1, topk_ids)
+    if normalize:
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+    return topk_ids, topk_weights * scale
+
+
+def _best_groups(ranked: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """Experts outside the best groups get -inf."""
+    grouped = ranked.view(ranked.shape[0], num_groups, ranked.shape[1] // num_groups)
+    worth = grouped.topk(2, dim=-1).values.sum(-1)
+    chosen = worth.topk(top_groups, dim=-1).indices
+    left_out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, chosen, False)
+    return grouped.masked_fill(left_out[..., None], -torch.inf).view(ranked.shape)
+
+
+def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Weight, down: Weight, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
 
     def run(expert: int, rows: Tensor) -> Tensor:
         return _multiply(squared_relu(_multiply(rows, up[expert])), down[expert])
 
-    return _mix(x, choice, share, run)
+    return _mix(x, topk_ids, topk_weights, run)
 
 
-def gated_experts(x: Tensor, choice: Tensor, share: Tensor, gate_up: Weight, down: Weight, batch: Batch) -> Tensor:
+def gated_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
+) -> Tensor:
     """See `Kernels.gated_experts`."""
 
     def run(expert: int, rows: Tensor) -> Tensor:
         gate, up = _multiply(rows, gate_up[expert]).chunk(2, dim=-1)
         return _multiply(silu_(gate.contiguous()).mul_(up), down[expert])
 
-    return _mix(x, choice, share, run)
+    return _mix(x, topk_ids, topk_weights, run)
 
 
-def _mix(x: Tensor, choice: Tensor, share: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+def _mix(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """The experts' results, added by the tokens' shares; `run` gets an expert and its tokens' rows."""
-    out = torch.zeros(x.shape, dtype=share.dtype)
-    order = choice.flatten().argsort(stable=True)
-    tokens = order // choice.shape[1]
-    shares = share.flatten()[order, None]
+    out = torch.zeros(x.shape, dtype=topk_weights.dtype)
+    order = topk_ids.flatten().argsort(stable=True)
+    tokens = order // topk_ids.shape[1]
+    shares = topk_weights.flatten()[order, None]
     begin = 0
-    for expert, count in enumerate(torch.bincount(choice.flatten()).tolist()):
+    for expert, count in enumerate(torch.bincount(topk_ids.flatten()).tolist()):
         mine = slice(begin, begin + count)
         begin += count
         if count:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import sigmoid, softplus, widen
-from cairn.kernels.exact.prepared import Decode, Prefill, aligned_state, decodes_by_state, prepared_of
+from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes_by_state, metadata_of
 
 NORM_EPS = 1e-6
 
@@ -32,14 +32,14 @@ def gdn(
     batch: Batch,
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gdn`."""
-    prepared = prepared_of(batch)
+    metadata = metadata_of(batch)
     log_decay = softplus(widen(dt) + dt_bias).mul_(a)
     written = sigmoid(widen(beta))
     y = torch.empty(v.shape, dtype=v.dtype)
-    snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
+    snapshots = states.new_empty(metadata.num_snapshots, *states.shape[1:])
     if decodes := decodes_by_state(batch):
         _decode(q, k, v, written, log_decay, states, decodes, y, snapshots)
-    for prefill in prepared.prefills:
+    for prefill in metadata.prefills:
         _prefill(q, k, v, written, log_decay, states, prefill, y, snapshots)
     return y, snapshots
 

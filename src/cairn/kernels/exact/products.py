@@ -13,7 +13,7 @@ from cairn.errors import ConfigError
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
 from cairn.kernels.exact.elementwise import widen
-from cairn.kernels.exact.prepared import ROW_TILE, TILE
+from cairn.kernels.exact.metadata import ROW_TILE, TILE
 
 
 def warm_up(dtype: torch.dtype | None = None) -> int:

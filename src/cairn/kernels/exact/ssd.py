@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import softplus, widen
-from cairn.kernels.exact.prepared import Decode, Prefill, aligned_state, decodes_by_state, prepared_of
+from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes_by_state, metadata_of
 
 
 def ssd(
@@ -31,13 +31,13 @@ def ssd(
     batch: Batch,
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.ssd`."""
-    prepared = prepared_of(batch)
+    metadata = metadata_of(batch)
     steps = softplus(widen(dt) + dt_bias).clamp_(*dt_limit)
     y = torch.empty(x.shape, dtype=x.dtype)
-    snapshots = states.new_empty(prepared.num_snapshots, *states.shape[1:])
+    snapshots = states.new_empty(metadata.num_snapshots, *states.shape[1:])
     if decodes := decodes_by_state(batch):
         _decode(x, steps, b, c, a, d, states, decodes, y, snapshots)
-    for prefill in prepared.prefills:
+    for prefill in metadata.prefills:
         _prefill(x, steps, b, c, a, d, states, prefill, y, snapshots)
     return y, snapshots
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.reference.elementwise import widen
-from cairn.kernels.reference.sequences import sequences_of
+from cairn.kernels.reference.recurrences import sequences_of
 
 
 def _place(batch: Batch, group: int, slot: int, position: int, page_size: int) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""Matrix products row by row."""
+"""Products with weights row by row, plain and in int8."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,8 +8,45 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Weight
 from cairn.kernels.reference.elementwise import widen
-from cairn.kernels.reference.int8 import multiply
 from cairn.kernels.staging import Staging
+
+LARGEST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """`numbers` int8 [out, in] or [E, out, in], `scales` float32 [out, 1] or [E, out, 1], `dtype` of the model."""
+
+    numbers: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    def __getitem__(self, expert: int) -> "QuantizedWeight":
+        return QuantizedWeight(self.numbers[expert], self.scales[expert], self.dtype)
+
+
+def pack_int8(weight: Tensor) -> QuantizedWeight:
+    """See `Kernels.pack_int8`."""
+    numbers, scales = _quantized(weight.float())
+    return QuantizedWeight(numbers.to(torch.int8), scales, weight.dtype)
+
+
+def multiply(weight: Weight, row: Tensor) -> Tensor:
+    """weight [out, in], row [in], which is float32 or wider -> [out]."""
+    if not isinstance(weight, QuantizedWeight):
+        return widen(weight) @ row
+    numbers, scale = _quantized(row)
+    return (weight.numbers.double() @ numbers.double()).to(row.dtype) * weight.scales[:, 0] * scale
+
+
+def _quantized(values: Tensor) -> tuple[Tensor, Tensor]:
+    scales = values.abs().amax(-1, keepdim=True) / LARGEST
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    return (values / scales).round(), scales
 
 
 def warm_up(dtype: torch.dtype | None = None) -> int:
@@ -20,8 +59,8 @@ def pack(weight: Tensor) -> Weight:
     return weight
 
 
-def prepare(host: HostBatch, staging: Staging) -> object:
-    """See `Kernels.prepare`."""
+def build_metadata(host: HostBatch, staging: Staging) -> object:
+    """See `Kernels.build_metadata`."""
     return None
 
 

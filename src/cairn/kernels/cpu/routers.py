@@ -24,11 +24,23 @@ def _take_best(scores: Any, taken: Any, begin: int, end: int) -> int:
 
 @kernel({torch.float32: (F32, INT, INT, INT, INT, I64, F32)})
 def _softmax_router(
-    begin: int, end: int, logits: Any, row: int, experts: int, top_k: int, normalize: int, choice: Any, share: Any
+    begin: int,
+    end: int,
+    logits: Any,
+    row: int,
+    experts: int,
+    top_k: int,
+    normalize: int,
+    topk_ids: Any,
+    topk_weights: Any,
 ) -> None:
     taken = np.empty(experts, np.bool_)
     for i in range(begin, end):
-        scores, chosen, shares = advance(logits, i * row), advance(choice, i * top_k), advance(share, i * top_k)
+        scores, chosen, shares = (
+            advance(logits, i * row),
+            advance(topk_ids, i * top_k),
+            advance(topk_weights, i * top_k),
+        )
         taken[:] = False
         for k in range(top_k):
             chosen[k] = _take_best(scores, taken, 0, experts)
@@ -47,7 +59,7 @@ def _softmax_router(
 def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """See `Kernels.softmax_router`."""
     rows, experts = logits.shape
-    choice, share = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
+    topk_ids, topk_weights = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
     _softmax_router[logits.dtype](
         rows,
         logits.numel() * top_k,
@@ -56,10 +68,10 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
         experts,
         top_k,
         normalize,
-        choice.data_ptr(),
-        share.data_ptr(),
+        topk_ids.data_ptr(),
+        topk_weights.data_ptr(),
     )
-    return choice, share
+    return topk_ids, topk_weights
 
 
 @kernel({torch.float32: (F32, INT, F32, INT, INT, INT, INT, INT, FLOAT, I64, F32)})
@@ -75,15 +87,19 @@ def _sigmoid_router(
     top_groups: int,
     normalize: int,
     scale: Any,
-    choice: Any,
-    share: Any,
+    topk_ids: Any,
+    topk_weights: Any,
 ) -> None:
     rates, scores = np.empty(experts, np.float32), np.empty(experts, np.float32)
     worth, taken = np.empty(num_groups, np.float32), np.empty(experts, np.bool_)
     group_taken = np.empty(num_groups, np.bool_)
     size = experts // num_groups
     for i in range(begin, end):
-        source, chosen, shares = advance(logits, i * row), advance(choice, i * top_k), advance(share, i * top_k)
+        source, chosen, shares = (
+            advance(logits, i * row),
+            advance(topk_ids, i * top_k),
+            advance(topk_weights, i * top_k),
+        )
         for e in range(experts):
             rates[e] = sigmoid(source[e])
             scores[e] = rates[e] + correction[e]
@@ -117,7 +133,7 @@ def sigmoid_router(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.sigmoid_router`."""
     rows, experts = logits.shape
-    choice, share = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
+    topk_ids, topk_weights = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
     correction = correction.float().contiguous()
     _sigmoid_router[logits.dtype](
         rows,
@@ -131,7 +147,7 @@ def sigmoid_router(
         top_groups,
         normalize,
         scale,
-        choice.data_ptr(),
-        share.data_ptr(),
+        topk_ids.data_ptr(),
+        topk_weights.data_ptr(),
     )
-    return choice, share
+    return topk_ids, topk_weights

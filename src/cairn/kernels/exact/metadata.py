@@ -92,7 +92,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ExactMetadata:
     """`Batch.metadata` of this backend. Keys and values are written of `write_rows`, which stand at `write_positions`
     of the sequences in `write_slots`, all int64."""
 
@@ -104,15 +104,15 @@ class Prepared:
     write_positions: Tensor
 
 
-def prepare(host: HostBatch, staging: Staging) -> Prepared:
-    """See `Kernels.prepare`."""
+def build_metadata(host: HostBatch, staging: Staging) -> ExactMetadata:
+    """See `Kernels.build_metadata`."""
     first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1)).tolist()
     slots, starts, ends = host.slots.tolist(), host.seq_starts.tolist(), host.seq_lens.tolist()
     edges, offsets = host.cu_seqlens.tolist(), host.snapshot_offsets.tolist()
     counts = host.seq_lens - host.seq_starts
     positions = np.arange(host.num_rows) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, counts)
     written = np.flatnonzero(positions >= np.repeat(host.kv_write_from, counts))
-    return Prepared(
+    return ExactMetadata(
         decodes=[
             Decode(i, slots[i], ends[i], first_snapshots[i] if first_snapshots[i] < first_snapshots[i + 1] else None)
             for i in range(host.num_decodes)
@@ -137,7 +137,7 @@ def prepare(host: HostBatch, staging: Staging) -> Prepared:
 
 def decodes_by_state(batch: Batch) -> Sequence[Decode]:
     """The decode rows of a batch, whose slots are those of their states."""
-    decodes = prepared_of(batch).decodes
+    decodes = metadata_of(batch).decodes
     if batch.state_slots is batch.slots:
         return decodes
     slots = batch.state_slots.tolist()
@@ -160,6 +160,6 @@ def aligned_state(states: Tensor, decode: Decode) -> Iterator[Tensor]:
         live.copy_(state)
 
 
-def prepared_of(batch: Batch) -> Prepared:
-    """What `prepare` made of the batch."""
-    return cast(Prepared, batch.metadata)
+def metadata_of(batch: Batch) -> ExactMetadata:
+    """What `build_metadata` made of the batch."""
+    return cast(ExactMetadata, batch.metadata)

@@ -137,7 +137,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
 
 
 @kernel({dtype: (F32, INT, INT, gate, INT, F32, gate, INT, INT, FLOAT) for dtype, gate in ELEMENTS.items()})
-def _head_norm_gate(
+def _rms_norm_then_gate(
     begin: int,
     end: int,
     x: Any,
@@ -159,10 +159,10 @@ def _head_norm_gate(
             store(target, j, source[j] * scale * weight[j] * silu(load(gates, j)))
 
 
-def head_norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Kernels.head_norm_gate`."""
+def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.rms_norm_then_gate`."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _head_norm_gate[gate.dtype](
+    _rms_norm_then_gate[gate.dtype](
         x.shape[0] * x.shape[1],
         x.numel() // 2,
         x.data_ptr(),
