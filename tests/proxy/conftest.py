@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from cairn.proxy.app import ProxyServer
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.run import ProxyServer
 
 SECONDS = 10
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cairn import __version__
 from cairn.errors import InvalidRequest
-from cairn.proxy.forward import forwarded_request
+from cairn.proxy.forward import RequestForwarder
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.protocol import decode_body, handover_of, parse_body, prefill_body
 from cairn.proxy.service import ProxyService
@@ -143,7 +143,7 @@ NAMES = ("model", "prompt", "messages", "stream", "stream_options", "cache_salt"
 @given(st.dictionaries(st.sampled_from((*NAMES, "kv_transfer_params")) | st.text(max_size=5), JSON, max_size=8))
 def test_any_object_is_refused_or_forwarded_whole(body):
     try:
-        job = forwarded_request(SERVICE, "/v1/completions", json.dumps(body).encode(), [])
+        job = RequestForwarder(SERVICE, "/v1/completions", json.dumps(body).encode(), [])
     except InvalidRequest as error:
         assert error.param == "stream" and not isinstance(body["stream"], bool)
         return

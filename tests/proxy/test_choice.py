@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from cairn.proxy.affinity import affinity_key, ranked
-from cairn.proxy.pool import Pool
+from cairn.proxy.prefixes import affinity_key, rank_by_affinity
 from cairn.proxy.protocol import parse_body
+from cairn.proxy.upstream import UpstreamPool
 
 KEYS = [number.to_bytes(16, "little") for number in range(2000)]
 URLS = [f"http://s{number}" for number in range(5)]
@@ -73,18 +73,18 @@ def test_prompts_that_are_none_have_a_key_too(body):
 
 
 def test_when_a_server_goes_only_its_own_keys_move():
-    before = {k: ranked(k, URLS)[0] for k in KEYS}
+    before = {k: rank_by_affinity(k, URLS)[0] for k in KEYS}
     assert all(250 < list(before.values()).count(url) < 550 for url in URLS)
     left = URLS[1:]
-    after = {k: ranked(k, left)[0] for k in KEYS}
+    after = {k: rank_by_affinity(k, left)[0] for k in KEYS}
     assert all(after[k] == before[k] for k in KEYS if before[k] != URLS[0])
     moved = [after[k] for k in KEYS if before[k] == URLS[0]]
     assert all(moved.count(url) > len(moved) / 8 for url in left)
-    assert {k: ranked(k, URLS[::-1])[0] for k in KEYS} == before
+    assert {k: rank_by_affinity(k, URLS[::-1])[0] for k in KEYS} == before
 
 
 def pool(count=3, **options):
-    servers = Pool("decode", URLS[:count], **options)
+    servers = UpstreamPool("decode", URLS[:count], **options)
     for upstream in servers.upstreams.values():
         upstream.up = True
     return servers
@@ -96,18 +96,18 @@ def test_a_server_that_is_down_is_passed_over_and_gets_its_keys_back():
     first.up = False
     second = servers.choose(b"k")
     assert second is not first
-    assert servers.choose(b"k", [second]).url == ranked(b"k", URLS[:3])[2]
+    assert servers.choose(b"k", [second]).url == rank_by_affinity(b"k", URLS[:3])[2]
     assert servers.choose(b"k", servers.upstreams.values()) is None
     first.up = True
     assert servers.choose(b"k") is first
     for upstream in servers.upstreams.values():
         upstream.up = False
-    assert servers.choose(b"k") is servers.least_busy() is None
+    assert servers.choose(b"k") is servers.least_loaded() is None
 
 
 def test_a_far_more_loaded_server_is_passed_over():
     servers = pool(load_factor=1.5, load_slack=4)
-    first, second, third = (servers.upstreams[url] for url in ranked(b"k", URLS[:3]))
+    first, second, third = (servers.upstreams[url] for url in rank_by_affinity(b"k", URLS[:3]))
     first.num_open = 3
     assert servers.choose(b"k") is first
     first.num_open = 4
@@ -116,7 +116,7 @@ def test_a_far_more_loaded_server_is_passed_over():
     assert servers.choose(b"k") is first
     second.num_open, third.num_open = 9, 0
     assert servers.choose(b"k", [first]) is third
-    assert servers.least_busy() is third
+    assert servers.least_loaded() is third
 
 
 def test_many_requests_of_one_prefix_spread_within_the_bound():
@@ -129,7 +129,7 @@ def test_many_requests_of_one_prefix_spread_within_the_bound():
 
 def test_an_open_request_is_counted_until_it_ends():
     upstream = pool().choose(b"k")
-    with pytest.raises(KeyError), upstream.hold():
+    with pytest.raises(KeyError), upstream.count_open():
         assert upstream.num_open == 1
         raise KeyError
     assert upstream.num_open == 0

@@ -24,12 +24,12 @@ WITH_FEW_FILES = (
 LACKING = """
 import asyncio, resource, sys
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.upstream import CallFailed, UpstreamClient
+from cairn.proxy.upstream import UpstreamError, UpstreamClient
 
 async def ask(client):
     try:
-        await client.whole("GET", sys.argv[1], b"", [], 5.0, 1000)
-    except CallFailed as error:
+        await client.fetch("GET", sys.argv[1], b"", [], 5.0, 1000)
+    except UpstreamError as error:
         return error.kind
     return "answered"
 

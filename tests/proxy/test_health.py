@@ -5,12 +5,11 @@ import asyncio
 import pytest
 
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.pool import HealthChecks, Pool
-from cairn.proxy.upstream import CallFailed, Reply
+from cairn.proxy.upstream import HealthChecker, UpstreamError, UpstreamPool, UpstreamResponse
 from cairn.types import ManualClock
 
-SLOW = CallFailed("no answer within 5 s", kind="timeout")
-GONE = CallFailed("cannot be reached", kind="unreached", sent=False)
+SLOW = UpstreamError("no answer within 5 s", kind="timeout")
+GONE = UpstreamError("cannot be reached", kind="unreached", sent=False)
 
 
 class Scripted:
@@ -20,18 +19,18 @@ class Scripted:
         self.answer = 200
         self.asked = []
 
-    async def whole(self, method, url, content, headers, seconds, max_bytes):
+    async def fetch(self, method, url, content, headers, seconds, max_bytes):
         self.asked.append((method, url, seconds))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return Reply(self.answer, [])
+        return UpstreamResponse(self.answer, [])
 
 
 @pytest.fixture
 def checks():
-    pool, client, clock = Pool("decode", ["http://a", "http://b"]), Scripted(), ManualClock(100)
+    pool, client, clock = UpstreamPool("decode", ["http://a", "http://b"]), Scripted(), ManualClock(100)
     options = ProxyOptions(decode=["http://a", "http://b"], health_interval=5.0, health_timeout=2.0)
-    health = HealthChecks([pool], client, options, clock)
+    health = HealthChecker([pool], client, options, clock)
 
     def check(answer, seconds=5.0):
         client.answer = answer
@@ -73,7 +72,7 @@ def test_a_server_that_is_slow_gets_a_second_chance(checks):
 
 
 def test_a_check_that_could_not_be_sent_says_nothing_of_a_server(checks):
-    local = CallFailed("too many open files", kind="local", sent=False)
+    local = UpstreamError("too many open files", kind="local", sent=False)
     assert checks(local) == [False, False]
     checks(200)
     assert checks(local) == checks(local) == checks(local) == [True, True]

@@ -1,4 +1,5 @@
-"""How a conversation is recognized at its next turn: the trail, what the tap reads on the way, the memory of hints."""
+"""How a conversation is recognized at its next turn: digests of its prompt, what the stream
+inspector reads on the way, the cache of hints."""
 
 import json
 from itertools import pairwise
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.proxy.hints import Hints, prefix_digests
+from cairn.proxy.prefixes import HintCache, prefix_digests
 from cairn.proxy.protocol import parse_body
 from cairn.proxy.stream_inspector import AnswerSummary, StreamInspector
 from cairn.types import ManualClock
@@ -16,7 +17,7 @@ from cairn.types import ManualClock
 HINT = {"engine": "e", "host": "h", "port": 1}
 
 
-def trail(**body):
+def digests_of(**body):
     return prefix_digests(parse_body(json.dumps(body).encode()))
 
 
@@ -25,55 +26,57 @@ def said(text=None, token_ids=None):
 
 
 def test_text():
-    end = trail(prompt="p" * 100).end(said("a" * 100))
-    assert end in trail(prompt="p" * 100 + "a" * 100).marks
-    assert end in trail(prompt="p" * 100 + "a" * 92 + "x").marks
-    assert end not in trail(prompt="p" * 100 + "a" * 91 + "xx").marks
-    assert end not in trail(prompt="p" * 99 + "a" * 101).marks
-    assert trail(prompt="p").end(said("a")) is None
+    end = digests_of(prompt="p" * 100).add_answer(said("a" * 100))
+    assert end in digests_of(prompt="p" * 100 + "a" * 100).digests
+    assert end in digests_of(prompt="p" * 100 + "a" * 92 + "x").digests
+    assert end not in digests_of(prompt="p" * 100 + "a" * 91 + "xx").digests
+    assert end not in digests_of(prompt="p" * 99 + "a" * 101).digests
+    assert digests_of(prompt="p").add_answer(said("a")) is None
 
 
 def test_token_ids():
-    end = trail(prompt=list(range(100))).end(said("text", list(range(100, 200))))
-    assert end in trail(prompt=list(range(192))).marks
-    assert end not in trail(prompt=list(range(191))).marks
+    end = digests_of(prompt=list(range(100))).add_answer(said("text", list(range(100, 200))))
+    assert end in digests_of(prompt=list(range(192))).digests
+    assert end not in digests_of(prompt=list(range(191))).digests
     # Without the answer's ids, where the prompt was known to end.
-    assert trail(prompt=list(range(100))).end(said("text")) == trail(prompt=list(range(64))).marks[-1]
-    assert trail(prompt="a" * 64).marks != trail(prompt=[97] * 64).marks
+    assert (
+        digests_of(prompt=list(range(100))).add_answer(said("text")) == digests_of(prompt=list(range(64))).digests[-1]
+    )
+    assert digests_of(prompt="a" * 64).digests != digests_of(prompt=[97] * 64).digests
 
 
 def test_messages():
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-    end = trail(messages=[user]).end(said("hello"))
-    assert trail(messages=[user, answer]).marks[-1] == end
+    end = digests_of(messages=[user]).add_answer(said("hello"))
+    assert digests_of(messages=[user, answer]).digests[-1] == end
     parts = answer | {"content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], "tool_calls": []}
-    assert end in trail(messages=[user, parts, user]).marks
-    assert end not in trail(messages=[user, answer | {"content": "hullo"}, user]).marks
-    assert end not in trail(messages=[user, answer | {"role": "user"}, user]).marks
-    assert end not in trail(messages=[user, answer], cache_salt="s").marks
-    assert end not in trail(messages=[user, answer], model="m").marks
-    assert trail(messages=[user]).end(said(None)) == trail(messages=[user]).marks[-1]
+    assert end in digests_of(messages=[user, parts, user]).digests
+    assert end not in digests_of(messages=[user, answer | {"content": "hullo"}, user]).digests
+    assert end not in digests_of(messages=[user, answer | {"role": "user"}, user]).digests
+    assert end not in digests_of(messages=[user, answer], cache_salt="s").digests
+    assert end not in digests_of(messages=[user, answer], model="m").digests
+    assert digests_of(messages=[user]).add_answer(said(None)) == digests_of(messages=[user]).digests[-1]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=300), st.text(max_size=300), st.text(max_size=100))
 def test_a_longer_prompt_passes_where_the_shorter_ended(prompt, answer, question):
-    end = trail(prompt=prompt).end(said(answer))
-    assert end is None or end in trail(prompt=prompt + answer + question).marks
+    end = digests_of(prompt=prompt).add_answer(said(answer))
+    assert end is None or end in digests_of(prompt=prompt + answer + question).digests
 
 
-def test_a_trail_is_bounded():
-    long = trail(prompt="x" * (1 << 21))
-    assert len(long.marks) == 16384
-    assert long.end(said("y" * 100)) == long.marks[-1]
+def test_the_digests_are_bounded():
+    long = digests_of(prompt="x" * (1 << 21))
+    assert len(long.digests) == 16384
+    assert long.add_answer(said("y" * 100)) == long.digests[-1]
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": [1, "a"]}, {"messages": 3}, {"messages": [3]}, {"prompt": [1 << 64]}])
-def test_no_prompt_no_trail(body):
-    assert trail(**body) is None
+def test_no_prompt_no_digests(body):
+    assert digests_of(**body) is None
 
 
-# -- the tap ---------------------------------------------------------------------------------------------------------
+# -- the stream inspector ----------------------------------------------------------------------------------------------
 
 
 def event(body):
@@ -94,20 +97,20 @@ STREAM = b"".join(
 )
 
 
-def tapped(*pieces, stream=True, length=None):
-    tap = StreamInspector(stream, length)
+def inspector_fed_with(*pieces, stream=True, length=None):
+    inspector = StreamInspector(stream, length)
     for piece in pieces:
-        tap.feed(piece)
-    return tap
+        inspector.feed(piece)
+    return inspector
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=6).map(sorted))
 def test_a_stream_may_be_cut_anywhere(cuts):
     edges = [0, *cuts, len(STREAM)]
-    tap = tapped(*(STREAM[start:stop] for start, stop in pairwise(edges)))
-    found = tap.findings()
-    assert tap.done
+    inspector = inspector_fed_with(*(STREAM[start:stop] for start, stop in pairwise(edges)))
+    found = inspector.summarize()
+    assert inspector.done
     assert (found.text, found.token_ids) == ("grüß dich", [1, 2, 3])
     assert msgspec.json.decode(found.hint) == HINT
 
@@ -115,16 +118,16 @@ def test_a_stream_may_be_cut_anywhere(cuts):
 def test_an_answer_in_one_piece():
     message = {"index": 0, "message": {"role": "assistant", "content": "hello", "tool_calls": []}, "token_ids": [5]}
     body = json.dumps({"choices": [message], "kv_transfer_params": {"cairn_decode_hint": HINT, "more": 1}}).encode()
-    tap = tapped(body[:9], stream=False, length=len(body))
-    assert not tap.done
-    tap.feed(body[9:])
-    found = tap.findings()
-    assert tap.done and (found.text, found.token_ids, found.hint is not None) == ("hello", [5], True)
+    inspector = inspector_fed_with(body[:9], stream=False, length=len(body))
+    assert not inspector.done
+    inspector.feed(body[9:])
+    found = inspector.summarize()
+    assert inspector.done and (found.text, found.token_ids, found.hint is not None) == ("hello", [5], True)
 
 
 def test_token_ids_that_are_not_all_there_are_none():
     pieces = [{"choices": [{"text": "a", "token_ids": [1]}]}, {"choices": [{"text": "b"}]}]
-    assert tapped(*map(event, pieces)).findings().token_ids is None
+    assert inspector_fed_with(*map(event, pieces)).summarize().token_ids is None
 
 
 @pytest.mark.parametrize(
@@ -142,21 +145,21 @@ def test_token_ids_that_are_not_all_there_are_none():
 )
 def test_what_cannot_be_read_is_no_answer_but_the_hint_is(piece):
     hinted = event({"choices": [], "kv_transfer_params": {"cairn_decode_hint": HINT}})
-    found = tapped(event({"choices": [{"text": "a"}]}), piece, b"\n", hinted).findings()
+    found = inspector_fed_with(event({"choices": [{"text": "a"}]}), piece, b"\n", hinted).summarize()
     assert found.text is None and found.token_ids is None and found.hint is not None
 
 
-# -- the memory ------------------------------------------------------------------------------------------------------
+# -- the cache of hints ------------------------------------------------------------------------------------------------
 
 
 def test_hints_age_and_are_forgotten():
     clock = ManualClock()
-    hints = Hints(10, 30.0, clock)
-    hints.remember(b"a", msgspec.Raw(b"1"))
-    hints.remember(b"b", msgspec.Raw(b"2"))
+    hints = HintCache(10, 30.0, clock)
+    hints.store(b"a", msgspec.Raw(b"1"))
+    hints.store(b"b", msgspec.Raw(b"2"))
     assert bytes(hints.find([b"a", b"b", b"c"])) == b"2" and bytes(hints.find([b"b", b"a"])) == b"1"
     clock.advance(20)
-    hints.remember(b"a", msgspec.Raw(b"3"))
+    hints.store(b"a", msgspec.Raw(b"3"))
     clock.advance(10)
     assert bytes(hints.find([b"a", b"b"])) == b"3" and hints.find([b"b"]) is None and len(hints) == 1
     clock.advance(20)
@@ -164,9 +167,9 @@ def test_hints_age_and_are_forgotten():
 
 
 def test_the_hint_that_was_not_used_longest_goes_first():
-    hints = Hints(2, 30.0, ManualClock())
-    hints.remember(b"a", msgspec.Raw(b"1"))
-    hints.remember(b"b", msgspec.Raw(b"2"))
+    hints = HintCache(2, 30.0, ManualClock())
+    hints.store(b"a", msgspec.Raw(b"1"))
+    hints.store(b"b", msgspec.Raw(b"2"))
     hints.find([b"a"])
-    hints.remember(b"c", msgspec.Raw(b"3"))
+    hints.store(b"c", msgspec.Raw(b"3"))
     assert len(hints) == 2 and hints.find([b"b"]) is None and hints.find([b"a"]) and hints.find([b"c"])

@@ -142,10 +142,10 @@ def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(pair, pa
     with_params = [event for event in events if "kv_transfer_params" in event]
     assert len(with_params) == 1 and with_params[0]["choices"][0]["finish_reason"] == "stop"
     assert with_params[0] is events[-2 if include_usage else -1]
-    tap = StreamInspector(stream=True)
-    tap.feed(answer.content)
-    found = tap.findings()
-    assert tap.done and json.loads(bytes(found.hint))["port"] == port_of(server)
+    inspector = StreamInspector(stream=True)
+    inspector.feed(answer.content)
+    found = inspector.summarize()
+    assert inspector.done and json.loads(bytes(found.hint))["port"] == port_of(server)
     ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", ())]
     assert found.token_ids == ids and bytes(ids[:-1]).decode() == found.text
     plain = server.post(path, body)

@@ -15,7 +15,7 @@ from cairn.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig, TextTokenizer
-    from cairn.proxy.run import ProxyServer
+    from cairn.proxy.app import ProxyServer
     from cairn.server.options import ImageOptions
     from cairn.server.run import HttpServer
     from cairn.settings.proxy import ProxySettings
@@ -62,7 +62,7 @@ def run_server(
 
 def run_proxy(settings: "ProxySettings") -> int:
     from cairn.http.web_server import raise_descriptor_limit
-    from cairn.proxy.run import ProxyServer
+    from cairn.proxy.app import ProxyServer
 
     _start_log(settings.log_level)
     raise_descriptor_limit()

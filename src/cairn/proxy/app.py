@@ -1,19 +1,136 @@
-"""The HTTP application: routes, and the health checks beside them."""
+"""One proxy: its endpoints, the health checks beside them, and how it is served and drained."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
+from cairn import __version__
+from cairn.errors import RequestError
 from cairn.http.application import http_application
-from cairn.proxy import routes
+from cairn.http.clients import get_client_address
+from cairn.http.error_responses import ClientDisconnected, make_error
+from cairn.http.web_server import (
+    DrainingServer,
+    create_server_socket,
+    create_web_server,
+    parse_trusted_proxies,
+    wait_first,
+    wait_until_started,
+)
+from cairn.proxy.forward import GeneratePath, RequestForwarder
+from cairn.proxy.options import ProxyOptions
+from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.service import ProxyService
+from cairn.proxy.upstream import Headers, Upstream, UpstreamError
+from cairn.types import Clock
 
-__all__ = ["create_app"]
+__all__ = ["ProxyServer", "create_app"]
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/version"})
 _GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+_FORWARDED = (b"authorization", b"traceparent", b"tracestate")
+_MAX_MODELS_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+# -- endpoints ---------------------------------------------------------------------------------------------------------
+
+
+def _service(request: Request) -> ProxyService:
+    service = request.app.state.service
+    assert isinstance(service, ProxyService)
+    return service
+
+
+Service = Annotated[ProxyService, Depends(_service)]
+
+
+async def completions(request: Request, service: Service) -> Response:
+    return _relay(request, service, await request.body(), "/v1/completions")
+
+
+async def chat_completions(request: Request, service: Service) -> Response:
+    return _relay(request, service, await request.body(), "/v1/chat/completions")
+
+
+def _relay(request: Request, service: ProxyService, content: bytes, path: GeneratePath) -> Response:
+    arrival = service.clock.now()
+
+    async def answer(client: ClientResponse) -> int:
+        async with service.gate.time_limit():
+            return await RequestForwarder(service, path, content, _upstream_headers(request)).run(client)
+
+    def on_end(end: int | RequestError | ClientDisconnected, started: bool) -> None:
+        service.metrics.requests.labels(_outcome(end, started)).inc()
+        if isinstance(end, int) and end < 400:
+            service.metrics.request_seconds.observe(service.clock.now() - arrival)
+
+    return Relay(answer, on_end)
+
+
+def _outcome(end: int | RequestError | ClientDisconnected, started: bool) -> str:
+    if isinstance(end, ClientDisconnected):
+        return "gone"
+    if isinstance(end, RequestError) and started:
+        return "cut_off"
+    status = end.status if isinstance(end, RequestError) else end
+    if status == 504:
+        return "late"
+    return "answered" if status < 400 else "refused" if status < 500 else "failed"
+
+
+def _upstream_headers(request: Request) -> Headers:
+    """The headers that the servers get with a client's request."""
+    headers = [(key, value) for key, value in request.scope["headers"] if key in _FORWARDED]
+    headers += [(b"content-type", b"application/json"), (b"x-request-id", request.scope["cairn.request_id"].encode())]
+    # The address alone: what the client says of itself, and of those before it, goes to nobody.
+    address = get_client_address(request.scope)
+    return [*headers, (b"x-forwarded-for", address.encode())] if address else headers
+
+
+async def models(request: Request, service: Service) -> Response:
+    """The answer of one of the decode servers, the least loaded first."""
+    tried: list[Upstream] = []
+    while (upstream := service.decode.least_loaded(tried)) is not None:
+        tried.append(upstream)
+        url, seconds = f"{upstream.url}/v1/models", service.options.health_timeout
+        try:
+            reply = await service.client.fetch("GET", url, b"", _upstream_headers(request), seconds, _MAX_MODELS_BYTES)
+        except UpstreamError as error:
+            service.report_failure(service.decode, upstream, error)
+            continue
+        if reply.status < 500:
+            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reply.headers}
+            return Response(reply.content, reply.status, headers)
+    raise make_error("no decode server can say: try again later", 503, "service_unavailable")
+
+
+async def health(service: Service) -> Response:
+    """200 when a request sent now would have a decode server to go to, else 503 with the reason."""
+    reason = "ok"
+    if not service.healthy:
+        reason = "the proxy is shutting down" if service.gate.closed else "no decode server is up"
+    body = {"status": reason, "prefill_instances": service.prefill.num_up, "decode_instances": service.decode.num_up}
+    return JSONResponse(body, 200 if service.healthy else 503)
+
+
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+async def metrics(service: Service) -> Response:
+    return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+# -- the application ---------------------------------------------------------------------------------------------------
 
 
 def create_app(service: ProxyService) -> FastAPI:
@@ -43,5 +160,57 @@ def create_app(service: ProxyService) -> FastAPI:
         new_id=service.new_id,
     )
     app.state.service = service
-    app.include_router(routes.router())
+    for path, endpoint, methods in (
+        ("/v1/completions", completions, ["POST"]),
+        ("/v1/chat/completions", chat_completions, ["POST"]),
+        ("/v1/models", models, ["GET"]),
+        ("/health", health, ["GET"]),
+        ("/healthcheck", health, ["GET"]),
+        ("/ping", health, ["GET", "POST"]),
+        ("/version", version, ["GET"]),
+        ("/metrics", metrics, ["GET"]),
+    ):
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
     return app
+
+
+class ProxyServer(DrainingServer):
+    """Serves one proxy over HTTP."""
+
+    def __init__(self, options: ProxyOptions, clock: Clock | None = None, body_seconds: float = 60.0) -> None:
+        """`body_seconds`: how long a client may take to send its request. Raises ConfigError naming the flag."""
+        super().__init__(options.shutdown_timeout)
+        self._options = options
+        self._clock = clock
+        self._body_seconds = body_seconds
+        self._trusted = parse_trusted_proxies(options.forwarded_allow_ips)
+
+    async def run(self, on_ready: Callable[[int], None] | None = None) -> int:
+        """Serve until drained; returns 0. `on_ready` gets the port. Raises ConfigError when it cannot listen."""
+        with create_server_socket(self._options.host, self._options.port) as listener:
+            return await self._serve(listener, listener.getsockname()[1], on_ready)
+
+    async def _serve(self, listener: socket.socket, port: int, on_ready: Callable[[int], None] | None) -> int:
+        service = ProxyService(self._options, self._clock, body_seconds=self._body_seconds)
+        server = create_web_server(
+            create_app(service),
+            forwarded_allow_ips=self._trusted,
+            # the client's, the prefill server's, which is kept for a moment, and the decode server's
+            descriptors_per_request=3,
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await wait_until_started(server, serving, listener)
+            logger.info("proxy on http://%s:%d", self._options.host, port)
+            for pool in service.pools:
+                logger.info("%s servers: %d of %d are up", pool.name, pool.num_up, len(pool.upstreams))
+            if on_ready is not None:
+                on_ready(port)
+            await wait_first(serving, self._draining.wait())
+            service.gate.close()
+            await self._finish_open(service.gate)
+            service.gate.cut_short()
+        finally:
+            server.should_exit = True
+            await serving
+        return 0

@@ -13,11 +13,11 @@ from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, encode_error
 from cairn.proxy.upstream import Headers
 
-_LAST_WORDS_SECONDS = 10.0
+_ERROR_SECONDS = 10.0
 
 
-class ClientSide:
-    """Writes to the client. `started` once a byte of an answer may have gone out."""
+class ClientResponse:
+    """Writes the response to the client. `started`: a byte of an answer may have gone out."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -39,13 +39,18 @@ class ClientSide:
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def send_whole(self, status: int, headers: Headers, content: bytes) -> int:
+        """A complete response; returns its status."""
+        await self.start(status, headers)
+        await self.write(content)
+        await self.end()
+        return status
+
     async def fail(self, error: RequestError) -> None:
-        """A response of its own, the last event of a stream, or, too late for both, an answer that is cut off."""
+        """Send an error response, or the last event of a stream, or, too late for both, leave the answer cut off."""
         content = encode_error(error)
         if not self.started:
-            await self.start(error.status, [(b"content-type", b"application/json")])
-            await self.write(content)
-            await self.end()
+            await self.send_whole(error.status, [(b"content-type", b"application/json")], content)
         elif self._event_stream:
             # The server may have ended within an event; what follows has to be one of its own.
             apart = b"" if self._last_bytes.endswith((b"\n\n", b"\r\n\r\n")) or not self._last_bytes else b"\n\n"
@@ -54,31 +59,31 @@ class ClientSide:
 
 
 class Relay(Response):
-    """Does the work of one request while its client is there, and cancels it, upstream calls included, when not.
+    """Runs `answer` while the client is connected, and cancels it, upstream calls included, when it disconnects.
 
-    `work` gets the client's side; it returns the answer's status or raises RequestError. `ended` is told the status,
-    the error, or ClientDisconnected, and whether an answer had been started. The request's body must have been read.
+    `answer` writes the response and returns its status, or raises RequestError. `on_end` is called with the status, the
+    error, or ClientDisconnected, and with whether a response had been started. The request's body must have been read.
     """
 
     def __init__(
         self,
-        work: Callable[[ClientSide], Coroutine[Any, Any, int]],
-        ended: Callable[[int | RequestError | ClientDisconnected, bool], None],
+        answer: Callable[[ClientResponse], Coroutine[Any, Any, int]],
+        on_end: Callable[[int | RequestError | ClientDisconnected, bool], None],
     ) -> None:
         super().__init__()
-        self._work = work
-        self._ended = ended
+        self._answer = answer
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = ClientSide(send)
+        client = ClientResponse(send)
         try:
-            status = await cancel_on_disconnect(receive, self._work(client))
+            status = await cancel_on_disconnect(receive, self._answer(client))
         except RequestError as error:
-            self._ended(error, client.started)
+            self._on_end(error, client.started)
             with contextlib.suppress(TimeoutError, OSError, ClientDisconnected):
-                async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                async with asyncio.timeout(_ERROR_SECONDS):
                     await cancel_on_disconnect(receive, client.fail(error))
         except (ClientDisconnected, OSError):
-            self._ended(ClientDisconnected(), client.started)
+            self._on_end(ClientDisconnected(), client.started)
         else:
-            self._ended(status, client.started)
+            self._on_end(status, client.started)

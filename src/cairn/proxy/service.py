@@ -1,30 +1,69 @@
-"""What all requests of one proxy share, and how long they may go on."""
+"""What all requests of one proxy share: pools, hints, metrics (`cairn_proxy:`), and how long a request may take."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cairn.errors import Overloaded
 from cairn.http.error_responses import make_error
 from cairn.http.middleware import Gate, random_id
-from cairn.proxy.hints import Hints
-from cairn.proxy.metrics import ProxyMetrics
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.pool import HealthChecks, Pool, Upstream
-from cairn.proxy.upstream import CallFailed, UpstreamClient
+from cairn.proxy.prefixes import HintCache
+from cairn.proxy.upstream import HealthChecker, Upstream, UpstreamClient, UpstreamError, UpstreamPool
 from cairn.types import Clock, SystemClock
+
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
 
 logger = logging.getLogger(__name__)
 
 
-class TimedGate(Gate):
-    """Ends the requests inside when their time is up. `turned_away` is called for each that may not come in."""
+class ProxyMetrics:
+    """The proxy's counters and histograms, in a registry of their own. docs/proxy.md lists the values of each label."""
 
-    def __init__(self, max_open: int, request_seconds: float, turned_away: Callable[[], None]) -> None:
+    def __init__(self, pools: tuple[UpstreamPool, ...], hints: HintCache) -> None:
+        self._registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry, buckets=_SECONDS)
+        self.requests = counter("cairn_proxy:requests", "Requests by how they ended.", ["outcome"])
+        self.decode_only = counter(
+            "cairn_proxy:decode_only", "Requests answered without a hand-over, by why.", ["reason"]
+        )
+        self.retries = counter("cairn_proxy:retries", "Requests sent to one more server of a pool.", ["pool"])
+        self.failures = counter(
+            "cairn_proxy:upstream_failures", "Failed calls to a server, by why.", ["pool", "server", "kind"]
+        )
+        self.hints_stored = counter("cairn_proxy:hints_stored", "Second-turn hints remembered.")
+        self.hints_sent = counter("cairn_proxy:hints_sent", "Second-turn hints sent to a prefill server.")
+        self.prefill_seconds = histogram("cairn_proxy:prefill_seconds", "Time of successful prefill calls.")
+        self.first_byte_seconds = histogram("cairn_proxy:first_byte_seconds", "Time from a request to its first byte.")
+        self.request_seconds = histogram("cairn_proxy:request_seconds", "Time from a request to its last byte.")
+        gauge("cairn_proxy:hints", "Second-turn hints that are remembered.").set_function(lambda: len(hints))
+        up = gauge("cairn_proxy:upstream_up", "1 when a server is up, else 0.", ["pool", "server"])
+        num_open = gauge("cairn_proxy:upstream_open", "Requests that a server has open.", ["pool", "server"])
+        for pool in pools:
+            for url, upstream in pool.upstreams.items():
+                up.labels(pool.name, url).set_function(partial(getattr, upstream, "up"))
+                num_open.labels(pool.name, url).set_function(partial(getattr, upstream, "num_open"))
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class TimedGate(Gate):
+    """A gate that also limits the time of the requests inside. `on_reject` is called for each that may not come in."""
+
+    def __init__(self, max_open: int, request_seconds: float, on_reject: Callable[[], None]) -> None:
         super().__init__(max_open, "proxy")
         self._seconds = request_seconds
-        self._turned_away = turned_away
+        self._on_reject = on_reject
         self._limits: set[asyncio.Timeout] = set()
         self._cut_short = False
 
@@ -32,12 +71,12 @@ class TimedGate(Gate):
         try:
             super().enter()
         except Overloaded:
-            self._turned_away()
+            self._on_reject()
             raise
 
     @asynccontextmanager
-    async def limited(self) -> AsyncIterator[None]:
-        """The time that one answer may take. Raises RequestError when it is up."""
+    async def time_limit(self) -> AsyncIterator[None]:
+        """Limits the time of one request. Raises RequestError when it is up."""
         try:
             async with asyncio.timeout(0 if self._cut_short else self._seconds) as limit:
                 self._limits.add(limit)
@@ -51,7 +90,7 @@ class TimedGate(Gate):
             raise make_error(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded") from None
 
     def cut_short(self) -> None:
-        """End what is still open, now."""
+        """End the requests that are still open, now."""
         self._cut_short = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
@@ -59,7 +98,8 @@ class TimedGate(Gate):
 
 
 class ProxyService:
-    """One proxy's state. `clock` measures and ages hints and health, `new_id` names requests that come without one."""
+    """One proxy's state. `clock` measures requests and ages hints and health checks; `new_id` names requests that come
+    without an id; `body_seconds`: how long a client may take to send its request."""
 
     def __init__(
         self,
@@ -72,22 +112,22 @@ class ProxyService:
         self.body_seconds = body_seconds
         self.clock = clock or SystemClock()
         self.new_id = new_id
-        self.prefill = Pool("prefill", options.prefill, options.load_factor, options.load_slack)
-        self.decode = Pool("decode", options.decode, options.load_factor, options.load_slack)
+        self.prefill = UpstreamPool("prefill", options.prefill, options.load_factor, options.load_slack)
+        self.decode = UpstreamPool("decode", options.decode, options.load_factor, options.load_slack)
         self.pools = (self.prefill, self.decode)
-        self.hints = Hints(options.max_hints, options.hint_timeout, self.clock)
+        self.hints = HintCache(options.max_hints, options.hint_timeout, self.clock)
         self.metrics = ProxyMetrics(self.pools, self.hints)
-        turned_away = self.metrics.requests.labels("turned_away").inc
-        self.gate = TimedGate(options.max_open, options.request_timeout, turned_away)
+        on_reject = self.metrics.requests.labels("turned_away").inc
+        self.gate = TimedGate(options.max_open, options.request_timeout, on_reject)
         self.client = UpstreamClient(options)
-        self.health = HealthChecks(self.pools, self.client, options, self.clock)
+        self.health = HealthChecker(self.pools, self.client, options, self.clock)
 
     @property
     def healthy(self) -> bool:
         return self.decode.num_up > 0 and not self.gate.closed
 
-    def failed(self, pool: Pool, upstream: Upstream, error: CallFailed) -> None:
-        """Note a failed call. A server that cannot be reached is down until its next health check says otherwise."""
+    def report_failure(self, pool: UpstreamPool, upstream: Upstream, error: UpstreamError) -> None:
+        """Count a failed call. A server that cannot be reached is down until its next health check succeeds."""
         self.metrics.failures.labels(pool.name, upstream.url, error.kind).inc()
         logger.debug("%s server %s: %s", pool.name, upstream.url, error)
         if error.kind == "unreached" and upstream.up:

@@ -1,4 +1,4 @@
-"""Reads along while an answer passes: what was said, and where its pages can be found afterwards."""
+"""Reads an answer while it passes through: its text and token ids, and the hint where its pages can be claimed."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,15 @@ _MAX_INT64 = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class AnswerSummary:
-    """What an answer told. `text` and `token_ids` of its first choice; None where they could not be read whole."""
+    """`text` and `token_ids` of an answer's first choice, None where they could not be read completely; the `hint` for
+    the next turn, None if the server sent none."""
 
     text: str | None
     token_ids: list[int] | None
     hint: msgspec.Raw | None
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str | None = None
     tool_calls: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -28,20 +29,20 @@ class _Said(msgspec.Struct):
 class _Choice(msgspec.Struct):
     index: int = 0
     text: str | None = None
-    delta: _Said | None = None
-    message: _Said | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     token_ids: list[int] | None = None
 
 
-class _Piece(msgspec.Struct):
+class _Chunk(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
     kv_transfer_params: Body | None = None
 
 
 class StreamInspector:
-    """Fed with an answer's bytes as they pass, cut anywhere. `done` once nothing more is to be expected.
+    """Fed with an answer's bytes in pieces of any size. `done`: nothing more is expected.
 
-    It never fails: an answer that it cannot read only has fewer findings.
+    It never fails: of an answer that it cannot read the summary has less.
     """
 
     def __init__(self, stream: bool, content_length: int | None = None) -> None:
@@ -56,7 +57,7 @@ class StreamInspector:
         self._hint: msgspec.Raw | None = None
 
     def feed(self, data: bytes) -> None:
-        """Raises nothing, keeps at most a line of a stream, or the whole of an unstreamed answer, within bounds."""
+        """Buffers at most one line of a stream, or the whole of an unstreamed answer, within bounds."""
         if self._missing is not None:
             self._missing -= len(data)
             self.done = self.done or self._missing <= 0
@@ -64,49 +65,43 @@ class StreamInspector:
         if self._stream:
             *lines, self._pending = self._pending.split(b"\n")
             for line in lines:
-                self._line(line.rstrip(b"\r"))
+                if line.startswith(b"data:") and line[5:].strip() == b"[DONE]":
+                    self.done = True
+                elif line.startswith(b"data:"):
+                    self._read_chunk(line[5:].strip())
         if len(self._pending) > _MAX_PENDING_BYTES:
             self._pending, self._readable = b"", False
 
-    def findings(self) -> AnswerSummary:
-        """What is known by now; to be asked once, at the end."""
+    def summarize(self) -> AnswerSummary:
+        """What was read so far; call it once, at the end."""
         if not self._stream and self._pending:
-            self._piece(self._pending)
+            self._read_chunk(self._pending)
         text = "".join(self._texts) if self._readable else None
         token_ids = self._token_ids if self._readable and self._token_ids else None
         return AnswerSummary(text, token_ids, self._hint)
 
-    def _line(self, line: bytes) -> None:
-        if not line.startswith(b"data:"):
-            return
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            self.done = True
-        else:
-            self._piece(data)
-
-    def _piece(self, data: bytes) -> None:
+    def _read_chunk(self, data: bytes) -> None:
         try:
-            piece = msgspec.json.decode(data, type=_Piece)
+            chunk = msgspec.json.decode(data, type=_Chunk)
         except (msgspec.DecodeError, RecursionError):
             self._readable = False
             return
-        if piece.kv_transfer_params is not None:
-            self._hint = valid_hint(piece.kv_transfer_params) or self._hint
-        for choice in piece.choices:
+        if chunk.kv_transfer_params is not None:
+            self._hint = valid_hint(chunk.kv_transfer_params) or self._hint
+        for choice in chunk.choices:
             if choice.index == 0:
-                self._choice(choice)
+                self._read_choice(choice)
 
-    def _choice(self, choice: _Choice) -> None:
-        said = choice.delta or choice.message or _Said()
-        text = choice.text or said.content or ""
+    def _read_choice(self, choice: _Choice) -> None:
+        message = choice.delta or choice.message or _Message()
+        text = choice.text or message.content or ""
         self._num_chars += len(text)
-        if self._num_chars > _MAX_ANSWER_CHARS or bytes(said.tool_calls) not in (b"null", b"[]"):
+        if self._num_chars > _MAX_ANSWER_CHARS or bytes(message.tool_calls) not in (b"null", b"[]"):
             self._readable = False
         if self._readable:
             self._texts.append(text)
         if choice.token_ids is None:
-            # Ids come with every piece or with none; a piece of text without them makes them incomplete.
+            # Ids come with every chunk or with none; a chunk of text without them makes them incomplete.
             self._token_ids = None if text else self._token_ids
         elif self._token_ids is not None and all(abs(token) <= _MAX_INT64 for token in choice.token_ids):
             self._token_ids += choice.token_ids

@@ -1,9 +1,14 @@
-"""HTTP to the configured servers, and to nobody else: no redirects, no cookies, no proxies from the environment."""
+"""The configured servers: HTTP to them and to nobody else, which of them gets a request, and whether they are up.
+
+No redirects are followed, no cookies kept, no proxies taken from the environment.
+"""
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -11,6 +16,8 @@ import httpx
 
 from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
+from cairn.proxy.prefixes import rank_by_affinity
+from cairn.types import Clock
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -19,15 +26,18 @@ _WRITE_SECONDS = 60.0
 # uvicorn closes idle connections after 5 s; a request sent on one just then would be lost.
 _KEEP_ALIVE_SECONDS = 2.0
 _MAX_IDLE_CONNECTIONS = 256
+_MAX_HEALTH_BYTES = 1 << 16
 
 _LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-_ANSWER_HEADERS = frozenset(
+_PASSED_HEADERS = frozenset(
     (b"content-type", b"content-encoding", b"content-length", b"cache-control", b"retry-after", b"www-authenticate")
 )
 
+logger = logging.getLogger(__name__)
 
-class CallFailed(Exception):
-    """A server gave no usable answer. `sent`: it may have begun with the request. `kind`: the word for metrics."""
+
+class UpstreamError(Exception):
+    """A server gave no usable response. `kind`: the metrics' label; `sent`: the server may have begun the request."""
 
     def __init__(self, message: str, *, kind: str, sent: bool = True) -> None:
         super().__init__(message)
@@ -36,8 +46,8 @@ class CallFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A server's answer, without the headers that are no business of the client's."""
+class UpstreamResponse:
+    """A server's response, with only those headers that are passed on to the client."""
 
     status: int
     headers: Headers
@@ -51,7 +61,7 @@ class UpstreamClient:
     """All connections to the servers. Use as an async context manager."""
 
     def __init__(self, options: ProxyOptions) -> None:
-        self._options = options
+        self._connect_seconds = options.connect_timeout
         self._http = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -74,59 +84,59 @@ class UpstreamClient:
         await self._http.aclose()
 
     @asynccontextmanager
-    async def open(
+    async def stream(
         self, url: str, content: bytes, headers: Headers, silence_seconds: float, method: str = "POST"
-    ) -> AsyncIterator[tuple[Reply, AsyncGenerator[bytes, None]]]:
-        """An answer without its content, which comes in chunks as the server sends them, undecoded.
+    ) -> AsyncIterator[tuple[UpstreamResponse, AsyncGenerator[bytes, None]]]:
+        """A response without its content, which comes in chunks as the server sends them, undecoded.
 
-        Raises CallFailed; so does iterating over the chunks.
+        Raises UpstreamError; so does iterating over the chunks.
         """
         timeout = httpx.Timeout(
-            connect=self._options.connect_timeout, read=silence_seconds, write=_WRITE_SECONDS, pool=_POOL_SECONDS
+            connect=self._connect_seconds, read=silence_seconds, write=_WRITE_SECONDS, pool=_POOL_SECONDS
         )
         # Undecoded bytes are passed on, so nothing may be compressed that the client did not ask to be.
         sent = [*headers, (b"accept-encoding", b"identity"), (b"user-agent", b"cairn-proxy")]
         request = self._http.build_request(method, url, content=content, headers=sent, timeout=timeout)
-        response = await self._send(request)
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.PoolTimeout as error:
+            raise UpstreamError("no connection was free", kind="timeout", sent=False) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            kind = "local" if _is_local(error) else "unreached"
+            raise UpstreamError(f"cannot be reached: {_describe(error)}", kind=kind, sent=False) from error
+        except httpx.TransportError as error:
+            raise _broken(error) from error
         try:
             lower = ((key.lower(), value) for key, value in response.headers.raw)
-            kept = [(key, value) for key, value in lower if key in _ANSWER_HEADERS]
+            passed = [(key, value) for key, value in lower if key in _PASSED_HEADERS]
             async with aclosing(_chunks(response)) as chunks:
-                yield Reply(response.status_code, kept), chunks
+                yield UpstreamResponse(response.status_code, passed), chunks
         finally:
             await response.aclose()
 
-    async def whole(
+    async def fetch(
         self, method: str, url: str, content: bytes, headers: Headers, seconds: float, max_bytes: int
-    ) -> Reply:
-        """An answer with all of its content, within `seconds`. Raises CallFailed."""
+    ) -> UpstreamResponse:
+        """A response with all of its content, within `seconds`. Raises UpstreamError."""
         try:
-            async with asyncio.timeout(seconds), self.open(url, content, headers, seconds, method) as (reply, chunks):
-                return replace(reply, content=await read_whole(chunks, max_bytes))
+            async with (
+                asyncio.timeout(seconds),
+                self.stream(url, content, headers, seconds, method) as (response, chunks),
+            ):
+                return replace(response, content=await read_all(chunks, max_bytes))
         except TimeoutError:
-            raise CallFailed(f"no answer within {seconds:g} s", kind="timeout") from None
-
-    async def _send(self, request: httpx.Request) -> httpx.Response:
-        try:
-            return await self._http.send(request, stream=True)
-        except httpx.PoolTimeout as error:
-            raise CallFailed("no connection was free", kind="timeout", sent=False) from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            kind = "local" if _is_local(error) else "unreached"
-            raise CallFailed(f"cannot be reached: {_words(error)}", kind=kind, sent=False) from error
-        except httpx.TransportError as error:
-            raise _broken(error) from error
+            raise UpstreamError(f"no answer within {seconds:g} s", kind="timeout") from None
 
 
-async def read_whole(chunks: AsyncGenerator[bytes, None], max_bytes: int) -> bytes:
-    """All that is still to come. Raises CallFailed when it is too much."""
+async def read_all(chunks: AsyncGenerator[bytes, None], max_bytes: int) -> bytes:
+    """All remaining chunks. Raises UpstreamError if they have more than `max_bytes`."""
     parts, size = [], 0
     async with aclosing(chunks):
         async for part in chunks:
             parts.append(part)
             size += len(part)
             if size > max_bytes:
-                raise CallFailed(f"its answer has more than {max_bytes} bytes", kind="answer")
+                raise UpstreamError(f"its answer has more than {max_bytes} bytes", kind="answer")
     return b"".join(parts)
 
 
@@ -138,14 +148,14 @@ async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
         raise _broken(error) from error
 
 
-def _broken(error: httpx.TransportError) -> CallFailed:
+def _broken(error: httpx.TransportError) -> UpstreamError:
     if isinstance(error, httpx.TimeoutException):
-        return CallFailed("it has been silent for too long", kind="timeout")
-    return CallFailed(f"the connection broke: {_words(error)}", kind="broken")
+        return UpstreamError("it has been silent for too long", kind="timeout")
+    return UpstreamError(f"the connection broke: {_describe(error)}", kind="broken")
 
 
 def _is_local(error: BaseException | None) -> bool:
-    """Whether it is this process that could not connect: that says nothing about the server."""
+    """Whether this process could not connect, for lack of descriptors or memory: that says nothing of the server."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _LOCAL_ERRORS:
             return True
@@ -153,5 +163,151 @@ def _is_local(error: BaseException | None) -> bool:
     return False
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+class Upstream:
+    """One server. `up`: its last health check succeeded and no connection to it has broken since. `num_open`: requests
+    of this proxy that it is answering."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.up = False
+        self.num_open = 0
+        self._waits: dict[asyncio.Timeout, Callable[[], bool]] = {}
+
+    @asynccontextmanager
+    async def abort_if_down(self, may_abort: Callable[[], bool]) -> AsyncIterator[None]:
+        """Inside, a wait for this server ends with UpstreamError when `abort_waits` is called and `may_abort` is true
+        then."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits[wait] = may_abort
+                try:
+                    yield
+                finally:
+                    self._waits.pop(wait, None)
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            raise UpstreamError("it has not answered its health checks", kind="down") from None
+
+    def abort_waits(self) -> None:
+        """End the waits for this server, which does not even answer its health checks. Call it in the event loop."""
+        now = asyncio.get_running_loop().time()
+        for wait in [wait for wait, may_abort in self._waits.items() if may_abort()]:
+            # Once: a wait that is ending cannot be ended again.
+            del self._waits[wait]
+            wait.reschedule(now)
+
+    @contextmanager
+    def count_open(self) -> Iterator[None]:
+        """Counts one request as open while inside."""
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+class UpstreamPool:
+    """Prefix-affine choice with bounded load.
+
+    A server takes no more than `load_factor` times the mean of those that are up, or `load_slack` requests when that
+    is more; further requests go to the next server in the prefix's own order (Mirrokni, Thorup and Zadimoghaddam,
+    "Consistent hashing with bounded loads", 2018).
+    """
+
+    def __init__(self, name: str, urls: Sequence[str], load_factor: float = 1.5, load_slack: int = 4) -> None:
+        self.name = name
+        self.upstreams = {url: Upstream(url) for url in urls}
+        self._load_factor = load_factor
+        self._load_slack = load_slack
+
+    @property
+    def num_up(self) -> int:
+        return sum(upstream.up for upstream in self.upstreams.values())
+
+    def choose(self, key: bytes, tried: Collection[Upstream] = ()) -> Upstream | None:
+        """The server for an affinity key; None when all that are up have been `tried`."""
+        up = [upstream for upstream in self.upstreams.values() if upstream.up]
+        untried = {upstream.url: upstream for upstream in up if upstream not in tried}
+        if not untried:
+            return None
+        total = sum(upstream.num_open for upstream in up) + 1
+        limit = max(self._load_slack, math.ceil(self._load_factor * total / len(up)))
+        for url in rank_by_affinity(key, list(untried)):
+            if untried[url].num_open < limit:
+                return untried[url]
+        return self.least_loaded(tried)
+
+    def least_loaded(self, tried: Collection[Upstream] = ()) -> Upstream | None:
+        """The server with the fewest open requests; None when all that are up have been `tried`."""
+        untried = [upstream for upstream in self.upstreams.values() if upstream.up and upstream not in tried]
+        return min(untried, key=lambda upstream: upstream.num_open, default=None)
+
+
+class HealthChecker:
+    """GET /health of all servers: 200 is up, everything else is down.
+
+    A server that is up and only slow to answer gets a second chance: it may be busy with its first long prompt. Waits
+    for a server that is down and says nothing are aborted. A server that answers with 503 is draining: it finishes
+    what it has begun.
+    """
+
+    def __init__(
+        self, pools: Sequence[UpstreamPool], client: UpstreamClient, options: ProxyOptions, clock: Clock
+    ) -> None:
+        self._upstreams = [(pool, upstream) for pool in pools for upstream in pool.upstreams.values()]
+        self._client = client
+        self._interval = options.health_interval
+        self._timeout = options.health_timeout
+        self._clock = clock
+        self._next = clock.now()
+        self._slow: frozenset[Upstream] = frozenset()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next round."""
+        return max(0.0, self._next - self._clock.now())
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        while True:
+            await asyncio.sleep(self.seconds_left)
+            try:
+                await self.check_if_due()
+            except Exception:
+                logger.exception("a bug in the health checks")
+
+    async def check_if_due(self) -> None:
+        """One round over all servers, if the interval is over."""
+        if self._clock.now() < self._next:
+            return
+        self._next = self._clock.now() + self._interval
+        slow = await asyncio.gather(*(self._check(pool, upstream) for pool, upstream in self._upstreams))
+        self._slow = frozenset(
+            upstream for (_, upstream), is_slow in zip(self._upstreams, slow, strict=True) if is_slow
+        )
+
+    async def _check(self, pool: UpstreamPool, upstream: Upstream) -> bool:
+        """Check one server. True if it did not answer in time."""
+        reason, slow, silent = "", False, False
+        try:
+            url = f"{upstream.url}/health"
+            response = await self._client.fetch("GET", url, b"", [], self._timeout, _MAX_HEALTH_BYTES)
+            reason = "" if response.status == 200 else f"it answers /health with {response.status}"
+        except UpstreamError as error:
+            if error.kind == "local":
+                logger.warning("%s server %s could not be asked for its health: %s", pool.name, upstream.url, error)
+                return upstream in self._slow
+            reason, slow, silent = str(error), error.kind == "timeout", True
+        up = not reason or (slow and upstream.up and upstream not in self._slow)
+        if up != upstream.up:
+            level = logging.INFO if up else logging.WARNING
+            logger.log(level, "%s server %s is %s%s", pool.name, upstream.url, "up" if up else "down: ", reason)
+        upstream.up = up
+        if silent and not up:
+            upstream.abort_waits()
+        return slow

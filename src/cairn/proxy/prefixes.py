@@ -1,0 +1,207 @@
+"""Digests of prompts: which servers a prompt prefers, and which second-turn hint an earlier turn has left for it."""
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.proxy.protocol import Body, text_field
+from cairn.proxy.stream_inspector import AnswerSummary
+from cairn.types import Clock
+
+_UNITS_PER_DIGEST = 64
+_MAX_DIGESTS = 16384
+
+
+def affinity_key(body: Body, max_bytes: int) -> bytes:
+    """A digest of what a request shares with others, from at most `max_bytes` of its prompt.
+
+    The client's `prompt_cache_key` replaces the prompt where there is one. For a chat, the messages up to the first
+    user message are hashed: they stay the same from turn to turn.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    cache_key = text_field(body, "prompt_cache_key")
+    parts = [text_field(body, "model"), text_field(body, "cache_salt"), cache_key]
+    start = b"" if cache_key else _prompt_start(body)[:max_bytes]
+    for part in (*(part.encode(errors="surrogatepass") for part in parts), start):
+        hasher.update(struct.pack("<Q", len(part)))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _prompt_start(body: Body) -> bytes:
+    try:
+        if "messages" not in body:
+            return _prompt_bytes(body)[0]
+        messages = _messages(body)
+        roles = [message.get("role") for message in messages]
+        end = roles.index("user") + 1 if "user" in roles else len(messages)
+        return b"\n".join(map(_message_bytes, messages[:end]))
+    except ValueError:
+        return b""
+
+
+def rank_by_affinity(key: bytes, names: Sequence[str]) -> list[str]:
+    """The names in this key's order of preference: when one goes, only the keys that had it first move.
+
+    Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998).
+    """
+    return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=key, digest_size=8).digest())
+
+
+def is_batch(body: Body) -> bool:
+    """Whether a completion has several prompts, which cannot be handed over. False for a prompt that cannot be read: a
+    server will say what is wrong with it."""
+    try:
+        prompt = _decode(body.get("prompt"), Any)
+    except ValueError:
+        return False
+    return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list)
+
+
+class PrefixDigests:
+    """Digests of a prompt's prefixes, which every longer prompt with the same beginning has, too: one after every
+    `_UNITS_PER_DIGEST` characters or tokens of a completion, or after every message of a chat.
+
+    `unit_bytes`: 1 for text, 8 for token ids, 0 for messages.
+    """
+
+    def __init__(self, seed: bytes, unit_bytes: int) -> None:
+        self.unit_bytes = unit_bytes
+        self.digests: list[bytes] = []
+        self._hasher = hashlib.blake2b(seed, digest_size=16)
+        self._rest = b""
+
+    def add_message(self, message: dict[str, Any]) -> None:
+        data = _message_bytes(message)
+        self._hasher.update(struct.pack("<Q", len(data)))
+        self._add_digest(data)
+
+    def add_units(self, data: bytes) -> None:
+        data = self._rest + data
+        step = _UNITS_PER_DIGEST * self.unit_bytes
+        whole = len(data) - len(data) % step
+        for start in range(0, whole, step):
+            self._add_digest(data[start : start + step])
+        self._rest = data[whole:]
+
+    def add_answer(self, answer: AnswerSummary) -> bytes | None:
+        """The last digest of prompt and answer together; nothing may be added afterwards.
+
+        An answer that is unknown, or not in the prompt's own units, is left out: the digest is then the prompt's.
+        """
+        if self.unit_bytes == 0 and answer.text is not None:
+            self.add_message({"role": "assistant", "content": answer.text})
+        elif self.unit_bytes == 1 and answer.text is not None:
+            self.add_units(answer.text.encode(errors="surrogatepass"))
+        elif self.unit_bytes == 8 and answer.token_ids is not None:
+            self.add_units(struct.pack(f"<{len(answer.token_ids)}q", *answer.token_ids))
+        return self.digests[-1] if self.digests else None
+
+    def _add_digest(self, data: bytes) -> None:
+        if len(self.digests) < _MAX_DIGESTS:
+            self._hasher.update(data)
+            self.digests.append(self._hasher.digest())
+
+
+def prefix_digests(body: Body) -> PrefixDigests | None:
+    """The digests of a request's prompt; None for a prompt that is neither text, token ids nor messages."""
+    kind = "chat" if "messages" in body else "text"
+    seed = msgspec.json.encode([kind, text_field(body, "model"), text_field(body, "cache_salt")])
+    try:
+        if "messages" in body:
+            digests = PrefixDigests(seed, 0)
+            for message in _messages(body):
+                digests.add_message(message)
+        else:
+            data, unit_bytes = _prompt_bytes(body)
+            digests = PrefixDigests(seed + bytes([unit_bytes]), unit_bytes)
+            digests.add_units(data)
+    except ValueError:
+        return None
+    return digests
+
+
+class HintCache:
+    """Second-turn hints, keyed by the digest at which prompt and answer ended. Bounded in number and age; the least
+    recently used goes first. A hint may be out of date: a prefill server then refuses it."""
+
+    def __init__(self, max_hints: int, seconds: float, clock: Clock) -> None:
+        self._max_hints = max_hints
+        self._seconds = seconds
+        self._clock = clock
+        self._hints: OrderedDict[bytes, tuple[float, msgspec.Raw]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def store(self, digest: bytes, hint: msgspec.Raw) -> None:
+        self._hints[digest] = (self._clock.now() + self._seconds, hint)
+        self._hints.move_to_end(digest)
+        while len(self._hints) > self._max_hints:
+            self._hints.popitem(last=False)
+
+    def find(self, digests: Sequence[bytes]) -> msgspec.Raw | None:
+        """The hint of the longest prefix that has one which has not expired."""
+        for digest in reversed(digests) if self._hints else ():
+            expires, hint = self._hints.get(digest, (0.0, None))
+            if hint is None:
+                continue
+            if expires > self._clock.now():
+                self._hints.move_to_end(digest)
+                return hint
+            del self._hints[digest]
+        return None
+
+    def remove(self, hint: msgspec.Raw, digests: Sequence[bytes]) -> None:
+        """Drop a hint that a server has refused, wherever one of these digests leads to it."""
+        for digest in digests:
+            if self._hints.get(digest, (0.0, None))[1] is hint:
+                del self._hints[digest]
+
+
+def _prompt_bytes(body: Body) -> tuple[bytes, int]:
+    """A completion's prompt as bytes, and how many of them make one unit: 1 for text, 8 for token ids.
+
+    A list with exactly one prompt is that prompt. Raises ValueError for anything else.
+    """
+    prompt = _decode(body.get("prompt"), Any)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass"), 1
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        try:
+            return struct.pack(f"<{len(prompt)}q", *prompt), 8
+        except struct.error:
+            pass
+    raise ValueError("neither text nor token ids")
+
+
+def _messages(body: Body) -> list[dict[str, Any]]:
+    """Raises ValueError."""
+    messages: list[dict[str, Any]] = _decode(body["messages"], list[dict[str, Any]])
+    return messages
+
+
+def _message_bytes(message: dict[str, Any]) -> bytes:
+    """A message in one form, whichever way a client writes it: nulls left out, text parts joined. Raises ValueError."""
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    rest = {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
+    try:
+        return msgspec.json.encode([message.get("role"), content or "", rest])
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _decode(value: msgspec.Raw | None, form: Any) -> Any:
+    """Raises ValueError, also for numbers that are too large and what is nested too deeply."""
+    try:
+        return None if value is None else msgspec.json.decode(value, type=form)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
