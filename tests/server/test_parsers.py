@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
 from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
-from cairn.server.parsers.output_parser import Content, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
+from cairn.server.parsers.output_parser import (
+    Content,
+    OutputParser,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from cairn.server.parsers.reasoning import ReasoningParser
-from cairn.server.parsers.registry import ParserFactory, PlainTextParser, select_parsers
+from cairn.server.parsers.registry import ParserFactory, select_parsers
 from cairn.server.parsers.values import convert_value, get_json_types
 from cairn.server.parsers.xml_tool_parser import MAX_VALUE, XmlToolParser
 
@@ -44,14 +51,14 @@ def hermes(name, arguments):
 
 
 MAKE = {
-    "plain": lambda: PlainTextParser(),
+    "plain": lambda: OutputParser(),
     "xml": lambda: XmlToolParser(TOOLS),
-    "json": lambda: JsonToolParser(),
-    "think": lambda: ReasoningParser(False),
-    "opened": lambda: ReasoningParser(True),
-    "think+xml": lambda: ParserFactory("xml", "think").parser(TOOLS, opened=False),
-    "opened+xml": lambda: ParserFactory("xml", "think").parser(TOOLS, opened=True),
-    "opened+json": lambda: ParserFactory("json", "think").parser(TOOLS, opened=True),
+    "json": lambda: JsonToolParser(TOOLS),
+    "think": lambda: ReasoningParser(OutputParser(), opened=False),
+    "opened": lambda: ReasoningParser(OutputParser(), opened=True),
+    "think+xml": lambda: ParserFactory(XmlToolParser, has_reasoning=True).make_parser(TOOLS, opened=False),
+    "opened+xml": lambda: ParserFactory(XmlToolParser, has_reasoning=True).make_parser(TOOLS, opened=True),
+    "opened+json": lambda: ParserFactory(JsonToolParser, has_reasoning=True).make_parser(TOOLS, opened=True),
 }
 
 
@@ -80,7 +87,7 @@ def told(events):
 
 def parsed(kind, pieces, **how):
     parser = MAKE[kind]()
-    events = [event for piece in pieces for event in parser.push(piece)]
+    events = [event for piece in pieces for event in parser.extract_streaming(piece)]
     return told([*events, *parser.finish(**how)])
 
 
@@ -260,8 +267,8 @@ CUT_OFF = [
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CUT_OFF)
-def test_a_call_that_is_cut_off_before_its_name_is_nothing(kind, text, expected):
-    assert parsed(kind, [text], cut_off=True) == parsed(kind, list(text), cut_off=True) == expected
+def test_a_call_that_is_truncated_before_its_name_is_nothing(kind, text, expected):
+    assert parsed(kind, [text], truncated=True) == parsed(kind, list(text), truncated=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -289,8 +296,8 @@ def test_no_text_raises_or_is_lost(kind, parts, data):
     whole = parsed(kind, [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     assert parsed(kind, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
-    assert parsed(kind, [text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)])], cut_off=True) == parsed(
-        kind, [text], cut_off=True
+    assert parsed(kind, [text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)])], truncated=True) == parsed(
+        kind, [text], truncated=True
     )
     content, reasoning, calls = whole
     said = content + reasoning + "".join(name + arguments for name, arguments, _ in calls)
@@ -391,11 +398,11 @@ def test_references_in_circles_do_not_multiply():
 )
 def test_what_is_held_back_is_bounded(kind, opening, piece, bound):
     parser = MAKE[kind]()
-    events = parser.push(opening)
+    events = parser.extract_streaming(opening)
     most = 0
     for _ in range((bound * 2) // len(piece) + 20):
-        events += parser.push(piece)
-        most = max(most, parser.held)
+        events += parser.extract_streaming(piece)
+        most = max(most, parser.num_pending)
     assert most <= bound
     told([*events, *parser.finish()])
 
@@ -422,29 +429,29 @@ def test_a_call_may_be_so_long_and_no_longer(beyond):
 
 def test_arguments_come_before_their_call_is_complete():
     parser = XmlToolParser(TOOLS)
-    parser.push("<tool_call><function=weather><parameter=city>\n")
-    assert parser.push("a long text that goes on " * 3 + "and on")[-1] == ToolCallArguments(
+    parser.extract_streaming("<tool_call><function=weather><parameter=city>\n")
+    assert parser.extract_streaming("a long text that goes on " * 3 + "and on")[-1] == ToolCallArguments(
         0, "a long text that goes on " * 3 + "and on"
     )
-    parser = JsonToolParser()
-    parser.push('<tool_call>{"name": "now", "arguments": {')
-    assert parser.push('"a": "b') == [ToolCallArguments(0, '"a": "b')]
+    parser = JsonToolParser(TOOLS)
+    parser.extract_streaming('<tool_call>{"name": "now", "arguments": {')
+    assert parser.extract_streaming('"a": "b') == [ToolCallArguments(0, '"a": "b')]
 
 
 @pytest.mark.parametrize(
     ("template", "calls", "reasoning"),
     [
-        ("{{ messages }}", "none", "none"),
-        ("<tool_call>\n<function=...> <think>", "xml", "think"),
-        ('<tool_call>{"name": ...}', "json", "none"),
+        ("{{ messages }}", None, False),
+        ("<tool_call>\n<function=...> <think>", XmlToolParser, True),
+        ('<tool_call>{"name": ...}', JsonToolParser, False),
     ],
 )
 def test_parsers_follow_from_the_template(template, calls, reasoning):
     chosen = select_parsers(template, None, None)
-    assert (chosen.calls, chosen.reasoning) == (calls, reasoning)
+    assert (chosen.tool_parser, chosen.has_reasoning) == (calls, reasoning)
     named = select_parsers(template, "qwen3_coder", "none")
-    assert (named.calls, named.reasoning) == ("xml", "none")
-    assert select_parsers(template, "none", "qwen3").reasoning == "think"
+    assert (named.tool_parser, named.has_reasoning) == (XmlToolParser, False)
+    assert select_parsers(template, "none", "qwen3").has_reasoning
 
 
 def test_an_unknown_parser_is_refused_by_its_flag():
@@ -465,11 +472,13 @@ def test_an_unknown_parser_is_refused_by_its_flag():
     ],
 )
 def test_a_prompt_may_have_opened_the_reasoning(prompt, opened):
-    assert ParserFactory("none", "think").opens(prompt) == opened
-    assert not ParserFactory("none", "none").opens(prompt)
+    assert ParserFactory(None, has_reasoning=True).opens_reasoning(prompt) == opened
+    assert not ParserFactory(None, has_reasoning=False).opens_reasoning(prompt)
 
 
 def test_an_answer_that_is_continued_may_be_within_its_reasoning():
-    parsers = ParserFactory("none", "think")
-    assert parsers.leaves_open("<think>so") and not parsers.leaves_open("<think>so</think>yes")
-    assert not parsers.leaves_open("yes") and not ParserFactory("none", "none").leaves_open("<think>")
+    parsers = ParserFactory(None, has_reasoning=True)
+    assert parsers.leaves_reasoning_open("<think>so") and not parsers.leaves_reasoning_open("<think>so</think>yes")
+    assert not parsers.leaves_reasoning_open("yes") and not ParserFactory(
+        None, has_reasoning=False
+    ).leaves_reasoning_open("<think>")

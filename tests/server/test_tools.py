@@ -7,6 +7,7 @@ import pytest
 from cairn.server.chat_message import ChatMessage
 from cairn.server.error_handlers import find_deep_field
 from cairn.server.parsers.registry import ParserFactory
+from cairn.server.parsers.xml_tool_parser import XmlToolParser
 from doubles.byte_tokenizer import ByteTokenizer
 
 XML = "<think> <tool_call> <function=...>"
@@ -98,7 +99,10 @@ def test_calls_come_in_pieces(xml):
 
 def test_deltas_add_up_to_the_message():
     def message():
-        return ChatMessage(ParserFactory("xml", "think").parser({"weather": PARAMETERS}, opened=True), lambda: "0" * 32)
+        return ChatMessage(
+            ParserFactory(XmlToolParser, has_reasoning=True).make_parser({"weather": PARAMETERS}, opened=True),
+            lambda: "0" * 32,
+        )
 
     text = "a thought\n</think>\n\nSo be it.\n\n" + CALL.replace("Oslo", "Oslo, " * 20) + "\n" + CALL + "\nDone."
     whole, grown, pieces = message(), message(), []

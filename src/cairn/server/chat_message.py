@@ -6,7 +6,7 @@ from typing import Any
 from cairn.engine.contract import FinishReason
 from cairn.server.parsers.output_parser import (
     Content,
-    Event,
+    OutputEvent,
     OutputParser,
     Reasoning,
     ToolCallArguments,
@@ -28,12 +28,12 @@ class ChatMessage:
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []
 
-    def add(self, text: str, *, last: bool, cut_off: bool = False) -> dict[str, Any]:
+    def add(self, text: str, *, last: bool, truncated: bool = False) -> dict[str, Any]:
         """The delta that this text brings, empty while it is not certain what it is. `last`: nothing follows;
-        `cut_off`: because the answer was not let go on."""
-        events = self._parser.push(text)
+        `truncated`: because the answer was not let go on."""
+        events = self._parser.extract_streaming(text)
         if last:
-            events += self._parser.finish(cut_off=cut_off)
+            events += self._parser.finish(truncated=truncated)
         delta: dict[str, Any] = {}
         for event in events:
             self._note(event, delta)
@@ -58,7 +58,7 @@ class ChatMessage:
         """`tool_calls` for an answer that has ended by itself and has some."""
         return "tool_calls" if finish == "stop" and self._calls else finish
 
-    def _note(self, event: Event, delta: dict[str, Any]) -> None:
+    def _note(self, event: OutputEvent, delta: dict[str, Any]) -> None:
         match event:
             case Content(text):
                 self._content.append(text)

@@ -12,13 +12,10 @@ import msgspec
 from cairn.engine.contract import RenderedPrompt, Structure
 from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
-from cairn.server.parsers.output_parser import Tools
-from cairn.server.parsers.registry import PlainTextParser
+from cairn.server.parsers.json_tool_parser import JsonToolParser
+from cairn.server.parsers.output_parser import OutputParser, ToolSchemas
 from cairn.server.requests import ChatRequest, ResponseFormat, SamplingFields, StructuredOutputs, Tool
 from cairn.server.service import Service
-
-_FORCED_FORM = "json"
-"""The form of calls in answers that have to consist of them: every model can be held to it."""
 
 _PROMPT_END = 32
 """Tokens at a prompt's end among which the reasoning is opened."""
@@ -43,7 +40,7 @@ async def parse_response_format(
     field."""
     structure = _structure_of(body)
     if not isinstance(body, ChatRequest):
-        return structure, lambda: ChatMessage(PlainTextParser(), service.new_id)
+        return structure, lambda: ChatMessage(OutputParser(), service.new_id)
     tools, forced = _tool_use(body, auto=service.options.enable_auto_tool_choice)
     if forced is not None and structure is not None:
         raise InvalidRequest(
@@ -52,13 +49,14 @@ async def parse_response_format(
         )
     parsers, opened = service.parsers, await _opened(service, body, prompt)
     structure = forced or structure
-    if structure is not None and parsers.reasons:
+    if structure is not None and parsers.has_reasoning:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
     # more than one call may be told
     parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
 
     def message() -> ChatMessage:
-        parser = parsers.parser(tools, opened=opened, calls=None if forced is None else _FORCED_FORM)
+        # Every model can be held to calls in JSON.
+        parser = parsers.make_parser(tools, opened=opened, tool_parser=None if forced is None else JsonToolParser)
         return ChatMessage(parser, service.new_id, parallel=parallel)
 
     return structure, message
@@ -66,18 +64,18 @@ async def parse_response_format(
 
 async def _opened(service: Service, body: ChatRequest, prompt: RenderedPrompt) -> bool:
     """Whether the answer begins within the reasoning."""
-    if not service.parsers.reasons:
+    if not service.parsers.has_reasoning:
         return False
     content = body.messages[-1].content
     if body.continue_final_message:
-        return isinstance(content, str) and service.parsers.leaves_open(content)
-    return service.parsers.opens(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
+        return isinstance(content, str) and service.parsers.leaves_reasoning_open(content)
+    return service.parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
 
 
 # -- tools and tool_choice ---------------------------------------------------------------------------------------------
 
 
-def _tool_use(body: ChatRequest, *, auto: bool) -> tuple[Tools | None, Structure | None]:
+def _tool_use(body: ChatRequest, *, auto: bool) -> tuple[ToolSchemas | None, Structure | None]:
     """The tools whose calls are looked for, None for none of them, and what holds the answer to calls, None where the
     model chooses. `auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice`
     or `tools`."""
@@ -98,7 +96,7 @@ def _tool_use(body: ChatRequest, *, auto: bool) -> tuple[Tools | None, Structure
     return tools, _forced(body, tools, parallel=False)
 
 
-def _forced(body: ChatRequest, tools: Tools, parallel: bool) -> Structure:
+def _forced(body: ChatRequest, tools: ToolSchemas, parallel: bool) -> Structure:
     places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
     asked = {
         "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],

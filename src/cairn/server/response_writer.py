@@ -38,7 +38,7 @@ class Choice:
             self.logprobs = output.logprobs if self.logprobs is None else self.logprobs.then(output.logprobs)
 
     @property
-    def cut_off(self) -> bool:
+    def truncated(self) -> bool:
         """Whether it has ended at `max_tokens`, a stop string or a stop token, not by itself."""
         return self.finish_reason == "length" or self.stop_reason is not None
 
@@ -219,7 +219,7 @@ class ChatWriter(ResponseWriter):
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = self.new_message()
-        message.add("".join(choice.texts), last=True, cut_off=choice.cut_off)
+        message.add("".join(choice.texts), last=True, truncated=choice.truncated)
         finish = message.finish_reason(choice.finish_reason)
         body = self._choice(choice, "message", message.message(), self._logprobs(choice.logprobs), finish)
         return body | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
@@ -233,7 +233,7 @@ class ChatWriter(ResponseWriter):
     def _piece(self, choice: Choice, output: GenerateOutput, first: bool) -> dict[str, Any] | None:
         choice.message = message = choice.message or self.new_message()
         logprobs = self._logprobs(output.logprobs)
-        delta = message.add(output.text, last=output.finish_reason is not None, cut_off=choice.cut_off)
+        delta = message.add(output.text, last=output.finish_reason is not None, truncated=choice.truncated)
         if not delta and logprobs is None and output.finish_reason is None and not self.body.return_token_ids:
             return None
         finish = message.finish_reason(output.finish_reason)

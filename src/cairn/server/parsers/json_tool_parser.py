@@ -1,4 +1,4 @@
-"""Calls as Hermes, Qwen3, Qwen3-Next and Granite 4 write them:
+"""Tool calls as Hermes, Qwen3, Qwen3-Next and Granite 4 write them:
 
 <tool_call>
 {"name": "f", "arguments": {"p": 1}}
@@ -9,117 +9,98 @@ import json
 import re
 from typing import Any
 
-from cairn.server.parsers.text_parser import State, ToolParser
+from cairn.server.parsers.output_parser import State, ToolParser
 
 MAX_CALL = 1 << 20
 """Characters of a call whose arguments do not follow its name; a longer one is content."""
 
-_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_CALL_END = "</tool_call>"
 _HEAD = re.compile(
     r'\s{0,64}\{\s{0,64}"name"\s{0,8}:\s{0,8}("(?:[^"\\\n]|\\.){1,256}")\s{0,8},\s{0,64}"arguments"\s{0,8}:\s{0,64}(?=\{)'
 )
-_BRACKETS = re.compile(r'[{}\[\]"\\]')
+_TOKENS = re.compile(r'\\.|[{}\[\]"]', re.DOTALL)
 _TAIL = re.compile(r"\s*(?:\}\s*)?(?:</tool_call>)?")
 
 
 class JsonToolParser(ToolParser):
-    """Implements `OutputParser`. Arguments that follow the name are passed on as the model writes them; any other order
-    is read when the call ends. `</tool_call>` may be missing behind a whole object."""
+    """Arguments that follow the name are passed on as the model writes them; in any other order they are read when the
+    call ends. `</tool_call>` may be missing after a whole object."""
 
-    def __init__(self) -> None:
-        super().__init__([_CALL])
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._scanned = 0
+    opening_tags = ("<tool_call>",)
 
-    def _begun(self, beginning: str) -> State:
-        self._scanned = 0
-        return self._call
+    def _start_call(self, tag: str) -> State:
+        self._depth, self._in_string, self._num_searched = 0, False, 0
+        return self._parse_call
 
-    def _call(self, final: bool) -> bool:
+    def _parse_call(self, final: bool) -> bool:
         head = _HEAD.match(self._text)
-        if head is not None and (name := _json(head[1])):
+        if head is not None and (name := _load_json(head[1])):
             self._begin_call(name)
             self._take(head.end())
-            self._depth, self._in_string, self._escaped = 0, False, False
-            self._state = self._arguments
+            self._state = self._parse_arguments
             return True
-        end = self._text.find(_END_CALL, self._scanned)
-        self._scanned = max(0, len(self._text) - len(_END_CALL))
-        is_open = not final or (self._cut_off and self._text.lstrip()[:1] in ("", "{"))
+        end = self._text.find(_CALL_END, self._num_searched)
+        self._num_searched = max(0, len(self._text) - len(_CALL_END))
+        is_open = not final or (self._truncated and self._text.lstrip()[:1] in ("", "{"))
         if end < 0 and is_open and len(self._text) <= MAX_CALL:
             return False
-        near = 0 <= end <= MAX_CALL - len(_END_CALL)
-        call = _call_of(self._text[:end]) if near else None
+        call = _read_call(self._text[:end]) if 0 <= end <= MAX_CALL - len(_CALL_END) else None
         if call is None:
-            return self._no_call()
-        self._take(end + len(_END_CALL))
+            return self._reject_call()
+        self._take(end + len(_CALL_END))
         self._begin_call(call[0])
-        self._write(call[1])
-        self._end_call(self._content)
+        self._write_arguments(call[1])
+        self._end_call(self._parse_content)
         return True
 
-    def _arguments(self, final: bool) -> bool:
-        """The object up to its last bracket; what is within strings does not count."""
-        end = self._object_end()
-        self._write(self._take(len(self._text) if end is None else end))
-        if end is None:
-            return False
-        self._state = self._tail
-        return True
+    def _parse_arguments(self, final: bool) -> bool:
+        """The object up to its last bracket; brackets within strings do not count."""
+        for token in _TOKENS.finditer(self._text):
+            # Outside strings a backslash is an error, and escapes nothing.
+            sign = token[0] if self._in_string else token[0][-1]
+            if sign == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and sign in "{}[]":
+                self._depth += 1 if sign in "{[" else -1
+                if self._depth == 0:
+                    self._write_arguments(self._take(token.end()))
+                    self._state = self._parse_tail
+                    return True
+        # A single backslash at the end of a string's piece escapes what comes next.
+        num_backslashes = len(self._text) - len(self._text.rstrip("\\"))
+        is_escape = self._in_string and not final and num_backslashes % 2 == 1
+        self._write_arguments(self._take(len(self._text) - is_escape))
+        return False
 
-    def _object_end(self) -> int | None:
-        place = 0
-        if self._escaped and self._text:
-            self._escaped, place = False, 1
-        while (found := _BRACKETS.search(self._text, place)) is not None:
-            place = found.end()
-            match found[0]:
-                case "\\":
-                    if self._in_string:
-                        self._escaped = place == len(self._text)
-                        place += 1
-                case '"':
-                    self._in_string = not self._in_string
-                case "{" | "[" if not self._in_string:
-                    self._depth += 1
-                case "}" | "]" if not self._in_string:
-                    self._depth -= 1
-                    if self._depth == 0:
-                        return place
-        return None
-
-    def _tail(self, final: bool) -> bool:
-        """The bracket that closes the call, and its mark."""
+    def _parse_tail(self, final: bool) -> bool:
+        """The bracket that closes the call, and its tag."""
         tail = _TAIL.match(self._text)
         assert tail is not None
         rest = self._text[tail.end() :]
-        if not final and not tail[0].endswith(_END_CALL) and _END_CALL.startswith(rest):
+        if not final and not tail[0].endswith(_CALL_END) and _CALL_END.startswith(rest):
             self._text = tail[0].strip() + rest
             return False
-        # cut off in the mark that is due: no content
-        cut_off = final and _END_CALL.startswith(rest)
-        self._take(len(self._text) if cut_off else tail.end())
-        self._end_call(self._content)
+        # A truncated closing tag is no content.
+        self._take(len(self._text) if final and _CALL_END.startswith(rest) else tail.end())
+        self._end_call(self._parse_content)
         return True
 
 
-def _json(text: str) -> Any:
+def _load_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _call_of(text: str) -> tuple[str, str] | None:
+def _read_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a whole call, or None."""
-    call = _json(text)
+    call = _load_json(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters"))
-    if arguments is None:
-        arguments = {}
     if isinstance(arguments, str):
-        arguments = _json(arguments)
+        arguments = _load_json(arguments)
+    elif arguments is None:
+        arguments = {}
     return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

@@ -1,7 +1,9 @@
-"""What parsers of answers take and give: text in pieces of any size, and what of it is content, reasoning or a call."""
+"""Incremental parsing of a model's output: text in pieces of any size in; content, reasoning and tool calls out."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +15,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model has written for itself."""
+    """Text between `<think>` and `</think>`."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The answer's call number `index`, from 0, is of the tool `name`."""
+    """The answer's tool call number `index`, from 0, calls the tool `name`."""
 
     index: int
     name: str
@@ -28,7 +30,8 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of that call's arguments: all pieces together are a JSON object, unless the answer is cut off in it."""
+    """The next piece of that call's arguments. All pieces together are a JSON object, unless the answer is truncated
+    inside it."""
 
     index: int
     text: str
@@ -36,33 +39,157 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """That call is complete. A call without its end was cut off."""
+    """That call is complete. A call without an end was truncated."""
 
     index: int
 
 
-Event: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
+OutputEvent: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
 
-Tools: TypeAlias = dict[str, dict[str, Any]]
-"""A tool's name -> the JSON schema of its parameters, empty where it has none."""
+ToolSchemas: TypeAlias = dict[str, dict[str, Any]]
+"""A tool's name -> the JSON schema of its parameters, empty if it has none."""
+
+State: TypeAlias = Callable[[bool], bool]
+"""One state of a parser. Takes what it can from the front of the pending text; the argument says whether that text is
+all that comes. Returns False if it needs more text."""
+
+MAX_NEWLINES = 64
+"""Newlines in a row that are treated as part of the tag next to them, at most."""
 
 
-class OutputParser(Protocol):
-    """Takes one answer apart. However its text is cut into pieces, the events say the same.
+def find_tag(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    """Position of the first tag at or after `start`, and which it is; the longest of those that begin there."""
+    found = [(position, -len(tag), tag) for tag in tags if (position := text.find(tag, start)) >= 0]
+    return (min(found)[0], min(found)[2]) if found else None
 
-    No text raises, and none is lost: what is no markup, or is wrong markup, comes out as content. Only line breaks next
-    to markup are left out, and what an answer that is cut off has of the mark that closes a complete call, or of a call
-    whose name is not there yet. What is held back is bounded.
+
+def count_partial_tag(text: str, tags: Sequence[str]) -> int:
+    """Number of characters at the end of `text` that may be the beginning of a tag."""
+    longest = min(len(text), max(map(len, tags)) - 1)
+    return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
+
+
+def _count_trailing_newlines(text: str) -> int:
+    return min(len(text) - len(text.rstrip("\n")), MAX_NEWLINES)
+
+
+class OutputParser:
+    """Parses one answer. This class takes everything for content; subclasses add states.
+
+    However the text is cut into pieces, the events have the same texts. No text raises, and none is lost: what is no
+    markup, or wrong markup, is content. Only newlines next to tags are dropped and, at the end, the beginning of the
+    tag that closes a complete call; of a truncated answer also a call whose name is not complete. Pending text is
+    bounded.
     """
 
+    def __init__(self) -> None:
+        self._text = ""
+        self._state: State = self._parse_content
+        self._skip_newlines = False
+        self._truncated = False
+        self._events: list[OutputEvent] = []
+
     @property
-    def held(self) -> int:
-        """Characters that have come in and are not told yet."""
-        ...
+    def num_pending(self) -> int:
+        """Characters that were fed and are in no event yet."""
+        return len(self._text)
 
-    def push(self, text: str) -> list[Event]: ...
+    def extract_streaming(self, delta_text: str) -> list[OutputEvent]:
+        """The events that are certain once `delta_text` has been added."""
+        self._text += delta_text
+        return self._run(final=False)
 
-    def finish(self, *, cut_off: bool = False) -> list[Event]:
-        """What is left when the answer ends. Nothing may be pushed afterwards. `cut_off`: it did not end by itself: a
-        call that has no name yet behind its mark is nothing then; the beginning of a mark is content still."""
-        ...
+    def finish(self, *, truncated: bool = False) -> list[OutputEvent]:
+        """The last events. `truncated`: the answer was stopped (by length or a stop string), it did not end by itself:
+        a call without a complete name is dropped then."""
+        self._truncated = truncated
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> list[OutputEvent]:
+        running = True
+        while running:
+            if self._skip_newlines:
+                self._text = self._text.lstrip("\n")
+                self._skip_newlines = not self._text
+            running = self._state(final)
+        events, self._events = self._events, []
+        return events
+
+    def _parse_content(self, final: bool) -> bool:
+        self._emit_content(self._take(len(self._text)))
+        return False
+
+    def _emit_content(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
+
+    def _take_until(self, tags: Sequence[str], final: bool) -> tuple[str, str]:
+        """The text before the first tag, and that tag with the newlines in front of it. Without a tag: the text that
+        belongs to none, and an empty string."""
+        found = find_tag(self._text, tags)
+        if found is None:
+            safe = len(self._text)
+            if not final:
+                safe -= count_partial_tag(self._text, tags)
+                safe -= _count_trailing_newlines(self._text[:safe])
+            return self._take(safe), ""
+        position, tag = found
+        newlines = _count_trailing_newlines(self._text[:position])
+        return self._take(position - newlines), self._take(newlines + len(tag))
+
+
+class ToolParser(OutputParser, ABC):
+    """Looks for tool calls, which begin with one of `opening_tags`. `tools`: those that may be called."""
+
+    opening_tags: Sequence[str]
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__()
+        self._tools = tools
+        self._num_calls = 0
+        self._opening = ""  # markup of a call that is not certain yet
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._text) + len(self._opening)
+
+    @abstractmethod
+    def _start_call(self, tag: str) -> State:
+        """The state after the opening tag `tag`."""
+
+    def _parse_content(self, final: bool) -> bool:
+        text, self._opening = self._take_until(self.opening_tags, final)
+        self._emit_content(text)
+        if self._opening:
+            self._state = self._start_call(self._opening.lstrip("\n"))
+        return bool(self._opening)
+
+    def _reject_call(self) -> bool:
+        """The markup taken for a call is content."""
+        self._emit_content(self._opening)
+        self._opening = ""
+        self._state = self._parse_content
+        return True
+
+    def _must_decide(self, final: bool) -> bool:
+        """Whether incomplete markup must be something now. In a truncated answer it is nothing: a client that shows
+        content would show half a call."""
+        return final and not self._truncated
+
+    def _begin_call(self, name: str) -> None:
+        self._opening = ""
+        self._events.append(ToolCallStart(self._num_calls, name))
+
+    def _end_call(self, next_state: State) -> None:
+        self._events.append(ToolCallEnd(self._num_calls))
+        self._num_calls += 1
+        self._skip_newlines = next_state == self._parse_content
+        self._state = next_state
+
+    def _write_arguments(self, text: str) -> None:
+        if text:
+            self._events.append(ToolCallArguments(self._num_calls, text))

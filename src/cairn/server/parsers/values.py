@@ -1,7 +1,7 @@
 """A parameter's text as the JSON value that its schema asks for.
 
 The rules are those of vLLM's `qwen3_coder` parser, with two differences: unions (`anyOf`, lists of types, references)
-are looked into, and a value of the wrong type stays text, also where a boolean was asked for.
+are followed, and a value of the wrong type stays text, also where a boolean was asked for.
 """
 
 import ast
@@ -22,97 +22,75 @@ _PREFIXES = (
 
 
 def get_json_types(name: str, schema: Mapping[str, Any]) -> frozenset[str]:
-    """JSON types that the parameter `name` of a tool may have by the schema of all its parameters; empty where it says
-    nothing."""
+    """JSON types that the parameter `name` of a tool may have, by the schema of all its parameters; empty if the schema
+    does not say."""
     properties = schema.get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    return frozenset(_kinds(own, schema))
-
-
-def is_text_only(kinds: frozenset[str]) -> bool:
-    """Whether there is nothing but text, or null, that the value may be."""
-    return kinds <= {"string", "null"}
-
-
-def _kinds(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    """Level by level, and into no schema twice: references may go in circles, and multiply from turn to turn."""
-    level, seen = [schema], set[int]()
+    level, seen, types = [properties.get(name) if isinstance(properties, Mapping) else None], set[int](), set[str]()
+    # Level by level, and into no schema twice: references may be cyclic, and may multiply from level to level.
     for _ in range(_MAX_DEPTH):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, Mapping) and id(one) not in seen:
-                seen.add(id(one))
-                yield from _own_kinds(one)
-                inner += _parts(one, root)
-        level = inner
+        by_id = {id(part): part for part in level if isinstance(part, Mapping) and id(part) not in seen}
+        seen |= by_id.keys()
+        parts = by_id.values()
+        types.update(found for part in parts for found in _own_types(part))
+        level = [inner for part in parts for inner in _inner_schemas(part, schema)]
+    return frozenset(types)
 
 
-def _own_kinds(schema: Mapping[str, Any]) -> Iterator[str]:
-    kind = schema.get("type")
-    for one in kind if isinstance(kind, list) else [kind]:
-        if isinstance(one, str):
-            yield _kind(one)
-    if kind is None:
+def is_text_only(types: frozenset[str]) -> bool:
+    """Whether the value may be nothing but text, or null."""
+    return types <= {"string", "null"}
+
+
+def _own_types(schema: Mapping[str, Any]) -> Iterator[str]:
+    names = schema.get("type")
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str):
+            spelled = name.strip().lower()
+            yield next((kind for prefixes, kind in _PREFIXES if spelled.startswith(prefixes)), "string")
+    if names is None:
+        kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         for value in values if isinstance(values, list) else []:
-            yield _kind_of_value(value)
+            yield kinds.get(type(value), "null")
 
 
-def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
-    """What it is put together from."""
+def _inner_schemas(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
+    """The members of a union, and what a reference refers to."""
     for key in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(key)
-        if isinstance(parts, list):
-            yield from parts
+        members = schema.get(key)
+        if isinstance(members, list):
+            yield from members
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        yield _at(reference, root)
+        found: Any = root
+        for step in reference.removeprefix("#/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        yield found
 
 
-def _kind(name: str) -> str:
-    name = name.strip().lower()
-    return next((kind for prefixes, kind in _PREFIXES if name.startswith(prefixes)), "string")
-
-
-def _kind_of_value(value: Any) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return kinds.get(type(value), "null")
-
-
-def _at(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
-
-
-def convert_value(text: str, kinds: frozenset[str]) -> Any:
-    """The value of `text`: of one of `kinds` where it can be read so, else `text` itself. Always a JSON value."""
-    if text.strip().lower() == "null":
+def convert_value(text: str, types: frozenset[str]) -> Any:
+    """`text` as a JSON value of one of `types`; the text itself if it cannot be read so."""
+    word = text.strip().lower()
+    if word == "null":
         return None
-    if "boolean" in kinds and text.strip().lower() in ("true", "false"):
-        return text.strip().lower() == "true"
-    number = _number(text, kinds)
+    if "boolean" in types and word in ("true", "false"):
+        return word == "true"
+    number = _read_number(text, types)
     if number is not None:
         return number
-    if kinds & {"object", "array"}:
-        value = _structure(text)
-        if isinstance(value, dict | list):
-            return value
-    return text
+    value = _read_literal(text) if types & {"object", "array"} else None
+    return value if isinstance(value, dict | list) else text
 
 
-def _number(text: str, kinds: frozenset[str]) -> int | float | None:
-    if not kinds & {"integer", "number"}:
+def _read_number(text: str, types: frozenset[str]) -> int | float | None:
+    if not types & {"integer", "number"}:
         return None
     try:
         return int(text)
     except ValueError:
         pass
-    if "number" not in kinds:
-        return None
     try:
-        number = float(text)
+        number = float(text) if "number" in types else math.nan
     except ValueError:
         return None
     if not math.isfinite(number):
@@ -120,7 +98,7 @@ def _number(text: str, kinds: frozenset[str]) -> int | float | None:
     return int(number) if number.is_integer() and abs(number) < 1 << 53 else number
 
 
-def _structure(text: str) -> Any:
+def _read_literal(text: str) -> Any:
     """JSON, or what a model takes for it: a Python literal."""
     try:
         value = json.loads(text)

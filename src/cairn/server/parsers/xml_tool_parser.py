@@ -1,4 +1,4 @@
-"""Calls as Qwen3.5, Qwen3-Coder and Nemotron 3 write them:
+"""Tool calls as Qwen3.5, Qwen3-Coder and Nemotron 3 write them:
 
 <tool_call>
 <function=name>
@@ -11,8 +11,14 @@ value
 
 import json
 
-from cairn.server.parsers.output_parser import Tools
-from cairn.server.parsers.text_parser import MAX_BREAKS, State, ToolParser, first_mark, open_mark
+from cairn.server.parsers.output_parser import (
+    MAX_NEWLINES,
+    State,
+    ToolParser,
+    ToolSchemas,
+    count_partial_tag,
+    find_tag,
+)
 from cairn.server.parsers.values import convert_value, get_json_types, is_text_only
 
 MAX_VALUE = 1 << 20
@@ -20,170 +26,164 @@ MAX_VALUE = 1 << 20
 
 _MAX_NAME = 256
 _SHORT = 32
-"""Text up to this length is looked at as a whole: it may be `null`."""
+"""Text of up to this length is read as a whole: it may be `null`."""
 
-_CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_BEGINNINGS = (_CALL, _FUNCTION)
-_INSIDE = (_PARAMETER, _END_FUNCTION, _END_CALL)
-_VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
-_HELD_ENDS = (*_VALUE_ENDS, *(f"\n{mark}" for mark in _VALUE_ENDS))
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_INNER_TAGS = (_PARAMETER, _FUNCTION_END, _CALL_END)
+_VALUE_ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END)
+_NEWLINE_VALUE_ENDS = (*_VALUE_ENDS, *(f"\n{tag}" for tag in _VALUE_ENDS))
 
 
 class XmlToolParser(ToolParser):
-    """Implements `OutputParser`. Values get the types of the tool's schema (see `values`); text is passed on as it
-    comes. As in vLLM's parser, `</parameter>`, `</function>` and `</tool_call>` may be missing, and `<tool_call>` may
-    be before the name of a tool that is there.
+    """Values get the types of the tool's schema (see `values`); text is passed on as it comes. As in vLLM's parser,
+    `</parameter>`, `</function>` and `</tool_call>` may be missing, and so may `<tool_call>` in front of a known tool.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(_BEGINNINGS)
-        self._tools = tools
+    opening_tags = (_CALL, _FUNCTION)
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__(tools)
         self._name = ""
-        self._first = True
+        self._is_first = True
         self._in_junk = False
-        self._kinds: frozenset[str] = frozenset()
-        self._scanned = 0
-        self._quoted = False
+        self._types: frozenset[str] = frozenset()
+        self._num_searched = 0
+        self._in_quotes = False
 
-    def _begun(self, beginning: str) -> State:
-        return self._before_function if beginning == _CALL else self._bare_name
+    def _start_call(self, tag: str) -> State:
+        return self._parse_function_tag if tag == _CALL else self._parse_bare_function
 
-    def _before_function(self, final: bool) -> bool:
+    def _parse_function_tag(self, final: bool) -> bool:
+        if self._take_function_tag():
+            return True
+        bare = self._text.lstrip()
+        too_far = len(self._text) - len(bare) > MAX_NEWLINES
+        return (self._must_decide(final) or too_far or not _FUNCTION.startswith(bare)) and self._reject_call()
+
+    def _take_function_tag(self) -> bool:
         bare = self._text.lstrip()
         spaces = len(self._text) - len(bare)
-        if bare.startswith(_FUNCTION) and spaces <= MAX_BREAKS:
-            self._opening += self._take(spaces + len(_FUNCTION))
-            self._state = self._function_name
-            return True
-        if self._settles(final) or not _FUNCTION.startswith(bare) or spaces > MAX_BREAKS:
-            return self._no_call()
-        return False
-
-    def _function_name(self, final: bool) -> bool:
-        return self._begin_named(self._read_name(self._settles(final)))
-
-    def _bare_name(self, final: bool) -> bool:
-        known = any(tool.startswith(self._text) for tool in self._tools)
-        name = self._read_name(self._settles(final) if known else final)
-        return self._begin_named(name if name is None or name in self._tools else "")
-
-    def _begin_named(self, name: str | None) -> bool:
-        if name is None:
+        if not bare.startswith(_FUNCTION) or spaces > MAX_NEWLINES:
             return False
-        if not name:
-            return self._no_call()
-        self._take(len(name) + 1)
-        self._name, self._first = name, True
-        self._begin_call(name)
-        self._write("{")
-        self._state = self._inside
+        self._opening += self._take(spaces + len(_FUNCTION))
+        self._state = self._parse_function_name
         return True
 
-    def _inside(self, final: bool) -> bool:
+    def _parse_function_name(self, final: bool) -> bool:
+        return self._begin_function(self._peek_name(self._must_decide(final)))
+
+    def _parse_bare_function(self, final: bool) -> bool:
+        may_be_known = any(tool.startswith(self._text) for tool in self._tools)
+        name = self._peek_name(self._must_decide(final) if may_be_known else final)
+        return self._begin_function(name if name is None or name in self._tools else "")
+
+    def _begin_function(self, name: str | None) -> bool:
+        if not name:
+            return name is not None and self._reject_call()
+        self._take(len(name) + 1)
+        self._name, self._is_first = name, True
+        self._begin_call(name)
+        self._write_arguments("{")
+        self._state = self._parse_function
+        return True
+
+    def _parse_function(self, final: bool) -> bool:
         if not self._in_junk:
             self._text = self._text.lstrip()
-        mark = next((mark for mark in _INSIDE if self._text.startswith(mark)), None)
-        if mark is not None:
+        tag = next((tag for tag in _INNER_TAGS if self._text.startswith(tag)), None)
+        if tag is not None:
             self._in_junk = False
-            self._take(len(mark))
-            if mark == _PARAMETER:
-                self._state = self._parameter_name
+            self._take(len(tag))
+            if tag == _PARAMETER:
+                self._state = self._parse_parameter_name
             else:
-                self._write("}")
-                self._end_call(self._behind_function if mark == _END_FUNCTION else self._content)
+                self._write_arguments("}")
+                self._end_call(self._parse_call_end if tag == _FUNCTION_END else self._parse_content)
             return True
-        if not self._text or (not self._settles(final) and any(mark.startswith(self._text) for mark in _INSIDE)):
+        if not self._text or (not self._must_decide(final) and any(tag.startswith(self._text) for tag in _INNER_TAGS)):
             return False
         self._in_junk = True
-        following = self._text.find("<", 1)
-        self._say(self._take(len(self._text) if following < 0 else following))
+        next_tag = self._text.find("<", 1)
+        self._emit_content(self._take(len(self._text) if next_tag < 0 else next_tag))
         return True
 
-    def _parameter_name(self, final: bool) -> bool:
-        name = self._read_name(self._settles(final))
+    def _parse_parameter_name(self, final: bool) -> bool:
+        name = self._peek_name(self._must_decide(final))
         if name is None:
             return False
         if not name:
-            self._say(_PARAMETER)
-            self._state = self._inside
+            self._emit_content(_PARAMETER)
+            self._state = self._parse_function
             return True
         self._take(len(name) + 1)
-        self._write(("" if self._first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
-        self._first = False
-        self._kinds = get_json_types(name, self._tools.get(self._name, {}))
-        self._state = self._value_start
+        self._write_arguments(("" if self._is_first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
+        self._is_first = False
+        self._types = get_json_types(name, self._tools.get(self._name, {}))
+        self._state = self._parse_value_start
         return True
 
-    def _value_start(self, final: bool) -> bool:
+    def _parse_value_start(self, final: bool) -> bool:
         if not self._text and not final:
             return False
         self._text = self._text.removeprefix("\n")
-        self._scanned, self._quoted = 0, False
-        self._state = self._value
+        self._num_searched, self._in_quotes = 0, False
+        self._state = self._parse_value
         return True
 
-    def _value(self, final: bool) -> bool:
-        end = first_mark(self._text, _VALUE_ENDS, self._scanned)
+    def _parse_value(self, final: bool) -> bool:
+        limit = _SHORT if is_text_only(self._types) else MAX_VALUE
+        end = find_tag(self._text, _VALUE_ENDS, self._num_searched)
         if end is not None:
-            self._end_value(*end)
+            value = self._take(end[0]).removesuffix("\n")
+            if end[1] == _PARAMETER_END:
+                self._take(len(_PARAMETER_END))
+            if self._in_quotes:
+                self._write_arguments(_escape(value) + '"')
+            else:
+                converted = value if len(value) > limit else convert_value(value, self._types)
+                self._write_arguments(json.dumps(converted, ensure_ascii=False))
+            self._state = self._parse_function
             return True
-        safe = len(self._text) - (0 if final else open_mark(self._text, _HELD_ENDS))
-        if not self._quoted and (safe > self._limit or (final and is_text_only(self._kinds))):
-            self._write('"')
-            self._quoted = True
-        if self._quoted:
-            self._write(_escaped(self._take(safe)))
+        safe = len(self._text) - (0 if final else count_partial_tag(self._text, _NEWLINE_VALUE_ENDS))
+        if not self._in_quotes and (safe > limit or (final and is_text_only(self._types))):
+            self._write_arguments('"')
+            self._in_quotes = True
+        if self._in_quotes:
+            self._write_arguments(_escape(self._take(safe)))
         elif final:
-            self._write(self._take(safe))
-        self._scanned = max(0, len(self._text) - len(_END_PARAMETER))
+            self._write_arguments(self._take(safe))
+        self._num_searched = max(0, len(self._text) - len(_PARAMETER_END))
         return False
 
-    def _end_value(self, place: int, mark: str) -> None:
-        value = self._take(place).removesuffix("\n")
-        if mark == _END_PARAMETER:
-            self._take(len(mark))
-        if self._quoted:
-            self._write(_escaped(value) + '"')
-        else:
-            given = value if len(value) > self._limit else convert_value(value, self._kinds)
-            self._write(json.dumps(given, ensure_ascii=False))
-        self._state = self._inside
-
-    def _behind_function(self, final: bool) -> bool:
+    def _parse_call_end(self, final: bool) -> bool:
+        """After `</function>`: another function, `</tool_call>`, or content."""
+        if self._take_function_tag():
+            return True
         bare = self._text.lstrip()
         spaces = len(self._text) - len(bare)
-        near = spaces <= MAX_BREAKS
-        if near and bare.startswith(_FUNCTION):
-            self._opening = self._take(spaces + len(_FUNCTION))
-            self._state = self._function_name
-            return True
-        if near and bare.startswith(_END_CALL):
-            self._take(spaces + len(_END_CALL))
-        elif near and final and _END_CALL.startswith(bare):
-            # cut off in the mark that is due: no content
-            self._take(len(self._text))
-        elif near and not self._settles(final) and any(mark.startswith(bare) for mark in (_FUNCTION, _END_CALL)):
-            return False
-        self._state = self._content
+        if spaces <= MAX_NEWLINES:
+            if bare.startswith(_CALL_END):
+                self._take(spaces + len(_CALL_END))
+            elif final and _CALL_END.startswith(bare):
+                # A truncated closing tag is no content.
+                self._take(len(self._text))
+            elif not self._must_decide(final) and any(tag.startswith(bare) for tag in (_FUNCTION, _CALL_END)):
+                return False
+        self._state, self._skip_newlines = self._parse_content, True
         return True
 
-    def _read_name(self, final: bool) -> str | None:
+    def _peek_name(self, final: bool) -> str | None:
         """The name in front of a `>`, empty for what cannot be one; None as long as that is open."""
-        end = self._text.find(">")
-        name = self._text if end < 0 else self._text[:end]
-        if len(name) > _MAX_NAME or "<" in name or "\n" in name or (end < 0 and final):
+        name, closing, _ = self._text.partition(">")
+        if len(name) > _MAX_NAME or "<" in name or "\n" in name or (not closing and final):
             return ""
-        if end < 0:
+        if not closing:
             return None
         return name if name.strip() else ""
 
-    @property
-    def _limit(self) -> int:
-        return _SHORT if is_text_only(self._kinds) else MAX_VALUE
 
-
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """The inside of a JSON string: characters are escaped one by one, so pieces can be put together."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
