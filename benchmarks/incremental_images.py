@@ -32,9 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels, RenderedPrompt
+from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels, RenderedPrompt, StopConditions
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.random_weights.make_model import make_model
+from cairn.types import SamplingParams
 
 FOUR_TOKENS, FIVE_TOKENS = 3_946, 4_584
 IMAGE_SIZE, FIFTH_SIZE = (672, 672), (1696, 384)
@@ -88,8 +89,8 @@ class Asker:
         request = GenerateRequest(
             request_id=str(self._count),
             prompt=np.array(prompt.token_ids, dtype="<i8").tobytes(),
-            max_tokens=1,
-            temperature=0.0,
+            sampling=SamplingParams(temperature=0.0),
+            stop_conditions=StopConditions(max_tokens=1),
             boundaries=prompt.boundaries,
             images=prompt.images,
         )

@@ -25,9 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
 from cairn.engine.core import Core
 from cairn.models.random_weights.make_model import make_model
+from cairn.types import SamplingParams
 
 POLICIES = {"auto": {}, "align": {"mamba_cache_mode": "align"}, "off": {"enable_prefix_caching": False}}
 WORKLOADS = ("repeat", "shared", "next turn")
@@ -47,9 +48,8 @@ class Asker:
         request = GenerateRequest(
             request_id=str(self.count),
             prompt=prompt.tobytes(),
-            max_tokens=max_tokens,
-            temperature=0.0,
-            ignore_eos=True,
+            sampling=SamplingParams(temperature=0.0),
+            stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         )
         start = time.perf_counter()
         self.core.submit(request)

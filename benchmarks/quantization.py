@@ -36,11 +36,12 @@ from rich.table import Table
 from torch import Tensor
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
 from cairn.engine.core import Core
 from cairn.engine.sizing import thread_variables
 from cairn.errors import CairnError
 from cairn.models.registry import open_model
+from cairn.types import SamplingParams
 
 SHOWN = ("windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_threads", "clock", "seed")
 """What goes into the JSON of the flags."""
@@ -87,9 +88,8 @@ class Engine:
             GenerateRequest(
                 request_id=str(self._count),
                 prompt=prompt.tobytes(),
-                max_tokens=answer,
-                temperature=0.0,
-                ignore_eos=True,
+                sampling=SamplingParams(temperature=0.0),
+                stop_conditions=StopConditions(max_tokens=answer, ignore_eos=True),
             )
         )
 

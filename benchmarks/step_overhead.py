@@ -46,9 +46,10 @@ from demo.server import running
 from rich.progress import track
 from rich.table import Table
 
-from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
 from cairn.engine.wire import Outputs, frames_from_core
 from cairn.errors import CairnError
+from cairn.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 64
@@ -142,9 +143,8 @@ def requests_of(sequences: int, context: int, answer: int, seed: int) -> list[Ge
         GenerateRequest(
             request_id=str(number),
             prompt=rng.integers(FIRST_TOKEN, 4_000, context).astype(np.int64).tobytes(),
-            max_tokens=answer,
-            temperature=0.0,
-            ignore_eos=True,
+            sampling=SamplingParams(temperature=0.0),
+            stop_conditions=StopConditions(max_tokens=answer, ignore_eos=True),
         )
         for number in range(sequences)
     ]

@@ -133,9 +133,8 @@ EXPORTED = {
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
     "MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
-    "MAX_PROMPT_LOGPROBS MAX_SHOWN "
-    "Pixels RANGES RenderedPrompt RequestLogConfig STEP_SIZES Structure TemplateValue TextStream TextTokenizer "
-    "Timings TokenLogprobs TransferReport check_token_ids",
+    "MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels RANGES RenderedPrompt RequestLogConfig STEP_SIZES StopConditions Structure "
+    "TemplateValue TextStream TextTokenizer Timings TokenLogprobs TransferReport check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",

@@ -53,22 +53,22 @@ class SamplingParams:
     preemption changes it.
 
     `frequency_penalty` and `presence_penalty` (0.0: none) look at the answer so far, `repetition_penalty` (1.0: none)
-    at prompt and answer. `logit_bias`: token ids and what is added to their logits.
+    at prompt and answer. `logit_bias`: token ids, each once, and what is added to their logits.
 
-    `allowed_tokens`: none but these may come; empty: all. `bad_words`: the tokens of texts that may not come in the
-    answer; the last one of each may not follow the others.
+    `seed`: None lets the engine choose one. `allowed_token_ids`: only these may come; None: all. `bad_words`: the
+    tokens of texts that may not come in the answer; the last one of each may not follow the others.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_tokens: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property

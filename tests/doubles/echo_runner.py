@@ -115,7 +115,7 @@ def _wishes(sample: Sample) -> Iterator[int]:
 
 def _may_come(token: int, sample: Sample) -> bool:
     allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
-    listed = not sample.params.allowed_tokens or token in sample.params.allowed_tokens
+    listed = not sample.params.allowed_token_ids or token in sample.params.allowed_token_ids
     return allowed and listed and token not in sample.banned and token not in ends_of_bad_words(sample)
 
 

@@ -10,7 +10,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo, GenerateRequest, RequestLogConfig
+from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo, RequestLogConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.request_log.log import open_log
 from cairn.models.forward_sizes import ForwardSizes
@@ -21,6 +21,7 @@ from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
+from doubles.engine_requests import generate_request
 
 VOCAB = 50
 SIZES = ForwardSizes(1000, 8)
@@ -110,7 +111,9 @@ class LoggedServer:
         """Further answers, with `n`, are called NAME/1, NAME/2, ..."""
         fields = {"temperature": 0.0, "ignore_eos": True} | fields
         raw = np.array(prompt, np.int64).tobytes()
-        self.core.submit(GenerateRequest(request_id=name, prompt=raw, max_tokens=max_tokens, cache_salt=salt, **fields))
+        self.core.submit(
+            generate_request(request_id=name, prompt=raw, max_tokens=max_tokens, cache_salt=salt, **fields)
+        )
         for index in range(fields.get("n", 1)):
             self.sequences[f"{name}/{index}" if index else name] = list(prompt)
 

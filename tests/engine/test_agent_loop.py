@@ -16,13 +16,14 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
-from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineInfo, GenerateRequest
+from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineInfo
 from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
+from doubles.engine_requests import generate_request
 
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
 MAX_LEN = 1 << 16
@@ -70,7 +71,7 @@ class Talk:
         shared = max(common(rendered.token_ids, path) for path in self.paths)
         self.count += 1
         self.core.submit(
-            GenerateRequest(
+            generate_request(
                 request_id=f"r{self.count}",
                 prompt=np.array(rendered.token_ids, np.int64).tobytes(),
                 max_tokens=max_tokens,

@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from cairn.engine.client import CoreClient, EngineDeadlines, OutputQueue
-from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
+from cairn.engine.contract import EngineConfig, GenerateOutput
 from cairn.engine.process import ProcessTransport
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, QueueFull
 from doubles.byte_tokenizer import ByteTokenizer, load_byte_tokenizer
 from doubles.echo_core import build_echo_core
+from doubles.engine_requests import generate_request
 from doubles.local_engine import LocalEngine
 
 ECHO_CORE = "doubles.echo_core:build_echo_core"
@@ -25,7 +26,7 @@ ECHO_CORE = "doubles.echo_core:build_echo_core"
 
 def request(text="hello", request_id="r", **fields):
     prompt = np.array(ByteTokenizer().encode(text), dtype="<i8").tobytes()
-    return GenerateRequest(request_id=request_id, prompt=prompt, **fields)
+    return generate_request(request_id=request_id, prompt=prompt, **fields)
 
 
 def run(scenario):

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from cairn.engine.client import CoreClient, EngineDeadlines, OutputQueue
-from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest, TokenLogprobs
+from cairn.engine.contract import EngineConfig, GenerateOutput, TokenLogprobs
 from cairn.engine.wire import Outputs
 from cairn.errors import EngineDead
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
+from doubles.engine_requests import generate_request
 from virtual_time import run
 
 SILENCE = 600.0
@@ -41,7 +42,7 @@ async def started():
 
 
 def request(name="r"):
-    return GenerateRequest(request_id=name, prompt=bytes(8))
+    return generate_request(request_id=name, prompt=bytes(8))
 
 
 def test_a_core_that_owes_nothing_may_be_silent_for_ever():

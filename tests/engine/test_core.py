@@ -18,6 +18,7 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
+from doubles.engine_requests import generate_request
 
 VOCAB = 128
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
@@ -51,7 +52,7 @@ def core(num_pages=400, eos=(), seed=0, **config) -> Core:
 
 def request(prompt=range(100), name="a", **fields) -> GenerateRequest:
     fields.setdefault("seed", 1)
-    return GenerateRequest(request_id=name, prompt=np.array(prompt, np.int64).tobytes(), **fields)
+    return generate_request(request_id=name, prompt=np.array(prompt, np.int64).tobytes(), **fields)
 
 
 def run(engine: Core, asked: GenerateRequest):

@@ -80,7 +80,7 @@ RULES = {
     "penalties": {"sampling": SamplingParams(seed=3, frequency_penalty=1.0, repetition_penalty=1.2)},
     "bad words": {"sampling": SamplingParams(temperature=0.0, bad_words=((5, 6), (7,)))},
     "bias": {"sampling": SamplingParams(temperature=0.0, logit_bias=((11, 3.0), (12, -100.0)))},
-    "list": {"sampling": SamplingParams(seed=4, allowed_tokens=(5, 6, 7, 8, 9))},
+    "list": {"sampling": SamplingParams(seed=4, allowed_token_ids=(5, 6, 7, 8, 9))},
     "mask": {"sampling": SamplingParams(seed=5), "constraint": Mask()},
     "min_tokens": {"sampling": SamplingParams(seed=6), "min_tokens": 8, "stop_token_ids": frozenset(range(0, 4096, 2))},
 }

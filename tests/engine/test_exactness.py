@@ -19,7 +19,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest
+from cairn.engine.contract import EngineConfig
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.errors import ConfigError
 from cairn.layers.model import Model
@@ -34,6 +34,7 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.counted_device import counted_device, counted_kernels
+from doubles.engine_requests import generate_request
 from tiers import more
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())
@@ -401,12 +402,12 @@ def test_plans_are_checked_where_that_is_asked_for(tiny_model):
     core = build_core(EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=8 << 20, check_plans=True))
     prompt = np.arange(20, 120).astype("<i8").tobytes()
     for name in ("a", "b"):
-        core.submit(GenerateRequest(request_id=name, prompt=prompt, max_tokens=4, ignore_eos=True))
+        core.submit(generate_request(request_id=name, prompt=prompt, max_tokens=4, ignore_eos=True))
         while core.has_work:
             core.step()
     # one prefill, and three steps for the other tokens of each
     assert core.stats().forward_passes == 7
-    core.submit(GenerateRequest(request_id="c", prompt=prompt, max_tokens=4, ignore_eos=True))
+    core.submit(generate_request(request_id="c", prompt=prompt, max_tokens=4, ignore_eos=True))
     plan = core._scheduler.plan
     core._scheduler.plan = lambda: replace(plan(), admits=(), step=1)
     with pytest.raises(ValueError, match="step 1 does not follow step"):

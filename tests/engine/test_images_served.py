@@ -11,9 +11,11 @@ from transformers import AutoImageProcessor, Qwen3_5ForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels
+from cairn.engine.contract import EngineConfig, Pixels
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
+from cairn.types import SamplingParams
+from doubles.engine_requests import generate_request
 
 torch.set_num_threads(1)
 
@@ -33,7 +35,7 @@ class Asker:
 
     def request(self, *parts, max_tokens=1, salt=None):
         rendered = self.tokenizer.render_chat([{"role": "user", "content": list(parts)}])
-        return GenerateRequest(
+        return generate_request(
             request_id=str(next(self._numbers)),
             prompt=np.array(rendered.token_ids, dtype="<i8").tobytes(),
             max_tokens=max_tokens,
@@ -261,7 +263,9 @@ def test_images_have_no_log_probabilities_and_a_text_on_the_same_model_has(tiny_
         assert refused.value.param == "prompt_logprobs"
     asker.run(replace(asker.request(text("a")), prompt_logprobs=2))
     # what looks at the prompt's tokens otherwise passes images over
-    asker.run(replace(asker.request(image(64, 64), text("a"), max_tokens=3), repetition_penalty=1.5, logprobs=2))
+    penalized = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    request = asker.request(image(64, 64), text("a"), max_tokens=3)
+    asker.run(replace(request, sampling=penalized, logprobs=2))
 
 
 def test_requests_with_and_without_images_at_once(tiny_vl_model):

@@ -12,7 +12,7 @@ from logged import hits_by_name, logged_hits, replayed
 
 from cairn.cli import engine_config, main
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, RequestLogConfig
+from cairn.engine.contract import EngineConfig, RequestLogConfig
 from cairn.engine.core import Core
 from cairn.errors import ConfigError
 from cairn.keys import common_tokens
@@ -20,6 +20,7 @@ from cairn.replay.layouts import sizes_for
 from cairn.replay.traces import read_trace
 from cairn.settings.serve import add_flags, load_settings
 from cairn.types import Boundary
+from doubles.engine_requests import generate_request
 
 REQUESTS = 300
 VOCAB = (20, 4000)
@@ -63,7 +64,7 @@ def serve(core: Core, concurrency: int, seed: int, requests: int = REQUESTS) -> 
             prompt, salt, ends = clients.prompt()
             name = f"r{started}"
             core.submit(
-                GenerateRequest(
+                generate_request(
                     request_id=name,
                     prompt=np.array(prompt, np.int64).tobytes(),
                     max_tokens=clients.draw.randint(1, 24 if clients.draw.random() < 0.03 else 2),
@@ -146,7 +147,7 @@ def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tm
     for index, (prompt, salt) in enumerate(prompts):
         raw = np.array(prompt, np.int64).tobytes()
         ends = [Boundary(80, "system_end"), Boundary(82, "breakpoint", 60)]
-        asked = GenerateRequest(
+        asked = generate_request(
             request_id=f"r{index}", prompt=raw, max_tokens=3, temperature=0.0, cache_salt=salt, boundaries=ends
         )
         core.submit(asked)

@@ -11,7 +11,7 @@ from test_core import request, run, tokens_of
 
 from cairn.engine.build import build_core
 from cairn.engine.client import OutputQueue
-from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest
+from cairn.engine.contract import EngineConfig, GenerateOutput
 from cairn.engine.contract.output import packed
 from cairn.engine.open_answers import StopStrings
 from cairn.engine.specs import seed_of
@@ -20,6 +20,7 @@ from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.scheduler import Progress
 from cairn.step import Logprobs
+from doubles.engine_requests import generate_request
 
 TEXT = np.random.default_rng(5).integers(20, 4000, 200).tolist()
 OTHER = np.random.default_rng(6).integers(20, 4000, 150).tolist()
@@ -47,7 +48,7 @@ class Engine:
     def submit(self, name, prompt, **fields) -> None:
         fields = {"seed": 1, "ignore_eos": True, "max_tokens": 8} | fields
         keys = np.array(prompt, "<i8").tobytes()
-        self.core.submit(GenerateRequest(request_id=name, prompt=keys, **fields))
+        self.core.submit(generate_request(request_id=name, prompt=keys, **fields))
         self.outputs[name] = []
 
     def step(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cairn.engine.contract import GenerateRequest, Structure
+from cairn.engine.contract import Structure
 from cairn.engine.grammars.compiler import GrammarCheck, GrammarCompiler, PendingGrammars, Tried, Verdict, WantedGrammar
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.grammars.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
@@ -21,6 +21,7 @@ from cairn.engine.grammars.worker import reason_against as reason_of
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.types import ManualClock, SystemClock
+from doubles.engine_requests import generate_request
 
 EOS = 2
 WEATHER = {
@@ -314,7 +315,7 @@ def test_what_explodes_ends(asked, refused, failure):
 
 
 def request(name, asked):
-    return GenerateRequest(request_id=name, prompt=b"\1" + bytes(7), structure=asked)
+    return generate_request(request_id=name, prompt=b"\1" + bytes(7), structure=asked)
 
 
 class NoCheck:

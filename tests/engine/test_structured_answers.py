@@ -9,13 +9,13 @@ import time
 import jsonschema
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, Structure
+from cairn.engine.contract import EngineConfig, Structure
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
+from doubles.engine_requests import generate_request
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 90)
 
@@ -40,7 +40,7 @@ class Turned:
         for name, fields in asked.items():
             prompt = np.array(fields.get("prompt", PROMPT), "<i8").tobytes()
             fields = {"max_tokens": 400, "seed": 1, "request_id": name} | fields | {"prompt": prompt}
-            requests.append(GenerateRequest(**fields))
+            requests.append(generate_request(**fields))
         self.core.submit(*requests)
         self._open |= {request.request_id: request.n for request in requests}
         self._together = {requests[0].request_id: list(asked)}
@@ -360,9 +360,7 @@ def test_a_request_that_waits_for_its_grammar_has_its_id_to_itself(turned):
     engine.ask("x", form("regex", "a{5}b"))
     with pytest.raises(InvalidRequest, match="in use"):
         engine.core.submit(
-            replace(
-                GenerateRequest(request_id="x", prompt=PROMPT.astype("<i8").tobytes()), structure=form("regex", "a{5}b")
-            )
+            generate_request(request_id="x", prompt=PROMPT.astype("<i8").tobytes(), structure=form("regex", "a{5}b"))
         )
     engine.run()
     assert engine.text("x") == "aaaaab"

@@ -8,7 +8,6 @@ from cairn.engine.contract import (
     EngineConfig,
     EngineStats,
     GenerateOutput,
-    GenerateRequest,
     KvTransferConfig,
     TransferReport,
 )
@@ -34,11 +33,12 @@ from cairn.engine.wire import (
 from cairn.errors import ConfigError, EngineDead, InvalidRequest, ModelError, NotFound, Overloaded, QueueFull
 from cairn.types import Boundary
 from doubles.echo_core import build_echo_core
+from doubles.engine_requests import generate_request
 
 
 def request(**fields):
     fields = {"request_id": "r", "prompt": np.arange(5, dtype="<i8").tobytes()} | fields
-    return GenerateRequest(**fields)
+    return generate_request(**fields)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import nixl_nursery
 import numpy as np
 import zmq
 
-from cairn.engine.contract import EngineConfig, EngineInfo, EngineStats, GenerateOutput, GenerateRequest
+from cairn.engine.contract import EngineConfig, EngineInfo, EngineStats, GenerateOutput
 from cairn.engine.wire import (
     Abort,
     BuildRefused,
@@ -34,6 +34,7 @@ from cairn.engine.wire import (
     frames_from_core,
     frames_to_core,
 )
+from doubles.engine_requests import generate_request
 
 START_SECONDS, ANSWER_SECONDS = 60.0, 20.0
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -129,7 +130,7 @@ class CoreProcess:
 
     def submit(self, prompt, max_tokens=3, params=None, **fields) -> Asked:
         asked = Asked(f"{self.name}-r{next(self._counts)}", list(prompt))
-        request = GenerateRequest(
+        request = generate_request(
             request_id=asked.name,
             prompt=np.array(prompt, "<i8").tobytes(),
             max_tokens=max_tokens,

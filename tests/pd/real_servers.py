@@ -7,9 +7,10 @@ from functools import cached_property
 import numpy as np
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateOutput, GenerateRequest, KvTransferConfig
+from cairn.engine.contract import EngineConfig, GenerateOutput, KvTransferConfig
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.build import MakeLink
+from doubles.engine_requests import generate_request
 from doubles.memory_link import MemoryFabric
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -47,7 +48,7 @@ class RealServer:
 
     def submit(self, prompt, max_tokens=4, params=None, **fields) -> int:
         self.count += 1
-        request = GenerateRequest(
+        request = generate_request(
             request_id=f"r{self.count}",
             prompt=np.array(prompt, "<i8").tobytes(),
             max_tokens=max_tokens,

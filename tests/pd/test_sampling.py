@@ -103,8 +103,8 @@ def test_what_is_drawn_with_penalties_is_that_of_one_server():
 @pytest.mark.parametrize(
     "rules",
     [
-        {"allowed_tokens": (3, 7, 11)},
-        {"bad_words": ((3,), (7, 11), (11, 11, 7)), "allowed_tokens": (3, 7, 11)},
+        {"allowed_token_ids": (3, 7, 11)},
+        {"bad_words": ((3,), (7, 11), (11, 11, 7)), "allowed_token_ids": (3, 7, 11)},
     ],
 )
 def test_rules_behind_a_prefill_server_are_those_of_one_server(rules):

@@ -155,7 +155,7 @@ def any_sample(rng: np.random.Generator, row: int, vocab_size: int) -> Sample:
         presence_penalty=pick(0.0, 0.0, -1.0),
         repetition_penalty=pick(1.0, 1.0, 1.2),
         logit_bias=pick((), (), ((int(tokens[0]), 3.0),)),
-        allowed_tokens=pick((), (), (), tuple(sorted(set(tokens[1:40].tolist())))),
+        allowed_token_ids=pick(None, None, None, tuple(sorted(set(tokens[1:40].tolist())))),
         bad_words=pick((), (), ((int(tokens[2]),), tuple(tokens[58:60].tolist()))),
     )
     allowed = pick(None, None, rng.integers(-(1 << 31), 1 << 31, -(-vocab_size // 32)).astype(np.int32))
@@ -279,14 +279,14 @@ def test_banned_tokens_do_not_come_unless_nothing_else_may() -> None:
 
 def test_only_listed_tokens_come_unless_none_of_them_may() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
-    params = SamplingParams(allowed_tokens=(1, 3))
+    params = SamplingParams(allowed_token_ids=(1, 3))
     assert changed(logits, params).tolist() == [-torch.inf, 2.0, -torch.inf, 0.0]
-    assert {draw(logits, SamplingParams(seed=seed, allowed_tokens=(1, 3))) for seed in range(100)} == {1, 3}
-    greedy = SamplingParams(temperature=0, allowed_tokens=(1, 3))
+    assert {draw(logits, SamplingParams(seed=seed, allowed_token_ids=(1, 3))) for seed in range(100)} == {1, 3}
+    greedy = SamplingParams(temperature=0, allowed_token_ids=(1, 3))
     assert draw(logits, greedy, banned=(1,)) == 3 and draw(logits, greedy, banned=(1, 3)) == 1
     # the form goes first
     assert draw(logits, greedy, allowed=mask_of([0, 3], 4)) == 3 and draw(logits, greedy, allowed=mask_of([2], 4)) == 2
-    assert draw(logits, SamplingParams(temperature=0, allowed_tokens=(3,), bad_words=((3,),))) == 3
+    assert draw(logits, SamplingParams(temperature=0, allowed_token_ids=(3,), bad_words=((3,),))) == 3
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cairn.server.logprobs import TextOffsetTracker
+from cairn.types import SamplingParams
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -48,7 +49,7 @@ def test_n_answers_have_indices_of_their_own_and_one_prompt(server):
     answer = ask(server, TEXT, prompt="abc", n=3, seed=7)
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "abc"), (1, "bca"), (2, "cab")]
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 12)
-    assert server.requests[-1].n == 3 and server.requests[-1].seed == 7
+    assert server.requests[-1].n == 3 and server.requests[-1].sampling.seed == 7
     assert answer["cairn"]["cache"]["prompt_tokens"] == 3
 
 
@@ -316,20 +317,23 @@ def test_all_of_it_reaches_the_engine(server):
         logprobs=3,
     )
     asked = server.requests[-1]
-    assert (asked.min_p, asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty) == (
+    drawn = asked.sampling
+    assert (drawn.min_p, drawn.frequency_penalty, drawn.presence_penalty, drawn.repetition_penalty) == (
         0.5,
         -2,
         1.5,
         1.25,
     )
-    assert (asked.logit_bias, asked.min_tokens, asked.priority, asked.logprobs) == ({5: -100, 6: 0.5}, 2, -3, 3)
-    assert (asked.skip_special_tokens, asked.include_stop_str_in_output, asked.prompt_logprobs) == (False, True, None)
+    assert drawn.logit_bias == ((5, -100), (6, 0.5))
+    assert (asked.stop_conditions.min_tokens, asked.priority, asked.logprobs) == (2, -3, 3)
+    assert (asked.skip_special_tokens, asked.prompt_logprobs) == (False, None)
+    assert asked.stop_conditions.include_stop_str_in_output is True
 
 
 def test_defaults_reach_the_engine_as_such(server):
     ask(server, TEXT, prompt="x")
     asked = server.requests[-1]
-    assert (asked.n, asked.min_p, asked.repetition_penalty, asked.logit_bias, asked.min_tokens) == (1, 0, 1, {}, 0)
+    assert (asked.n, asked.sampling, asked.stop_conditions.min_tokens) == (1, SamplingParams(), 0)
     assert (asked.logprobs, asked.prompt_logprobs, asked.priority, asked.skip_special_tokens) == (None, None, 0, True)
 
 

@@ -7,6 +7,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.errors import InvalidRequest
 from cairn.server.sampling import encode_bad_words
 from doubles.echo_core import build_echo_core
+from doubles.engine_requests import generate_request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -26,12 +27,12 @@ def prompt_of(request):
 def test_they_reach_the_engine(server, path):
     prompt = {"prompt": "x"} if path == TEXT else {"messages": [{"role": "user", "content": "x"}]}
     _, asked = ask(server, path, **prompt, allowed_token_ids=[5, 258, 5], bad_words=["ab", " c"])
-    assert asked.allowed_token_ids == [5, 258, 5]
-    assert asked.bad_words == [[97, 98], [32, 97, 98], [99], [32, 99]]
+    assert asked.sampling.allowed_token_ids == (5, 258, 5)
+    assert asked.sampling.bad_words == ((97, 98), (32, 97, 98), (99,), (32, 99))
     _, asked = ask(server, path, **prompt)
-    assert (asked.allowed_token_ids, asked.bad_words) == (None, [])
+    assert (asked.sampling.allowed_token_ids, asked.sampling.bad_words) == (None, ())
     _, asked = ask(server, path, **prompt, allowed_token_ids=None, bad_words=[], truncate_prompt_tokens=None)
-    assert (asked.allowed_token_ids, asked.bad_words) == (None, [])
+    assert (asked.sampling.allowed_token_ids, asked.sampling.bad_words) == (None, ())
 
 
 def test_every_prompt_of_a_request_has_them(server):
@@ -39,8 +40,8 @@ def test_every_prompt_of_a_request_has_them(server):
     ask(server, TEXT, prompt=["one", "three"], bad_words=["z"], allowed_token_ids=[1], truncate_prompt_tokens=3)
     one, three = sorted(server.requests[before:], key=lambda request: prompt_of(request) != [*b"one"])
     assert (prompt_of(one), prompt_of(three)) == ([*b"one"], [*b"ree"])
-    assert one.bad_words == three.bad_words == [[122], [32, 122]]
-    assert one.allowed_token_ids == three.allowed_token_ids == [1]
+    assert one.sampling.bad_words == three.sampling.bad_words == ((122,), (32, 122))
+    assert one.sampling.allowed_token_ids == three.sampling.allowed_token_ids == (1,)
 
 
 def test_spellings_of_a_word():
@@ -63,12 +64,10 @@ def test_a_word_that_the_model_has_no_tokens_for_is_refused():
         def encode(self, text, add_special_tokens=True):
             return [300]
 
-    from cairn.engine.contract import GenerateRequest
-
     core = build_echo_core(EngineConfig(model="echo"))
     words = encode_bad_words(Wide().encode, ["x"])
     with pytest.raises(InvalidRequest) as caught:
-        core.submit(GenerateRequest(request_id="a", prompt=np.array([1], "<i8").tobytes(), bad_words=words))
+        core.submit(generate_request(request_id="a", prompt=np.array([1], "<i8").tobytes(), bad_words=words))
     assert caught.value.param == "bad_words"
 
 

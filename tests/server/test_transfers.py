@@ -313,7 +313,7 @@ def test_a_strangers_proxy(serve, run_app, path, body, stream):
     assert answer.status_code == 200, answer.text
 
     (at_p,), (at_d,) = prefill.requests, decode.requests
-    assert (at_p.max_tokens, at_d.max_tokens) == (1, 4) and at_p.prompt == at_d.prompt
+    assert (at_p.stop_conditions.max_tokens, at_d.stop_conditions.max_tokens) == (1, 4) and at_p.prompt == at_d.prompt
     assert json.loads(at_p.kv_transfer_params) == ASKS_FOR_DECODE
     asked = json.loads(at_d.kv_transfer_params)
     assert asked["do_remote_prefill"] is True

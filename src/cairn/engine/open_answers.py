@@ -64,15 +64,16 @@ class GrowingAnswer:
         terms: TransferTerms,
         constraint: GrammarConstraint | None,
     ) -> None:
+        until = request.stop_conditions
         self.request_id = request.request_id
         self.index = index
         self.terms = terms
         self.constraint = constraint
         self.failure_status = _BAD_GATEWAY
-        self.stop_tokens = frozenset(request.stop_token_ids)
+        self.stop_tokens = frozenset(until.stop_token_ids)
         self._stream = stream
-        self._stops = StopStrings(request.stop, request.include_stop_str_in_output)
-        self._min_tokens, self._num_tokens = request.min_tokens, 0
+        self._stops = StopStrings(until.stop, until.include_stop_str_in_output)
+        self._min_tokens, self._num_tokens = until.min_tokens, 0
 
     def push(self, tokens: tuple[int, ...]) -> tuple[str, str | None]:
         """The text that may go out, and the stop string that was met. What the first `min_tokens` tokens complete

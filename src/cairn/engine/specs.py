@@ -22,12 +22,11 @@ from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.step import Image
-from cairn.types import Keys, RequestId, SamplingParams
+from cairn.types import Keys, RequestId
 
 _INT64 = 1 << 63
 _MAX_WORD_TOKENS = 1088
 """A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def key_tokens(request: GenerateRequest) -> Keys:
@@ -72,11 +71,12 @@ def check_request(request: GenerateRequest) -> None:
 def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
     """What one of the `RANGES` speaks of, each behind its place: numbers, or how long something is."""
     field = name.removesuffix("[]").removesuffix(".*")
-    value = getattr(request, field)
+    holder = next(one for one in (request, request.sampling, request.stop_conditions) if hasattr(one, field))
+    value = getattr(holder, field)
     if value is None:
         return ()
     if name != field:
-        named = value.items() if name.endswith(".*") else enumerate(value)
+        named = dict(value).items() if name.endswith(".*") else enumerate(value)
         mark = "{}.{}" if name.endswith(".*") else "{}[{}]"
         return [(mark.format(field, key), one if isinstance(one, int | float) else len(one)) for key, one in named]
     return [(field, value if isinstance(value, int | float) else len(value))]
@@ -85,25 +85,16 @@ def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
 def _check_together(request: GenerateRequest) -> None:
     """What no range says. Raises InvalidRequest that names the field."""
     num_prompt_tokens = len(request.prompt) // 8
-    if any(not 1 <= len(word) <= _MAX_WORD_TOKENS for word in request.bad_words):
+    if any(not 1 <= len(word) <= _MAX_WORD_TOKENS for word in request.sampling.bad_words):
         raise InvalidRequest(f"bad_words must have 1 to {_MAX_WORD_TOKENS} tokens each", "bad_words")
-    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-        text = f"min_tokens {request.min_tokens} is more than max_tokens {request.max_tokens}"
+    least, most = request.stop_conditions.min_tokens, request.stop_conditions.max_tokens
+    if most is not None and least > most:
+        text = f"min_tokens {least} is more than max_tokens {most}"
         raise InvalidRequest(text, "min_tokens")
     shown = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
     if shown * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
         text = f"prompt_logprobs of {num_prompt_tokens} tokens are too many: ask for fewer, or send a shorter prompt"
         raise InvalidRequest(text, "prompt_logprobs")
-
-
-def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
-    return SamplingParams(
-        **{name: getattr(request, name) for name in _SAMPLED},
-        seed=seed,
-        logit_bias=tuple(sorted(request.logit_bias.items())),
-        allowed_tokens=tuple(sorted(set(request.allowed_token_ids or ()))),
-        bad_words=tuple(sorted(set(map(tuple, request.bad_words)))),
-    )
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -114,11 +105,13 @@ def seed_of(seed: int, index: int) -> int:
 def answers_to(spec: Spec, n: int) -> list[Spec]:
     """`spec` and n - 1 more of it, with seeds of their own. What the first one tells of the prompt, or fetches, they do
     not."""
+    seed = spec.sampling.seed
+    assert seed is not None
     more = [
         replace(
             spec,
             request_id=RequestId(f"{spec.request_id}/{index}"),
-            sampling=replace(spec.sampling, seed=seed_of(spec.sampling.seed, index)),
+            sampling=replace(spec.sampling, seed=seed_of(seed, index)),
             prompt_logprobs=None,
             source=None,
         )
@@ -157,21 +150,23 @@ class SpecMaker:
         keys, images = self._keys(request)
         if any(not 1 <= boundary.position <= len(keys) for boundary in request.boundaries):
             raise InvalidRequest(f"boundaries must lie between 1 and {len(keys)}", "boundaries")
-        seed = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed
-        stops = frozenset(request.stop_token_ids)
+        sampling, until = request.sampling, request.stop_conditions
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=int(self._seeds.integers(1 << 63)))
+        stops = frozenset(until.stop_token_ids)
         return Spec(
             request_id=RequestId(request.request_id),
             prompt=keys,
-            sampling=sampling_params(request, seed),
-            max_tokens=max(1, room_behind(len(keys))) if request.max_tokens is None else request.max_tokens,
-            stop_token_ids=stops if request.ignore_eos else stops | self._eos,
+            sampling=sampling,
+            max_tokens=max(1, room_behind(len(keys))) if until.max_tokens is None else until.max_tokens,
+            stop_token_ids=stops if until.ignore_eos else stops | self._eos,
             namespace=Namespace(cache_salt=request.cache_salt),
             boundaries=tuple(request.boundaries),
             images=images,
             source=terms.source,
             kv_export=terms.kv_export,
             client=request.client,
-            min_tokens=request.min_tokens,
+            min_tokens=until.min_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
@@ -182,10 +177,10 @@ class SpecMaker:
         keys = key_tokens(request)
         check_token_ids(keys, self._vocab_size, "prompt")
         named: Iterable[tuple[str, Iterable[int]]] = (
-            ("stop_token_ids", request.stop_token_ids),
-            ("logit_bias", request.logit_bias),
-            ("allowed_token_ids", request.allowed_token_ids or ()),
-            ("bad_words", chain.from_iterable(request.bad_words)),
+            ("stop_token_ids", request.stop_conditions.stop_token_ids),
+            ("logit_bias", (token for token, _ in request.sampling.logit_bias)),
+            ("allowed_token_ids", request.sampling.allowed_token_ids or ()),
+            ("bad_words", chain.from_iterable(request.sampling.bad_words)),
         )
         for name, tokens in named:
             check_token_ids(np.array([*tokens], np.int64), self._vocab_size, name)

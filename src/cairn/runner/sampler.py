@@ -71,7 +71,7 @@ class Sampler:
         top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in params], np.int64)
         numbers = np.zeros(len(params))
         if columns[:, 0].any():
-            numbers = uniform([one.seed for one in params], positions)
+            numbers = uniform([one.seed or 0 for one in params], positions)
         groups: dict[tuple[bool, DrawRows], list[int]] = {}
         for row, one in enumerate(params):
             groups.setdefault((_has_rules(one), _way(one, vocab_size)), []).append(row)
@@ -147,7 +147,7 @@ def _take(logits: Tensor, group: _Group, copied: bool) -> Tensor:
 
 def _has_rules(params: SamplingParams) -> bool:
     """Whether something is done to the logits whatever the temperature."""
-    return bool(params.allowed_tokens or params.bad_words or params.logit_bias or params.has_penalties)
+    return bool(params.allowed_token_ids or params.bad_words or params.logit_bias or params.has_penalties)
 
 
 def rules_of(
@@ -157,7 +157,7 @@ def rules_of(
     params = [sample.params for sample in samples]
     found = [
         allow_masked([sample.allowed for sample in samples], vocab_size, staging),
-        keep_listed([one.allowed_tokens for one in params], staging),
+        keep_listed([one.allowed_token_ids or () for one in params], staging),
         ban([ends_of_bad_words(sample) for sample in samples], staging),
         ban([sample.banned for sample in samples], staging),
         add_bias([one.logit_bias for one in params], staging),

@@ -172,7 +172,7 @@ class SimulatedRunner(StepRunner):
             if sample.history is None:
                 raise LookupError(f"slot {slot}: a penalty at {sample.position} without the tokens before it")
             seen = (*sample.history.tolist(), sample.num_prompt_tokens)
-        token = hash((hidden, sample.params.seed, sample.position, *seen)) % self._vocab_size
+        token = hash((hidden, sample.params.seed or 0, sample.position, *seen)) % self._vocab_size
         others = ((token + step) % self._vocab_size for step in range(self._vocab_size))
         ends = ends_of_bad_words(sample)
         token = next((other for other in others if other not in ends and self._may_come(other, sample)), token)
@@ -182,7 +182,7 @@ class SimulatedRunner(StepRunner):
 
     def _may_come(self, token: int, sample: Sample) -> bool:
         allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
-        listed = not sample.params.allowed_tokens or token in sample.params.allowed_tokens
+        listed = not sample.params.allowed_token_ids or token in sample.params.allowed_token_ids
         return allowed and listed and token not in sample.banned
 
     def _logprobs(self, hidden: int, token: int, top: int) -> Logprobs:

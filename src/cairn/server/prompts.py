@@ -104,12 +104,11 @@ def build_engine_request(
     return GenerateRequest(
         request_id=request_id,
         prompt=encode_token_ids(prompt.token_ids),
-        **get_sampling_params(body),
+        **get_sampling_params(body, bad_words),
         boundaries=prompt.boundaries,
         images=prompt.images,
         kv_transfer_params=encode_transfer_params(body.kv_transfer_params, service.engine.info),
         structure=structure,
-        bad_words=bad_words,
         client=client,
     )
 

@@ -3,36 +3,44 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cairn.engine.contract import StopConditions
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
+from cairn.types import SamplingParams
 
 _GREEDY_BELOW = 1e-5
 _COMPLETION_MAX_TOKENS = 16
-_AS_SENT = (
-    *("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "n", "min_tokens"),
-    *("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "priority", "cache_salt"),
-    *("stop_token_ids", "allowed_token_ids"),
-)
-"""Fields of bodies that the engine's request has under the same name."""
+_DRAWN = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
+_ENDED = ("min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
+_AS_SENT = ("n", "skip_special_tokens", "priority", "cache_salt")
+"""Fields of bodies that `SamplingParams`, `StopConditions` and `GenerateRequest` have under the same names."""
 
 
-def get_sampling_params(body: SamplingFields) -> dict[str, Any]:
-    """Fields of `GenerateRequest`: what the body says, where that is not the engine's own default. Raises
-    InvalidRequest naming the field."""
-    sampling = {name: value for name in _AS_SENT if (value := getattr(body, name)) is not None}
+def get_sampling_params(body: SamplingFields, bad_words: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Fields of `GenerateRequest`: what the body says, where that is not the engine's own default. `bad_words`: their
+    tokens. Raises InvalidRequest naming the field."""
+    drawn = _sent(body, _DRAWN)
     if body.temperature is not None:
-        sampling["temperature"] = 0.0 if 0 <= body.temperature < _GREEDY_BELOW else body.temperature
+        drawn["temperature"] = 0.0 if 0 <= body.temperature < _GREEDY_BELOW else body.temperature
     if body.top_k is not None:
-        sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
-    if is_remote_decode(body):
-        sampling["n"] = 1
-    return sampling | {
-        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
-        "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        "max_tokens": get_max_tokens(body),
+        drawn["top_k"] = 0 if body.top_k == -1 else body.top_k
+    if body.allowed_token_ids is not None:
+        drawn["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    more: dict[str, Any] = {"n": 1} if is_remote_decode(body) else {}
+    return {
+        **_sent(body, _AS_SENT),
+        **more,
+        "sampling": SamplingParams(**drawn, logit_bias=tuple(bias.items()), bad_words=tuple(map(tuple, bad_words))),
+        "stop_conditions": StopConditions(**_sent(body, _ENDED), stop=stop, max_tokens=get_max_tokens(body)),
         "logprobs": get_num_logprobs(body),
         "prompt_logprobs": _prompt_logprobs(body),
     }
+
+
+def _sent(body: SamplingFields, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def is_remote_decode(body: SamplingFields) -> bool:

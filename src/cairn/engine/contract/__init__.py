@@ -29,6 +29,7 @@ from cairn.engine.contract.request import (
     GenerateRequest,
     ImageInput,
     Pixels,
+    StopConditions,
     Structure,
     check_token_ids,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "Pixels",
     "RenderedPrompt",
     "RequestLogConfig",
+    "StopConditions",
     "Structure",
     "TemplateValue",
     "TextStream",

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from cairn.errors import InvalidRequest
-from cairn.types import Boundary, Keys
+from cairn.types import Boundary, Keys, SamplingParams
 
 MAX_BREAKPOINTS = 4
 """Places that one request may have held, as at Anthropic."""
@@ -84,7 +84,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "cache_salt": Range(1, 128, lengths="characters"),
     }
 )
-"""By field of GenerateRequest what it may be, where it is not None; `name[]` and `name.*`: what is in it."""
+"""By field of GenerateRequest, or of its `sampling` or `stop_conditions`: what it may be where it is not None; `name[]`
+and `name.*`: what is in it."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,52 +127,48 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Literal["none", "opened", "possible"] = "none"
 
 
+class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """When an answer ends, besides at the end of the context.
+
+    `max_tokens`: None for as many as fit. `min_tokens`: nothing but a full context ends the answer before so many
+    tokens. `stop`: texts that end it; the answer has the one that ended it only with `include_stop_str_in_output`.
+    `stop_token_ids`: tokens that end it besides the model's end-of-sequence tokens, which `ignore_eos` switches off.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: list[str] = []
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to be continued.
 
-    `prompt` is the token ids as raw little-endian int64. `max_tokens` None means as many as fit. `boundaries` are
-    the places at which the leading system segment, messages and images end, and where clients have put breakpoints:
-    ascending, each position in 1..n.
-    `seed` None lets the engine choose one. `kv_transfer_params`: that JSON object of the request's body as it came;
-    the engine alone knows what it may say, and refuses what it may not. `structure`: the form of the answer.
+    `prompt`: token ids as raw little-endian int64. `n`: how many answers; with seed s theirs are s, s + 1, and so on.
+    `logprobs`: give the log-probability of each token, and of so many of the most likely ones; `prompt_logprobs`: the
+    same of the prompt, from its second token on. `structure`: the form of the answers.
 
-    `n`: how many answers; with seed s theirs are s, s + 1, and so on. Penalties, `min_p` and `logit_bias` (by
-    token id) are those of `cairn.types.SamplingParams`. `min_tokens`: nothing but a full context ends the answer before
-    so many tokens. `logprobs`: tell how likely each token was held, and of so many of the best beside it;
-    `prompt_logprobs`: the same of the prompt, from its second token on. `priority`: a smaller one comes before others.
-
-    `allowed_token_ids`: none but these come; None: all may. `bad_words`: the tokens of each text that may not come.
-    `client`: who asks, the API key's digest or the peer's address: what is held for other servers is bounded for each.
+    `boundaries`: places where the leading system segment, messages and images end, and where clients have put
+    breakpoints: ascending, each position in 1..n. `kv_transfer_params`: that JSON object of the request's body as it
+    came, checked by the engine alone. `priority`: a smaller one comes before others. `client`: who asks, the API key's
+    digest or the peer's address: what is held for other servers is bounded for each.
     """
 
     request_id: str
     prompt: bytes
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    cache_salt: str | None = None
-    boundaries: list[Boundary] = []
-    images: list[ImageInput] = []
-    kv_transfer_params: bytes | None = None
-    structure: Structure | None = None
+    sampling: SamplingParams = SamplingParams()
+    stop_conditions: StopConditions = StopConditions()
     n: int = 1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[list[int]] = []
-    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structure: Structure | None = None
+    images: list[ImageInput] = []
+    boundaries: list[Boundary] = []
+    cache_salt: str | None = None
+    kv_transfer_params: bytes | None = None
     priority: int = 0
     client: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
