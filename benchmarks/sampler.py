@@ -30,9 +30,9 @@ from rich.table import Table
 from torch import Tensor
 
 from cairn.kernels.staging import Staging
-from cairn.runner.penalties import TokenCounts
+from cairn.runner.input_batch import SamplingMetadata
+from cairn.runner.logits_processors import TokenCounts
 from cairn.runner.sampler import Sampler
-from cairn.runner.slots import Sample
 from cairn.types import SamplingParams
 
 CASES = {
@@ -58,7 +58,7 @@ def flat(generator: torch.Generator, rows: int, vocab_size: int) -> Tensor:
     return torch.randn(rows, vocab_size, generator=generator)
 
 
-def draw_row(logits: Tensor, sample: Sample) -> int:
+def draw_row(logits: Tensor, sample: SamplingMetadata) -> int:
     """The baseline: one row."""
     params = sample.params
     if params.repetition_penalty != 1:
@@ -105,7 +105,9 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
     rng, params = np.random.default_rng(seed), CASES[case]
     histories = rng.integers(0, vocab_size, (rows, HISTORY))
     told = {"num_prompt_tokens": PROMPT} if params.has_penalties else {}
-    samples = [Sample(params, HISTORY + row, history=histories[row] if told else None, **told) for row in range(rows)]
+    samples = [
+        SamplingMetadata(params, HISTORY + row, history=histories[row] if told else None, **told) for row in range(rows)
+    ]
     counts, slots = TokenCounts(rows, vocab_size), range(rows)
     staging = Staging()
     admitted = [

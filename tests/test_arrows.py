@@ -73,7 +73,7 @@ ARROWS = MappingProxyType(
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
-NO_TORCH_MODULES = ("cairn.runner.simulated",)
+NO_TORCH_MODULES = ("doubles.simulated_runner",)
 WEB = ("fastapi", "starlette", "uvicorn")
 WEB_ROOMS = ("http", "server", "proxy")
 TESTS = ("tests", *(path.stem for path in (ROOT / "tests").iterdir() if path.suffix in ("", ".py")))
@@ -220,7 +220,7 @@ def test_the_package_keeps_the_rule(rule):
         (torch_in_its_rooms, "cairn.cache.pages", "import torch"),
         (torch_in_its_rooms, "cairn.scheduler.plan", "from torch.nn import functional"),
         (torch_in_its_rooms, "cairn.engine.core", "def step():\n    import torch.nn as nn"),
-        (torch_in_its_rooms, "cairn.runner.simulated", "import torch"),
+        (torch_in_its_rooms, "doubles.simulated_runner", "import torch"),
         (torch_in_its_rooms, "cairn.cli", "from safetensors.torch import save_file"),
         (web_framework_in_its_rooms, "cairn.engine.client", "from starlette.requests import Request"),
         (web_framework_in_its_rooms, "cairn.cli", "def serve():\n    import uvicorn"),

@@ -103,7 +103,7 @@ EXPORTED = {
     "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed PolicyParts ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.sequence_blocks": "KeyBuffer MissReport MissSpan Namespace PagePin PageTable PageTables PendingFile "
+    "cairn.cache.sequence_blocks": "MissReport MissSpan Namespace PagePin PageTable PageTables PendingFile "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
     "hold_positions placement_for",
@@ -113,9 +113,8 @@ EXPORTED = {
     "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request RequestOutcome RequestStats "
     "RequestTransfer Source Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",
-    "cairn.runner.contract": "StepRunner",
+    "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",
-    "cairn.runner.simulated": "SimulatedRunner",
     "cairn.models.contract": "Family TensorLoader",
     "cairn.models.families": "FAMILIES family_of",
     "cairn.models.registry": "OpenModel open_model",

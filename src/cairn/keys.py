@@ -1,9 +1,11 @@
-"""How two sequences of key tokens compare."""
+"""Key tokens: a growing buffer of them, and how two sequences compare."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cairn.types import Keys
 
 _BLOCK = 8192
 """Key tokens that are compared in one go."""
@@ -22,3 +24,28 @@ def common_tokens(ours: Tokens, theirs: Tokens, limit: int | None = None) -> int
         if differs[first]:
             return start + first
     return length
+
+
+class KeyBuffer:
+    """The key tokens of one sequence; grows at the end, in amortised O(1) a token. The array that it begins with is
+    never written to."""
+
+    __slots__ = ("_keys", "num_tokens")
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self.num_tokens = len(keys)
+
+    @property
+    def keys(self) -> Keys:
+        """A view, shape [num_tokens]."""
+        return self._keys[: self.num_tokens]
+
+    def append(self, token: int) -> None:
+        """Add one key token."""
+        if self.num_tokens == len(self._keys):
+            grown = np.empty(len(self._keys) * 5 // 4 + 64, np.int64)
+            grown[: self.num_tokens] = self._keys
+            self._keys = grown
+        self._keys[self.num_tokens] = token
+        self.num_tokens += 1

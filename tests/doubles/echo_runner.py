@@ -9,8 +9,7 @@ from cairn.engine.contract import GenerateRequest
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.specs import SpecMaker
 from cairn.engine.transfers.kv_transfer import TransferTerms
-from cairn.runner.bad_words import ends_of_bad_words
-from cairn.runner.slots import Sample, Slots
+from cairn.runner.input_batch import InputBatch, SamplingMetadata
 from cairn.scheduler.request import Spec
 from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult, TokenMasks
 from cairn.types import SamplingParams
@@ -60,14 +59,14 @@ class EchoRunner:
     def __init__(self) -> None:
         self.forward_passes = 0
         self.steps = 0
-        self._slots = Slots()
+        self._input_batch = InputBatch()
         self._plan = StepPlan(0)
         self._masks: TokenMasks = {}
 
     def launch(self, plan: StepPlan) -> None:
         """Needs plans whose requests come from `EchoSpecs`."""
         self.forward_passes += bool(plan.num_rows)
-        self._slots.launch(plan)
+        self._input_batch.update(plan)
         self._plan = plan
 
     def draw(self, step: int, masks: TokenMasks) -> None:
@@ -77,9 +76,9 @@ class EchoRunner:
         self.steps += 1
         plan = self._plan
         scores = [(row.slot, row.start, row.score) for row in plan.prefills if row.score is not None]
-        samples = zip(plan.samples.slots.tolist(), self._slots.samples(plan, self._masks), strict=True)
+        samples = zip(plan.samples.slots.tolist(), self._input_batch.sampling_metadata(plan, self._masks), strict=True)
         sampled = [_drawn(slot, sample) for slot, sample in samples]
-        self._slots.collect(sampled)
+        self._input_batch.append(sampled)
         scored = tuple(
             Scored(slot, start + 1 + i, _logprobs(target, score.top))
             for slot, start, score in scores
@@ -91,13 +90,13 @@ class EchoRunner:
         """Nothing runs beside it."""
 
 
-def _drawn(slot: int, sample: Sample) -> SampledToken:
+def _drawn(slot: int, sample: SamplingMetadata) -> SampledToken:
     token = next((token for token in _wishes(sample) if _may_come(token, sample)), END_OF_SEQUENCE)
     told = None if sample.logprobs is None else _logprobs(token, sample.logprobs)
     return SampledToken(slot, token, told)
 
 
-def _wishes(sample: Sample) -> Iterator[int]:
+def _wishes(sample: SamplingMetadata) -> Iterator[int]:
     """What is to be said next, then what else may be said instead."""
     assert sample.history is not None and isinstance(sample.params, _EchoParams)
     prompt, said = np.split(sample.history, [sample.num_prompt_tokens])
@@ -113,10 +112,10 @@ def _wishes(sample: Sample) -> Iterator[int]:
     yield from range(VOCAB_SIZE)
 
 
-def _may_come(token: int, sample: Sample) -> bool:
-    allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
+def _may_come(token: int, sample: SamplingMetadata) -> bool:
+    allowed = sample.allowed_mask is None or bool(int(sample.allowed_mask[token // 32]) >> token % 32 & 1)
     listed = not sample.params.allowed_token_ids or token in sample.params.allowed_token_ids
-    return allowed and listed and token not in sample.banned and token not in ends_of_bad_words(sample)
+    return allowed and listed and token not in sample.banned_tokens and token not in sample.bad_word_ends()
 
 
 def _logprobs(token: int, top: int) -> Logprobs:

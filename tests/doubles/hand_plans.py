@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.runner.slots import Sample
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.step import (
     SAMPLED,
     Admit,
@@ -44,7 +44,7 @@ class WholeRow:
     pages: tuple[Pages, ...]
     kv_write_from: int
     decode: bool
-    sample: Sample | None = None
+    sample: SamplingMetadata | None = None
     images: tuple[Image, ...] = ()
     score: Score | None = None
 
@@ -54,7 +54,7 @@ class SampleOnly:
     """A token from the hidden state that lies in `slot`."""
 
     slot: int
-    sample: Sample
+    sample: SamplingMetadata
 
 
 class PlanWriter:
@@ -134,14 +134,18 @@ def decode_rows(rows: Sequence[WholeRow]) -> DecodeRows:
 
 def masks_of(rows: Sequence[WholeRow]) -> dict[int, TokenMask]:
     """By slot, what rows that are drawn allow."""
-    return {row.slot: row.sample.allowed for row in rows if row.sample is not None and row.sample.allowed is not None}
+    return {
+        row.slot: row.sample.allowed_mask
+        for row in rows
+        if row.sample is not None and row.sample.allowed_mask is not None
+    }
 
 
-def sample_columns(samples: Sequence[tuple[int, Sample]]) -> Samples:
+def sample_columns(samples: Sequence[tuple[int, SamplingMetadata]]) -> Samples:
     return Samples(
         np.array([slot for slot, _ in samples], np.int32),
         np.array([sample.position for _, sample in samples], np.int32),
-        np.array([bool(sample.banned) for _, sample in samples], np.bool_),
+        np.array([bool(sample.banned_tokens) for _, sample in samples], np.bool_),
     )
 
 
@@ -151,7 +155,7 @@ def _admit(slot, pages, images, sample, known) -> Admit:
     elif sample is None:
         params, stops, logprobs = SamplingParams(), (), None
     else:
-        params, stops, logprobs = sample.params, sample.banned, sample.logprobs
+        params, stops, logprobs = sample.params, sample.banned_tokens, sample.logprobs
     history = None if sample is None else sample.history
     return Admit(
         slot, pages, params, 0 if sample is None else sample.num_prompt_tokens, history, stops, logprobs, images

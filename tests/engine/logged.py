@@ -17,11 +17,11 @@ from cairn.models.forward_sizes import ForwardSizes
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace
-from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
 from doubles.engine_requests import generate_request
+from doubles.simulated_runner import SimulatedRunner
 
 VOCAB = 50
 SIZES = ForwardSizes(1000, 8)

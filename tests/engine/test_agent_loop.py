@@ -19,11 +19,11 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineInfo
 from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
 from doubles.engine_requests import generate_request
+from doubles.simulated_runner import SimulatedRunner
 
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
 MAX_LEN = 1 << 16

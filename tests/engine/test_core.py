@@ -13,12 +13,12 @@ from cairn.engine.open_answers import StopStrings
 from cairn.engine.specs import SpecMaker
 from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import AuditError, InvalidRequest, Overloaded
-from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.engine_requests import generate_request
+from doubles.simulated_runner import SimulatedRunner
 
 VOCAB = 128
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)

@@ -16,8 +16,8 @@ import torch
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.layers.backend import kernels_of
 from cairn.layers.communicator import ALONE
-from cairn.runner.content import row_content
 from cairn.runner.runner import Runner
+from cairn.runner.vision import multimodal_inputs
 from cairn.scheduler.request import Spec
 from cairn.step import Image
 from cairn.types import RequestId, SamplingParams
@@ -159,7 +159,7 @@ class Encoder:
 
     merge, counters = 2, None
 
-    def features(self, image: Image) -> torch.Tensor:
+    def encode(self, image: Image) -> torch.Tensor:
         return torch.arange(image.length * 8.0).view(image.length, 8)
 
 
@@ -168,6 +168,6 @@ def test_an_images_vectors_are_brought_over():
     like, image = torch.zeros(1, 8, dtype=torch.bfloat16, device=device), Image(3, 4, (1, 4, 4), b"", 56, 56, b"")
     copies.take()
     with torch.inference_mode():
-        content = row_content(0, 6, [image], Encoder(), ALONE, like)
+        content = multimodal_inputs(0, 6, [image], Encoder(), ALONE, like)
         assert copies.take() == (1, 0) and content.vectors.device.type == device.type
         assert content.vectors.cpu().tolist() == torch.arange(24.0).view(3, 8).tolist()

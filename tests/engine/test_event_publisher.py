@@ -17,11 +17,11 @@ from cairn.engine.contract import KvEventsConfig
 from cairn.engine.core import Core
 from cairn.engine.event_publisher import EventPublisher, encode_event
 from cairn.errors import ConfigError
-from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
+from doubles.simulated_runner import SimulatedRunner
 
 STORED = BlockStored((11, 12), None, (1, 2, 3, 4), 2, "")
 

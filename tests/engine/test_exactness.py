@@ -25,9 +25,9 @@ from cairn.errors import ConfigError
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.registry import OpenModel, open_model
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
-from cairn.runner.slots import Sample
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
@@ -103,7 +103,7 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self._numbers = count(1)
 
-    def _observe(self, sample: Sample, logits: torch.Tensor) -> None:
+    def _observe(self, sample: SamplingMetadata, logits: torch.Tensor) -> None:
         self.logits[sample.params.seed].append(logits.clone())
 
     def submit(self, prompt, max_tokens=ANSWER, boundaries=()) -> int:

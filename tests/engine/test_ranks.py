@@ -33,9 +33,9 @@ from cairn.engine.ranks.worker import follow
 from cairn.errors import ConfigError, EngineDead, ModelError
 from cairn.models.registry import open_model
 from cairn.runner.contract import StepRunner
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
-from cairn.runner.slots import Sample
 from cairn.step import (
     SAMPLED,
     Admit,
@@ -238,7 +238,7 @@ def started() -> Iterator[list[RankedRunner]]:
 
 
 def prefill(step: int, slot: int = 0, **records) -> StepPlan:
-    row = WholeRow(slot, 0, 100, PROMPT, (TABLE,), 0, False, Sample(GREEDY, 100))
+    row = WholeRow(slot, 0, 100, PROMPT, (TABLE,), 0, False, SamplingMetadata(GREEDY, 100))
     return PlanWriter().plan(step, [row], **records)
 
 
@@ -246,15 +246,15 @@ def conversation(checkpoint: int) -> list[StepPlan]:
     """Prefill with snapshots, decode from the step before, save, resume, a full hit."""
     at_64, at_100, saved = (np.arange(first, first + checkpoint, dtype=np.int32) for first in (20, 50, 70))
     plan = PlanWriter().plan
-    whole = WholeRow(0, 0, 100, PROMPT, (TABLE,), 0, False, Sample(DRAWN, 100))
+    whole = WholeRow(0, 0, 100, PROMPT, (TABLE,), 0, False, SamplingMetadata(DRAWN, 100))
     plans = [plan(1, [whole], snapshots=(Snapshot(0, 64, at_64), Snapshot(0, 100, at_100)))]
     plans += [
-        plan(2 + i, [WholeRow(0, 100 + i, 101 + i, SAMPLED, (TABLE,), 0, True, Sample(DRAWN, 101 + i))])
+        plan(2 + i, [WholeRow(0, 100 + i, 101 + i, SAMPLED, (TABLE,), 0, True, SamplingMetadata(DRAWN, 101 + i))])
         for i in range(5)
     ]
-    resumed = WholeRow(1, 64, 100, PROMPT[64:], (TABLE,), 100, False, Sample(GREEDY, 100))
+    resumed = WholeRow(1, 64, 100, PROMPT[64:], (TABLE,), 100, False, SamplingMetadata(GREEDY, 100))
     plans.append(plan(7, [resumed], restores=(Restore(1, at_64),)))
-    drawn = (SampleOnly(2, Sample(GREEDY, 100)),)
+    drawn = (SampleOnly(2, SamplingMetadata(GREEDY, 100)),)
     plans.append(plan(8, restores=(Restore(2, at_100),), sample_only=drawn))
     plans.append(StepPlan(9, copies=(PageCopy(0, 90),), saves=(Save(0, saved),)))
     return plans

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from cairn.models.registry import open_model
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
-from cairn.runner.simulated import SimulatedRunner
-from cairn.runner.slots import Sample
 from cairn.step import SAMPLED, PageCopy, Restore, Save, Score, Snapshot, StepPlan
 from cairn.types import SamplingParams
 from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow, decode_rows, masks_of
+from doubles.simulated_runner import SimulatedRunner
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
 GREEDY = SamplingParams(temperature=0.0)
@@ -70,12 +70,12 @@ def file(first, size):
 
 
 def prefill(slot=0, start=0, end=100, table=TABLE, write_from=0, sample=True):
-    wanted = Sample(GREEDY, end) if sample else None
+    wanted = SamplingMetadata(GREEDY, end) if sample else None
     return WholeRow(slot, start, end, PROMPT[start:end], (table,), write_from, False, wanted)
 
 
 def decode(slot, start, tokens, table=TABLE):
-    return WholeRow(slot, start, start + 1, tokens, (table,), 0, True, Sample(GREEDY, start + 1))
+    return WholeRow(slot, start, start + 1, tokens, (table,), 0, True, SamplingMetadata(GREEDY, start + 1))
 
 
 def tokens(result):
@@ -98,7 +98,7 @@ def test_a_kept_state_goes_on_like_the_one_it_was_taken_from(subject):
     again = runner.run(2, prefill(1, 64, write_from=100), restores=(Restore(1, file(20, size)),))
     assert tokens(again)[0][1] == tokens(whole)[0][1]
     passes, _ = runner.counts
-    drawn = (SampleOnly(3, Sample(GREEDY, 100)),)
+    drawn = (SampleOnly(3, SamplingMetadata(GREEDY, 100)),)
     only = runner.run(3, restores=(Restore(3, file(40, size)),), sample_only=drawn)
     assert tokens(only) == [(3, tokens(whole)[0][1])]
     assert runner.counts[0] == passes
@@ -132,10 +132,10 @@ def test_steps_behind_a_stop_token_leave_the_slot_alone(subject, num_out):
     other = pages(*range(60, 68))
     stop = tokens(runner.run(1, prefill(), prefill(1, table=other)))
     runner.run(2, saves=(Save(0, file(20, size)),))
-    ends = {"banned": (stop[0][1],)}  # that is how a slot's stop tokens are told here
-    runner.launch(3, replace(prefill(), sample=Sample(GREEDY, 100, **ends)), prefill(1, table=other))
+    ends = {"banned_tokens": (stop[0][1],)}  # that is how a slot's stop tokens are told here
+    runner.launch(3, replace(prefill(), sample=SamplingMetadata(GREEDY, 100, **ends)), prefill(1, table=other))
     for step in range(4, 4 + num_out):
-        ended = replace(decode(0, 96 + step, SAMPLED), sample=Sample(GREEDY, 97 + step, **ends))
+        ended = replace(decode(0, 96 + step, SAMPLED), sample=SamplingMetadata(GREEDY, 97 + step, **ends))
         runner.launch(step, ended, decode(1, 96 + step, SAMPLED, other))
     drawn = [tokens(runner.collect(step)) for step in range(3, 4 + num_out)]
     assert drawn[0] == stop
@@ -170,14 +170,14 @@ def test_what_may_come_and_what_is_told_of_it(subject):
     runner, _ = subject
     mask = np.zeros(128, np.int32)
     mask[3] = 0b110  # tokens 97 and 98
-    tell = {"allowed": mask, "logprobs": 4}
-    row = replace(prefill(), sample=Sample(GREEDY, 100, **tell))
+    tell = {"allowed_mask": mask, "logprobs": 4}
+    row = replace(prefill(), sample=SamplingMetadata(GREEDY, 100, **tell))
     (one,) = runner.run(1, row).sampled
     assert one.token in (97, 98)
     assert one.logprobs.token_ids.shape == one.logprobs.values.shape == (1, 5) and one.logprobs.ranks.shape == (1,)
     assert one.logprobs.token_ids[0, 0] == one.token
     assert all(one.logprobs.values[0, 1:] <= one.logprobs.values[0, 1])
-    banned = replace(row, sample=Sample(GREEDY, 100, banned=(one.token,), **tell))
+    banned = replace(row, sample=SamplingMetadata(GREEDY, 100, banned_tokens=(one.token,), **tell))
     (other,) = runner.run(2, banned).sampled
     assert {one.token, other.token} == {97, 98}
 
@@ -187,15 +187,17 @@ def test_a_history_goes_on_with_what_was_sampled(subject):
     runner, _ = subject
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1e6)
     drawn, known = [], PROMPT
-    whole = replace(prefill(), sample=Sample(params, 100, history=known, num_prompt_tokens=100))
+    whole = replace(prefill(), sample=SamplingMetadata(params, 100, history=known, num_prompt_tokens=100))
     drawn += tokens(runner.run(1, whole))
     for step in range(2, 6):
-        drawn += tokens(runner.run(step, replace(decode(0, 98 + step, SAMPLED), sample=Sample(params, 99 + step))))
+        drawn += tokens(
+            runner.run(step, replace(decode(0, 98 + step, SAMPLED), sample=SamplingMetadata(params, 99 + step)))
+        )
     answer = [token for _, token in drawn]
     again = []
     for number, token in enumerate([None, *answer[:-1]]):
         history = np.concatenate([PROMPT, answer[:number]]).astype(np.int64)
-        sample = Sample(params, 100 + number, history=history, num_prompt_tokens=100)
+        sample = SamplingMetadata(params, 100 + number, history=history, num_prompt_tokens=100)
         if token is None:
             row = replace(prefill(slot=1, table=pages(*range(20, 27))), sample=sample)
         else:

@@ -20,8 +20,8 @@ from cairn.layers.model import Model
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES
 from cairn.models.sharding import Cut
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
-from cairn.runner.slots import Sample
 from doubles.thread_ranks import thread_ranks
 from models.wide_float import wide_float
 from runner.harness import Driver, RunnersSideBySide, left_of
@@ -235,7 +235,7 @@ class TinyDriver(Driver):
         self._begin(self.model[0])
 
     def _observer(self, rank: int) -> Any:
-        def observe(sample: Sample, logits: Tensor) -> None:
+        def observe(sample: SamplingMetadata, logits: Tensor) -> None:
             self.seen[rank].append(logits.clone())
             if rank == 0:
                 self._observe(sample, logits)

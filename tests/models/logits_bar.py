@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.runner.slots import Sample
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.step import Restore, Snapshot
 from cairn.types import Pages, SamplingParams
 from doubles.hand_plans import SampleOnly
@@ -59,7 +59,7 @@ def full_hits(driver: Driver, truth: Truth, files: Mapping[int, Pages]) -> None:
     """Straight from checkpoints' hidden states to logits, without a forward pass."""
     passes, slot = driver.runner.forward_passes, 1
     for position, pages in files.items():
-        only = SampleOnly(slot, Sample(SamplingParams(temperature=0.0), position))
+        only = SampleOnly(slot, SamplingMetadata(SamplingParams(temperature=0.0), position))
         (logits,) = driver.run(restores=(Restore(slot, pages),), sample_only=(only,))
         truth.check(logits, position)
     assert driver.runner.forward_passes == passes

@@ -116,14 +116,14 @@ def test_resumed_from_a_checkpoint_at_every_position(name: str, seed: int) -> No
 
 
 class GivenVectors:
-    """Implements `Vision`: an image's vectors are known already."""
+    """Implements `VisionEncoder`: an image's vectors are known already."""
 
     merge = 2
 
     def __init__(self, vectors: dict[int, Tensor]) -> None:
         self.vectors = vectors
 
-    def features(self, image: Image) -> Tensor:
+    def encode(self, image: Image) -> Tensor:
         return self.vectors[image.start]
 
 

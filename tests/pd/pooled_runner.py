@@ -7,8 +7,8 @@ file    hidden tag, then the state's tag over and over: a torn file does not go 
 import numpy as np
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.runner.simulated import SimulatedRunner
 from cairn.transfer.geometry_pairing import ModelUnits
+from doubles.simulated_runner import SimulatedRunner
 
 UNITS = ModelUnits(kv_heads=1, attention_layers=1, state_units=1)
 STATE_BYTES = 360

@@ -14,10 +14,10 @@ from cairn.models.contract import Family
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
 from cairn.models.sharding import Cut
-from cairn.runner.content import Vision
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
-from cairn.runner.slots import Sample
+from cairn.runner.vision import VisionEncoder
 from cairn.step import Snapshot, StepResult
 from cairn.types import Pages, SamplingParams
 from doubles.hand_plans import PlanWriter, WholeRow
@@ -139,9 +139,9 @@ class Driver:
     num_pages: int = 512
     num_slots: int = 8
     block_size: int = 16
-    vision: Vision | None = None
+    vision: VisionEncoder | None = None
     runner: Runner = field(init=False)
-    logits: list[tuple[Sample, Tensor]] = field(init=False, default_factory=list)
+    logits: list[tuple[SamplingMetadata, Tensor]] = field(init=False, default_factory=list)
     step: int = field(init=False, default=0)
     next_page: int = field(init=False, default=0)
     writer: PlanWriter = field(init=False)
@@ -167,7 +167,7 @@ class Driver:
         self.checked = CheckedRunner(self.runner, limits)
         self.writer = PlanWriter(len(self.layout.groups))
 
-    def _observe(self, sample: Sample, logits: Tensor) -> None:
+    def _observe(self, sample: SamplingMetadata, logits: Tensor) -> None:
         self.logits.append((sample, logits.clone()))
 
     def allocate(self, count: int) -> Pages:
@@ -195,7 +195,7 @@ class Driver:
             pages=(seq.pages,) * len(self.layout.groups),
             kv_write_from=seq.kv_write_from,
             decode=decode,
-            sample=Sample(GREEDY, end) if sample else None,
+            sample=SamplingMetadata(GREEDY, end) if sample else None,
         )
 
     def run(self, *rows: WholeRow, snapshots: Sequence[Snapshot] = (), **records: Any) -> list[Tensor]:
@@ -245,7 +245,7 @@ class RanksDriver(Driver):
         self._begin(self.model)
 
     def _observer(self, rank: int) -> Any:
-        def observe(sample: Sample, logits: Tensor) -> None:
+        def observe(sample: SamplingMetadata, logits: Tensor) -> None:
             self.seen[rank].append(logits.clone())
             if rank == 0:
                 self._observe(sample, logits)

@@ -5,8 +5,7 @@ import torch
 
 from cairn.kernels import reference
 from cairn.kernels.staging import Readback, Staging
-from cairn.runner.batch_builder import BatchBuilder, RowContent, snapshot_order
-from cairn.runner.slot_arrays import SlotArrays
+from cairn.runner.batch_builder import BatchBuilder, MultimodalInputs, SlotTensors
 from cairn.step import SAMPLED, DecodeRows, PrefillRow, Snapshot, StepPlan
 from doubles.counted_device import counted_device
 
@@ -26,13 +25,13 @@ def decodes(*rows):
     return DecodeRows(slots, positions, np.array(tokens, np.int64), write_from)
 
 
-def built(plan, contents=None, last_tokens=()):
+def built(plan, inputs=None, last_tokens=()):
     staging = Staging()
-    builder = BatchBuilder(plan, contents or [None] * plan.num_rows, reference, staging)
+    builder = BatchBuilder(plan, inputs or [None] * plan.num_rows, reference, staging)
     staging.send(torch.device("cpu"))
-    slot_arrays = SlotArrays(1, 8, 4, torch.device("cpu"))
-    slot_arrays.last_tokens[: len(last_tokens)] = torch.tensor(last_tokens)
-    return builder.batch(slot_arrays)
+    slot_tensors = SlotTensors(1, 8, 4, torch.device("cpu"))
+    slot_tensors.last_tokens[: len(last_tokens)] = torch.tensor(last_tokens)
+    return builder.batch(slot_tensors)
 
 
 def test_decode_rows_come_first_and_prefills_follow_one_another():
@@ -69,8 +68,9 @@ def test_snapshots_come_in_the_batchs_order_and_rise_within_a_row():
     plan = StepPlan(
         1, decodes=decodes((1, 40, 7, 0)), prefills=(prefill(0, 60, 140), prefill(2, 0, 10)), snapshots=snapshots
     )
-    host = built(plan).host
-    assert snapshot_order(plan) == [1, 2, 0, 3]
+    builder = BatchBuilder(plan, [None] * 3, reference, Staging())
+    host = builder.host
+    assert builder.snapshots == [snapshots[1], snapshots[2], snapshots[0], snapshots[3]]
     assert host.snapshot_rows.tolist() == [0, 1, 1, 2]
     assert host.snapshot_offsets.tolist() == [1, 4, 80, 1]
 
@@ -85,7 +85,7 @@ def test_images_have_vectors_and_positions_of_their_own():
     plan = StepPlan(1, decodes=decodes((0, 20, 20, 0)), prefills=(prefill(1, 0, 4, tokens=[3, -5, -5, 4]),))
     vectors = torch.arange(6.0).view(2, 3)
     positions = np.array([[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 3]])
-    batch = built(plan, [None, RowContent(positions, np.array([1, 2]), vectors)])
+    batch = built(plan, [None, MultimodalInputs(positions, np.array([1, 2]), vectors)])
     assert batch.tokens.tolist() == [20, 3, 0, 0, 4]
     assert batch.positions.tolist() == [[20, 0, 1, 1, 2], [20, 0, 1, 1, 2], [20, 0, 1, 2, 3]]
     assert batch.multimodal_embeddings.rows.tolist() == [2, 3] and torch.equal(
@@ -94,7 +94,7 @@ def test_images_have_vectors_and_positions_of_their_own():
 
 
 def test_an_empty_share_of_images_is_none():
-    nothing = RowContent(np.array([[0], [0], [0]]), np.zeros(0, np.int64), torch.zeros(0, 3))
+    nothing = MultimodalInputs(np.array([[0], [0], [0]]), np.zeros(0, np.int64), torch.zeros(0, 3))
     assert built(StepPlan(1, prefills=(prefill(1, 0, 1),)), [nothing]).multimodal_embeddings is None
 
 

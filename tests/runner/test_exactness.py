@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.runner.slots import Sample
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.step import SAMPLED, PageCopy, Restore, Save, Snapshot
 from cairn.types import SamplingParams
 from doubles.hand_plans import SampleOnly, WholeRow
@@ -173,8 +173,8 @@ def test_full_hit_without_a_forward_pass(driver: Driver, length: int) -> None:
     wanted = driver.run(driver.row(track, tokens), snapshots=[Snapshot(0, length, file)])
     token = driver.result.sampled[0].token
     passes = driver.runner.forward_passes
-    others = [SampleOnly(slot, Sample(GREEDY, 1)) for slot in (1, 2)]
-    only = SampleOnly(5, Sample(GREEDY, length))
+    others = [SampleOnly(slot, SamplingMetadata(GREEDY, 1)) for slot in (1, 2)]
+    only = SampleOnly(5, SamplingMetadata(GREEDY, length))
     found = driver.run(restores=(Restore(5, file),), sample_only=(*others, only))
     assert driver.runner.forward_passes == passes
     assert torch.equal(found[-1], wanted[0])
@@ -223,7 +223,7 @@ def test_tokens_fed_from_the_step_that_sampled_them(driver: Driver) -> None:
 
 
 def _with(row: WholeRow, params: SamplingParams) -> WholeRow:
-    return replace(row, sample=Sample(params, row.end))
+    return replace(row, sample=SamplingMetadata(params, row.end))
 
 
 def test_preempted_and_replayed_equals_undisturbed(driver: Driver) -> None:

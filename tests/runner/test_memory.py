@@ -8,7 +8,7 @@ import torch
 from cairn.errors import ConfigError
 from cairn.machine import Machine
 from cairn.runner import memory
-from cairn.runner.memory import ALIGNMENT, new_pool, set_aside
+from cairn.runner.memory import ALIGNMENT, allocate_pool, populate
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -22,20 +22,20 @@ def resident_bytes():
 
 def test_a_pool_takes_memory_when_it_is_set_aside():
     before = resident_bytes()
-    pool = new_pool(400, 100_000, CPU)
+    pool = allocate_pool(400, 100_000, CPU)
     assert pool.shape == (400, 100_000) and pool.data_ptr() % ALIGNMENT == 0
     assert resident_bytes() - before < MIB
     pool[7] = 5
-    set_aside(pool)
+    populate(pool)
     assert resident_bytes() - before >= 400 * 100_000 * 0.95
     assert (pool[7] == 5).all() and pool.sum() == 500_000
 
 
 def test_a_pool_is_as_good_where_it_cannot_be_set_aside(monkeypatch, caplog):
     monkeypatch.setattr(memory, "_POPULATE_WRITE", 9999)
-    pool = new_pool(3, 100, CPU)
+    pool = allocate_pool(3, 100, CPU)
     with caplog.at_level("INFO"):
-        set_aside(pool)
+        populate(pool)
     assert "cannot be had before: Invalid argument" in caplog.text
     assert not pool.any()
 
@@ -44,8 +44,8 @@ def test_a_pool_beyond_the_memory_that_the_weights_have_left(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemAvailable: 100 kB\n")
     machine = Machine(tmp_path)
-    assert len(new_pool(25, 4096, CPU, machine=machine)) == 25
+    assert len(allocate_pool(25, 4096, CPU, machine=machine)) == 25
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: .* does not fit into memory: .* 102400$"):
-        new_pool(1 << 20, 4096, CPU, machine=machine)
+        allocate_pool(1 << 20, 4096, CPU, machine=machine)
     assert resident_bytes() - before < MIB

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.runner.penalties import TokenCounts, penalize
+from cairn.runner.logits_processors import TokenCounts, penalize
 from cairn.types import SamplingParams
 from runner.staged import staged
 
@@ -31,7 +31,7 @@ def anew(prompt: list[int], answer: list[int]) -> list[float]:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-2, VOCAB - 1)), max_size=60), st.data())
 def test_appended_tokens_count_as_those_of_an_admitted_history(events, data) -> None:
-    """Slots are admitted again and again, and those that are known get tokens, several in one call."""
+    """InputBatch are admitted again and again, and those that are known get tokens, several in one call."""
     counts, known = TokenCounts(3, VOCAB), {}
     for slot, token in events:
         if slot not in known or token < 0:

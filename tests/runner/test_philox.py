@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cairn.runner.philox import philox, uniform
+from cairn.runner.inverse_cdf import philox, uniform
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels import exact
 from cairn.layers.linear import Linear
-from cairn.runner import self_test
+from cairn.runner import runner
+from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
-from cairn.runner.slots import Sample
 from cairn.step import (
     SAMPLED,
     Admit,
@@ -109,7 +109,7 @@ def test_results_are_in_plan_order_rows_first(driver: Driver) -> None:
     driver.run(driver.row(driver.sequence(2, 32), prompt(9, 5)))
     rows = [driver.row(tracks[0], prompt(5, 6)), driver.row(tracks[1], prompt(1, 7), decode=True)]
     rows.append(driver.row(tracks[2], prompt(7, 8), sample=False))
-    driver.run(*rows, sample_only=(SampleOnly(2, Sample(GREEDY, 9)),))
+    driver.run(*rows, sample_only=(SampleOnly(2, SamplingMetadata(GREEDY, 9)),))
     assert [sampled.slot for sampled in driver.result.sampled] == [3, 1, 2]
     assert driver.result.step == driver.step
     assert driver.result.sampled[0] == SampledToken(3, int(driver.logits[0][1].argmax()))
@@ -120,7 +120,7 @@ def test_passes_and_steps_are_counted(driver: Driver) -> None:
     file = driver.file()
     driver.run(driver.row(track, prompt(20, 9)), snapshots=[Snapshot(0, 20, file)])
     driver.run(restores=(Restore(1, file),), copies=(PageCopy(0, 100),), saves=(Save(0, driver.file()),))
-    driver.run(sample_only=(SampleOnly(1, Sample(GREEDY, 20)),))
+    driver.run(sample_only=(SampleOnly(1, SamplingMetadata(GREEDY, 20)),))
     driver.run()
     assert (driver.runner.forward_passes, driver.runner.steps) == (1, 4)
 
@@ -288,11 +288,11 @@ def test_exact_mode_is_for_float32_only() -> None:
 
 
 def test_the_self_test_names_the_shape_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "find_dependent_height", lambda _, bias, generator: 64 if bias is None else None)
+    monkeypatch.setattr(runner, "find_dependent_height", lambda _, bias, generator: 64 if bias is None else None)
     biased = Linear(exact, torch.randn(24, 32), torch.randn(24), (24, 32))
-    assert self_test.check_row_independence([biased, biased]) == 1
+    assert runner.check_row_independence([biased, biased]) == 1
     with pytest.raises(ConfigError, match=r"weight of shape \[24, 32\] in tiles of 64 rows"):
-        self_test.check_row_independence([biased, replace(biased, bias=None)])
+        runner.check_row_independence([biased, replace(biased, bias=None)])
 
 
 def test_the_draw_does_not_depend_on_the_batch(driver: Driver) -> None:
@@ -300,7 +300,7 @@ def test_the_draw_does_not_depend_on_the_batch(driver: Driver) -> None:
     text = prompt(30, 15)
 
     def row(slot: int) -> WholeRow:
-        return replace(driver.row(driver.sequence(slot, 32), text), sample=Sample(params, 30))
+        return replace(driver.row(driver.sequence(slot, 32), text), sample=SamplingMetadata(params, 30))
 
     alone = driver.submit(row(0)).sampled[0].token
     crowd = driver.submit(*(driver.row(driver.sequence(slot, 32), prompt(8, slot)) for slot in (0, 1)), row(2))

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.runner import sampler
-from cairn.runner.penalties import TokenCounts
-from cairn.runner.sampler import Sampler, rules_of
-from cairn.runner.slots import Sample
-from cairn.runner.token_logprobs import DrawnLogprobs, Scoring, logprobs_of
-from cairn.runner.token_rules import Rule
+from cairn.runner.input_batch import SamplingMetadata
+from cairn.runner.logits_processors import LogitsProcessor, TokenCounts
+from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs, compute_logprobs
+from cairn.runner.sampler import Sampler, logits_processors
 from cairn.step import Score
 from cairn.types import SamplingParams
 from runner.staged import staged
@@ -22,18 +21,18 @@ from tiers import more
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, position: int = 0, **fields) -> int:
-    (token,) = draw_all(logits[None], [Sample(params, position, **fields)])
+    (token,) = draw_all(logits[None], [SamplingMetadata(params, position, **fields)])
     return token
 
 
-def draw_all(logits: torch.Tensor, samples: list[Sample]) -> list[int]:
+def draw_all(logits: torch.Tensor, samples: list[SamplingMetadata]) -> list[int]:
     """A token for each row, in slots of their own."""
     params, positions = [sample.params for sample in samples], [sample.position for sample in samples]
     made = staged(lambda staging: Sampler(params, positions, logits.shape[1], staging))
     return made.draw(logits, range(len(samples)), samples, counts_of(samples, logits.shape[1])).tolist()
 
 
-def counts_of(samples: list[Sample], vocab_size: int) -> TokenCounts:
+def counts_of(samples: list[SamplingMetadata], vocab_size: int) -> TokenCounts:
     counts = TokenCounts(len(samples), vocab_size)
     for slot, sample in enumerate(samples):
         if sample.history is not None:
@@ -122,7 +121,7 @@ def test_over_many_positions_tokens_come_as_often_as_they_should(filters: str) -
     """Chi-square against the softmax of what a sort leaves; tokens of fewer than 8 expected draws are one bin."""
     params, count = FILTERS[filters], 20_000
     logits = torch.randn(400, generator=torch.Generator().manual_seed(4)) * 1.5
-    drawn = draw_all(logits.expand(count, -1), [Sample(params, position) for position in range(count)])
+    drawn = draw_all(logits.expand(count, -1), [SamplingMetadata(params, position) for position in range(count)])
     ranked, order = (logits.double() / params.temperature).sort(descending=True)
     keep = (ranked - ranked[0]).exp() >= params.min_p
     keep[params.top_k or 400 :] = False
@@ -138,7 +137,7 @@ def test_over_many_positions_tokens_come_as_often_as_they_should(filters: str) -
     assert deviation < len(pairs) - 1 + 5 * (2 * len(pairs)) ** 0.5
 
 
-def any_sample(rng: np.random.Generator, row: int, vocab_size: int) -> Sample:
+def any_sample(rng: np.random.Generator, row: int, vocab_size: int) -> SamplingMetadata:
     """Anything that may be asked for, several of them together."""
     tokens = rng.integers(0, vocab_size, 60)
 
@@ -159,7 +158,7 @@ def any_sample(rng: np.random.Generator, row: int, vocab_size: int) -> Sample:
         bad_words=pick((), (), ((int(tokens[2]),), tuple(tokens[58:60].tolist()))),
     )
     allowed = pick(None, None, rng.integers(-(1 << 31), 1 << 31, -(-vocab_size // 32)).astype(np.int32))
-    return Sample(params, 60 + row, allowed, pick((), tuple(tokens[3:5].tolist())), tokens, 30)
+    return SamplingMetadata(params, 60 + row, allowed, pick((), tuple(tokens[3:5].tolist())), tokens, 30)
 
 
 @pytest.mark.parametrize("threads", [1, more(2)])
@@ -179,8 +178,8 @@ def test_a_row_s_token_is_the_same_alone_and_in_any_batch(vocab_size: int, round
         torch.set_num_threads(before)
 
 
-def rest(sample: Sample) -> dict:
-    names = ("allowed", "banned", "history", "num_prompt_tokens")
+def rest(sample: SamplingMetadata) -> dict:
+    names = ("allowed_mask", "banned_tokens", "history", "num_prompt_tokens")
     return {name: getattr(sample, name) for name in names}
 
 
@@ -189,7 +188,7 @@ def test_many_rows_of_a_large_vocabulary_are_drawn_some_at_a_time() -> None:
     logits = torch.randn(40, 151_936, generator=torch.Generator().manual_seed(1)) * 4
     kinds = [*FILTERS.values(), SamplingParams(temperature=0), SamplingParams(frequency_penalty=1.0)]
     told = {"history": np.arange(50), "num_prompt_tokens": 20}
-    samples = [Sample(kinds[row % len(kinds)], 100 + row, **told) for row in range(40)]
+    samples = [SamplingMetadata(kinds[row % len(kinds)], 100 + row, **told) for row in range(40)]
     drawn = draw_all(logits, samples)
     assert drawn[:12] == [draw(logits[row], samples[row].params, 100 + row, **told) for row in range(12)]
     greedy = [row for row, sample in enumerate(samples) if sample.params.temperature == 0]
@@ -203,7 +202,7 @@ def test_rows_without_temperature_or_rules_cost_nothing_of_them(monkeypatch: pyt
     for name in ("uniform", "penalize", "draw_from_all"):
         monkeypatch.setattr(sampler, name, refuse)
     logits = torch.randn(5, 256)
-    assert draw_all(logits, [Sample(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()
+    assert draw_all(logits, [SamplingMetadata(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("filters", FILTERS)
@@ -227,15 +226,15 @@ def test_logits_are_left_alone() -> None:
 
 
 def changed(logits: torch.Tensor, params: SamplingParams = SamplingParams(), **fields) -> torch.Tensor:  # noqa: B008
-    sample, logits = Sample(params, len(fields.get("history", ())), **fields), logits[None].clone()
+    sample, logits = SamplingMetadata(params, len(fields.get("history", ())), **fields), logits[None].clone()
     for rule in rules_for(sample, logits.shape[1]):
         rule(logits)
     return logits[0]
 
 
-def rules_for(sample: Sample, vocab_size: int = 70) -> list[Rule]:
+def rules_for(sample: SamplingMetadata, vocab_size: int = 70) -> list[LogitsProcessor]:
     counts = counts_of([sample], vocab_size)
-    return staged(lambda staging: rules_of([sample], [0], vocab_size, counts, staging))
+    return staged(lambda staging: logits_processors([sample], [0], vocab_size, counts, staging))
 
 
 def mask_of(tokens, vocab_size: int) -> np.ndarray:
@@ -247,34 +246,34 @@ def mask_of(tokens, vocab_size: int) -> np.ndarray:
 
 
 def test_without_parameters_nothing_is_done() -> None:
-    assert not rules_for(Sample(SamplingParams(), 5, history=np.arange(5)))
-    assert not rules_for(Sample(SamplingParams(0.5, 3, 0.5, 7, 0.1), 5, history=np.arange(5)))
+    assert not rules_for(SamplingMetadata(SamplingParams(), 5, history=np.arange(5)))
+    assert not rules_for(SamplingMetadata(SamplingParams(0.5, 3, 0.5, 7, 0.1), 5, history=np.arange(5)))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 32, 33, 64, 97])
 def test_only_allowed_tokens_come(vocab_size: int) -> None:
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3))
     allowed = {1, vocab_size - 1, vocab_size // 2}
-    found = {draw(logits, SamplingParams(seed=seed), allowed=mask_of(allowed, vocab_size)) for seed in range(200)}
+    found = {draw(logits, SamplingParams(seed=seed), allowed_mask=mask_of(allowed, vocab_size)) for seed in range(200)}
     assert found == allowed
 
 
 def test_bit_31_is_a_token_like_any_other() -> None:
-    assert draw(torch.zeros(40), SamplingParams(temperature=0), allowed=mask_of([31], 40)) == 31
+    assert draw(torch.zeros(40), SamplingParams(temperature=0), allowed_mask=mask_of([31], 40)) == 31
 
 
 @pytest.mark.parametrize("mask", [np.zeros(2, np.int32), np.zeros(3, np.int32), np.ones(1, np.int32)])
 def test_a_mask_that_allows_nothing_or_does_not_fit_is_refused(mask: np.ndarray) -> None:
     with pytest.raises(ValueError, match="mask"):
-        draw(torch.zeros(40), SamplingParams(temperature=0), allowed=mask)
+        draw(torch.zeros(40), SamplingParams(temperature=0), allowed_mask=mask)
 
 
 def test_banned_tokens_do_not_come_unless_nothing_else_may() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
     greedy = SamplingParams(temperature=0)
-    assert draw(logits, greedy, banned=(0,)) == 1
-    assert draw(logits, greedy, banned=(0, 1)) == 2
-    assert draw(logits, greedy, banned=(0,), allowed=mask_of([0], 3)) == 0
+    assert draw(logits, greedy, banned_tokens=(0,)) == 1
+    assert draw(logits, greedy, banned_tokens=(0, 1)) == 2
+    assert draw(logits, greedy, banned_tokens=(0,), allowed_mask=mask_of([0], 3)) == 0
 
 
 def test_only_listed_tokens_come_unless_none_of_them_may() -> None:
@@ -283,9 +282,12 @@ def test_only_listed_tokens_come_unless_none_of_them_may() -> None:
     assert changed(logits, params).tolist() == [-torch.inf, 2.0, -torch.inf, 0.0]
     assert {draw(logits, SamplingParams(seed=seed, allowed_token_ids=(1, 3))) for seed in range(100)} == {1, 3}
     greedy = SamplingParams(temperature=0, allowed_token_ids=(1, 3))
-    assert draw(logits, greedy, banned=(1,)) == 3 and draw(logits, greedy, banned=(1, 3)) == 1
+    assert draw(logits, greedy, banned_tokens=(1,)) == 3 and draw(logits, greedy, banned_tokens=(1, 3)) == 1
     # the form goes first
-    assert draw(logits, greedy, allowed=mask_of([0, 3], 4)) == 3 and draw(logits, greedy, allowed=mask_of([2], 4)) == 2
+    assert (
+        draw(logits, greedy, allowed_mask=mask_of([0, 3], 4)) == 3
+        and draw(logits, greedy, allowed_mask=mask_of([2], 4)) == 2
+    )
     assert draw(logits, SamplingParams(temperature=0, allowed_token_ids=(3,), bad_words=((3,),))) == 3
 
 
@@ -318,8 +320,8 @@ def test_the_last_token_of_a_bad_word_may_not_follow_the_others(words, answer, b
 def test_a_bad_word_comes_where_nothing_else_may() -> None:
     params = SamplingParams(temperature=0, bad_words=((0,), (1,)))
     assert draw(torch.tensor([3.0, 2.0, 1.0]), params) == 2
-    assert draw(torch.tensor([3.0, 2.0, 1.0]), params, allowed=mask_of([0, 1], 3)) == 0
-    assert draw(torch.tensor([3.0, 2.0, 1.0]), params, banned=(2,)) == 2
+    assert draw(torch.tensor([3.0, 2.0, 1.0]), params, allowed_mask=mask_of([0, 1], 3)) == 0
+    assert draw(torch.tensor([3.0, 2.0, 1.0]), params, banned_tokens=(2,)) == 2
 
 
 def test_logit_bias_is_added() -> None:
@@ -338,9 +340,9 @@ def test_a_repetition_penalty_looks_at_prompt_and_answer_and_not_at_how_often() 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_penalty_of_next_to_nothing_lets_no_token_come_that_may_not(repetition: float, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, repetition_penalty=repetition)
-    told = {"allowed": mask_of([2], 4), "history": np.array([0, 1, 3]), "num_prompt_tokens": 2}
+    told = {"allowed_mask": mask_of([2], 4), "history": np.array([0, 1, 3]), "num_prompt_tokens": 2}
     assert draw(torch.tensor([1.0, -1.0, 0.5, 2.0]), params, **told) == 2
-    assert changed(torch.tensor([1.0, -1.0, 0.5, 2.0]), params, **told | {"allowed": None}).isfinite().all()
+    assert changed(torch.tensor([1.0, -1.0, 0.5, 2.0]), params, **told | {"allowed_mask": None}).isfinite().all()
 
 
 def test_frequency_and_presence_look_at_the_answer_alone() -> None:
@@ -399,7 +401,12 @@ def test_no_transform_touches_the_logits_it_is_given() -> None:
     logits = torch.randn(40)
     before = logits.clone()
     params = SamplingParams(0.7, 5, 0.9, 1, 0.01, 1.0, 1.0, 2.0, ((1, 5.0),))
-    told = {"allowed": mask_of(range(30), 40), "banned": (2,), "history": np.array([1, 2, 3]), "num_prompt_tokens": 1}
+    told = {
+        "allowed_mask": mask_of(range(30), 40),
+        "banned_tokens": (2,),
+        "history": np.array([1, 2, 3]),
+        "num_prompt_tokens": 1,
+    }
     for one in (params, SamplingParams(temperature=0)):
         draw(logits, one, 3, **told)
     assert torch.equal(logits, before)
@@ -411,7 +418,7 @@ def test_no_transform_touches_the_logits_it_is_given() -> None:
 def test_logprobs_are_those_of_a_softmax_with_ranks() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     tokens = torch.tensor([7, int(logits[1].argmax()), int(logits[2].argmin())])
-    told = logprobs_of(logits, tokens, 4)
+    told = compute_logprobs(logits, tokens, 4)
     expected = logits.double().log_softmax(-1)
     for row in range(3):
         order = expected[row].argsort(descending=True).tolist()
@@ -419,20 +426,20 @@ def test_logprobs_are_those_of_a_softmax_with_ranks() -> None:
         assert told.values[row] == pytest.approx(expected[row][told.token_ids[row]].numpy(), abs=1e-5)
         assert told.ranks[row] == order.index(int(tokens[row])) + 1
     assert told.ranks[1] == 1 and told.ranks[2] == 50
-    assert logprobs_of(logits, tokens, 0).token_ids.tolist() == tokens[:, None].tolist()
-    assert logprobs_of(logits, tokens, 99).token_ids.shape == (3, 51)
+    assert compute_logprobs(logits, tokens, 0).token_ids.tolist() == tokens[:, None].tolist()
+    assert compute_logprobs(logits, tokens, 99).token_ids.shape == (3, 51)
 
 
 def test_logprobs_of_drawn_tokens_are_each_row_s_own() -> None:
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(2))
     tokens, tops = [row % 40 for row in range(150)], [(None, 0, 3, 3, 60)[row % 5] for row in range(150)]
-    parts = staged(partial(DrawnLogprobs, tops)).find(logits, torch.tensor(tokens))
+    parts = staged(partial(SampledLogprobs, tops)).compute(logits, torch.tensor(tokens))
     told = {row: [array[i].tolist() for array in found] for rows, found in parts for i, row in enumerate(rows)}
     assert sorted(told) == [row for row, top in enumerate(tops) if top is not None]
     for row, found in told.items():
-        one = logprobs_of(logits[row : row + 1], torch.tensor(tokens[row : row + 1]), tops[row])
+        one = compute_logprobs(logits[row : row + 1], torch.tensor(tokens[row : row + 1]), tops[row])
         assert found == [array[0].tolist() for array in one]
-    assert staged(partial(DrawnLogprobs, [None, None])).find(logits[:2], torch.tensor([1, 2])) == []
+    assert staged(partial(SampledLogprobs, [None, None])).compute(logits[:2], torch.tensor([1, 2])) == []
 
 
 def test_prompts_are_scored_a_share_at_a_time() -> None:
@@ -444,8 +451,8 @@ def test_prompts_are_scored_a_share_at_a_time() -> None:
         return part @ weight
 
     targets = np.arange(140) % 20
-    parts = list(staged(partial(Scoring, Score(targets, 2))).find(hidden, logits))
+    parts = list(staged(partial(PromptLogprobs, Score(targets, 2))).compute(hidden, logits))
     assert sizes == [64, 64, 12]
-    whole = logprobs_of(hidden[:140] @ weight, torch.from_numpy(targets), 2)
+    whole = compute_logprobs(hidden[:140] @ weight, torch.from_numpy(targets), 2)
     assert np.concatenate([part.token_ids for part in parts]).tolist() == whole.token_ids.tolist()
     assert np.concatenate([part.values for part in parts]) == pytest.approx(whole.values, abs=1e-4)

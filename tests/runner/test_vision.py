@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.runner.vision import CachedVision, VisionElsewhere, open_vision, tower_identity
+from cairn.runner.vision import CachedEncoder, RemoteEncoder, open_vision, tower_identity
 from cairn.step import Image
 
 HIDDEN = 8
@@ -46,57 +46,57 @@ def expected(one):
 
 def test_encoded_once_however_often_it_is_asked_for():
     encoder = Encoder()
-    vision = CachedVision(encoder, 10 * SIZE)
+    vision = CachedEncoder(encoder, 10 * SIZE)
     for _ in range(3):
         for seed in (1, 2):
-            assert torch.equal(vision.features(image(seed, start=seed * 100)), expected(image(seed)))
+            assert torch.equal(vision.encode(image(seed, start=seed * 100)), expected(image(seed)))
     assert len(encoder.calls) == 2
-    assert (vision.counters.encodes, vision.counters.hits, vision.counters.kept_bytes) == (2, 4, 2 * SIZE)
+    assert (vision.counters.encodes, vision.counters.hits, vision.counters.cached_bytes) == (2, 4, 2 * SIZE)
     assert vision.merge == 2
 
 
 def test_the_least_recently_used_goes_first():
     encoder = Encoder()
-    vision = CachedVision(encoder, 2 * SIZE)
+    vision = CachedEncoder(encoder, 2 * SIZE)
     for seed in (1, 2, 1, 3, 1, 2):
-        assert torch.equal(vision.features(image(seed)), expected(image(seed)))
+        assert torch.equal(vision.encode(image(seed)), expected(image(seed)))
     assert [seed for call in encoder.calls for seed in (1, 2, 3) if image(seed).digest == call] == [1, 2, 3, 2]
-    assert (vision.counters.dropped, vision.counters.kept_bytes) == (2, 2 * SIZE)
+    assert (vision.counters.dropped, vision.counters.cached_bytes) == (2, 2 * SIZE)
 
 
 @pytest.mark.parametrize("budget", [0, SIZE - 1])
 def test_what_does_not_fit_is_encoded_each_time(budget):
-    vision = CachedVision(Encoder(), budget)
+    vision = CachedEncoder(Encoder(), budget)
     for _ in range(2):
-        assert torch.equal(vision.features(image(1)), expected(image(1)))
-    assert (vision.counters.encodes, vision.counters.hits, vision.counters.kept_bytes) == (2, 0, 0)
+        assert torch.equal(vision.encode(image(1)), expected(image(1)))
+    assert (vision.counters.encodes, vision.counters.hits, vision.counters.cached_bytes) == (2, 0, 0)
 
 
 def test_what_fits_to_the_last_byte_is_kept():
-    vision = CachedVision(Encoder(), SIZE)
+    vision = CachedEncoder(Encoder(), SIZE)
     for seed in (1, 1, 2, 2):
-        vision.features(image(seed))
-    assert (vision.counters.encodes, vision.counters.hits, vision.counters.kept_bytes) == (2, 2, SIZE)
+        vision.encode(image(seed))
+    assert (vision.counters.encodes, vision.counters.hits, vision.counters.cached_bytes) == (2, 2, SIZE)
 
 
 def test_a_large_image_does_not_push_out_what_it_cannot_replace():
-    vision = CachedVision(Encoder(), 2 * SIZE)
-    vision.features(image(1))
-    vision.features(image(2, width=64))
-    vision.features(image(1))
+    vision = CachedEncoder(Encoder(), 2 * SIZE)
+    vision.encode(image(1))
+    vision.encode(image(2, width=64))
+    vision.encode(image(1))
     assert (vision.counters.encodes, vision.counters.hits) == (2, 1)
 
 
 def test_bytes_never_exceed_the_budget():
-    vision = CachedVision(Encoder(), 3 * SIZE + 7)
+    vision = CachedEncoder(Encoder(), 3 * SIZE + 7)
     rng = np.random.default_rng(0)
     kept = []
     for _ in range(200):
         seed, width = int(rng.integers(0, 4)), int(rng.choice([2, 8, 12]))
         one = image(seed, width=width)
-        assert torch.equal(vision.features(one), expected(one))
-        kept.append(vision.counters.kept_bytes)
-        assert vision.counters.kept_bytes == sum(vectors.nbytes for vectors in vision._kept.values()) <= 3 * SIZE + 7
+        assert torch.equal(vision.encode(one), expected(one))
+        kept.append(vision.counters.cached_bytes)
+        assert vision.counters.cached_bytes == sum(vectors.nbytes for vectors in vision._cache.values()) <= 3 * SIZE + 7
     assert max(kept) > 2 * SIZE and vision.counters.hits > 10
     assert vision.counters.hits + vision.counters.encodes == 200
 
@@ -108,18 +108,18 @@ def test_a_prompt_that_says_otherwise_is_a_bug():
         Image(0, 8, (1, 8, 4), one.digest, 8, 4, one.rgb),
     ):
         with pytest.raises(ValueError, match="but its prompt says"):
-            CachedVision(Encoder(), SIZE).features(wrong)
+            CachedEncoder(Encoder(), SIZE).encode(wrong)
     with pytest.raises(ValueError, match="negative"):
-        CachedVision(Encoder(), -1)
+        CachedEncoder(Encoder(), -1)
 
 
 def test_rank_0_has_all_of_it(tiny_model, tiny_vl_model):
     own = open_vision(tiny_vl_model, torch.float32, 1 << 20)
     other = open_vision(tiny_vl_model, torch.float32, 1 << 20, rank=1)
-    assert isinstance(own, CachedVision) and isinstance(other, VisionElsewhere)
+    assert isinstance(own, CachedEncoder) and isinstance(other, RemoteEncoder)
     assert own.merge == other.merge == 2
     with pytest.raises(ValueError, match="rank 0"):
-        other.features(image(1))
+        other.encode(image(1))
     assert open_vision(tiny_model, torch.float32, 0) is open_vision(tiny_model, torch.float32, 0, rank=1) is None
 
 

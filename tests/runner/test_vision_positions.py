@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
-from cairn.runner.positions import positions_of
+from cairn.runner.vision import mrope_positions
 from cairn.step import Image
 
 
@@ -52,12 +52,12 @@ LAYOUTS = [
 def test_positions_are_theirs_whole_and_in_parts(texts, grids, merge):
     images, length = layout(texts, grids, merge)
     expected, delta = theirs(length, images, merge)
-    assert (positions_of(0, length, images, merge) == expected).all()
+    assert (mrope_positions(0, length, images, merge) == expected).all()
     for start in range(length):
         for end in range(start + 1, length + 1, 1 if length < 40 else 7):
-            assert (positions_of(start, end, images, merge) == expected[:, start:end]).all(), (start, end)
+            assert (mrope_positions(start, end, images, merge) == expected[:, start:end]).all(), (start, end)
     # what comes behind the prompt goes on from the largest of its positions
-    behind = positions_of(length, length + 5, images, merge)
+    behind = mrope_positions(length, length + 5, images, merge)
     assert (behind == np.arange(length, length + 5) + delta).all()
 
 
@@ -72,6 +72,6 @@ def test_random_prompts():
         grids = [(merge * rng.randint(1, 9), merge * rng.randint(1, 9)) for _ in range(count)]
         images, length = layout(texts, grids, merge)
         expected, _ = theirs(length, images, merge)
-        assert (positions_of(0, length, images, merge) == expected).all()
+        assert (mrope_positions(0, length, images, merge) == expected).all()
         start, end = sorted(rng.sample(range(length + 1), 2)) if length > 1 else (0, 1)
-        assert (positions_of(start, end, images, merge) == expected[:, start:end]).all()
+        assert (mrope_positions(start, end, images, merge) == expected[:, start:end]).all()

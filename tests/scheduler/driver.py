@@ -11,11 +11,11 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.step_pipeline import StepPipeline
-from cairn.runner.simulated import SimulatedRunner
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
+from doubles.simulated_runner import SimulatedRunner
 
 PLAIN = Namespace()
 

@@ -7,10 +7,10 @@ import pytest
 from driver import Driver, alone, layout
 
 from cairn.cache.layout import AttentionGroup
-from cairn.runner.block_tables import BlockTables
 from cairn.scheduler.preempt import preempt
 from cairn.step import Admit, StepPlan, TableUpdate
 from cairn.types import SamplingParams
+from doubles.simulated_runner import BlockTables
 
 PROMPT = tuple(range(100))
 

@@ -13,7 +13,8 @@ from cairn.cache import lookup, prefix_cache
 from cairn.cache.lookup import Finder
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import KeyBuffer, MissReport, PageTable, PageTables, PrefixMatch
+from cairn.cache.sequence_blocks import MissReport, PageTable, PageTables, PrefixMatch
+from cairn.keys import KeyBuffer
 from cairn.scheduler.request import Phase
 
 TEXT = tuple(range(1000))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from driver import Driver, alone
 
-from cairn.runner.slots import Slots
+from cairn.runner.input_batch import InputBatch
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import PATIENCE, Phase
 from cairn.step import SAMPLED, SampledToken
@@ -89,12 +89,12 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
     assert driver.scheduler.state.counters.preemptions == 1
     if exact:
         assert driver.output(name) == alone(PROMPT, exact, max_tokens=15, sampling=PENALTY)
-    slots, samples = Slots(), []
+    batch, samples = InputBatch(), []
     for plan in driver.plans:
-        slots.launch(plan)
-        for slot, sample in zip(plan.samples.slots.tolist(), slots.samples(plan, {}), strict=True):
+        batch.update(plan)
+        for slot, sample in zip(plan.samples.slots.tolist(), batch.sampling_metadata(plan, {}), strict=True):
             samples.append(sample)
-            slots.collect([SampledToken(slot, driver.output(name)[sample.position - 100])])
+            batch.append([SampledToken(slot, driver.output(name)[sample.position - 100])])
     assert len(samples) == 15
     for sample in samples:
         known = [*PROMPT, *driver.output(name)][: sample.position]

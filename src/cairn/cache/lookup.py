@@ -12,7 +12,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import (
-    KeyBuffer,
     MissReport,
     MissSpan,
     Namespace,
@@ -22,7 +21,7 @@ from cairn.cache.sequence_blocks import (
     SequenceBlocks,
 )
 from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, walk
-from cairn.keys import common_tokens
+from cairn.keys import KeyBuffer, common_tokens
 from cairn.types import Keys
 
 _MAX_COMPARED = 1 << 19

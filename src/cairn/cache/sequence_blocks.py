@@ -17,10 +17,10 @@ from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason, first_reason
 from cairn.cache.tree import Checkpoint, Node, Walk
+from cairn.keys import KeyBuffer
 from cairn.types import Keys, Pages
 
 __all__ = [
-    "KeyBuffer",
     "MissReport",
     "MissSpan",
     "Namespace",
@@ -151,30 +151,6 @@ class PageTables:
             if missing > 0:
                 num_pages += missing
         return num_pages
-
-
-class KeyBuffer:
-    """Key tokens of a prompt and what is appended to it, in amortised O(1) a token."""
-
-    __slots__ = ("_keys", "num_tokens")
-
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
-        self.num_tokens = len(keys)
-
-    @property
-    def keys(self) -> Keys:
-        """All of them, shape [num_tokens]."""
-        return self._keys[: self.num_tokens]
-
-    def append(self, token: int) -> None:
-        """One more key token, sampled or replayed."""
-        if self.num_tokens == len(self._keys):
-            grown = np.empty(len(self._keys) * 5 // 4 + 64, np.int64)
-            grown[: self.num_tokens] = self._keys
-            self._keys = grown
-        self._keys[self.num_tokens] = token
-        self.num_tokens += 1
 
 
 @dataclass(slots=True)

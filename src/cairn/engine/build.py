@@ -93,7 +93,7 @@ def build_core(
         transfer=transfer,
         events=publisher,
         image_keys=image_keys,
-        image_counts=ranks.own.image_counts,
+        encoder_counters=ranks.own.encoder_counters,
         request_log=request_log,
         grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
     )

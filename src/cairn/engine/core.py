@@ -30,7 +30,7 @@ from cairn.runner.contract import StepRunner
 from cairn.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from cairn.runner.content import ImageCounts
+    from cairn.runner.contract import EncoderCounters
 
 __all__ = ["Core"]
 
@@ -40,8 +40,8 @@ class Core:
 
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
     `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end. `image_keys`:
-    None for a model that reads no images; `image_counts`: what its vision model has done. `request_log`: closed at the
-    end. `grammars`: None where no answer can be held to a form.
+    None for a model that reads no images; `encoder_counters`: what its vision model has done. `request_log`: closed at
+    the end. `grammars`: None where no answer can be held to a form.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Core:
         transfer: KvTransfer | None = None,
         events: EventPublisher | None = None,
         image_keys: ImageKeys | None = None,
-        image_counts: "ImageCounts | None" = None,
+        encoder_counters: "EncoderCounters | None" = None,
         request_log: RequestLog | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Core:
         self._step_sizes = StepSizes()
         self._transfer = transfer
         self._events = events
-        self._image_counts = image_counts
+        self._encoder_counters = encoder_counters
         self._request_log = request_log
         self._grammars = grammars
         self._pending = None if grammars is None else PendingGrammars(grammars)
@@ -218,7 +218,7 @@ class Core:
         return engine_stats(
             self._scheduler.state,
             self._transfer,
-            self._image_counts,
+            self._encoder_counters,
             self._step_sizes,
             forward_passes=self._runner.forward_passes,
             audits=self._audits,

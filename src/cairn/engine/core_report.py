@@ -9,7 +9,7 @@ from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
-    from cairn.runner.content import ImageCounts
+    from cairn.runner.contract import EncoderCounters
 from bisect import bisect_left
 
 from cairn.engine.contract import STEP_SIZES
@@ -39,7 +39,7 @@ class StepSizes:
 def engine_stats(
     state: SchedulerState,
     transfer: KvTransfer | None,
-    images: "ImageCounts | None",
+    images: "EncoderCounters | None",
     steps: StepSizes,
     *,
     forward_passes: int,
@@ -93,7 +93,7 @@ def engine_stats(
         side_channel_dropped=0 if transfer is None else transfer.loop.dropped,
         images_encoded=0 if images is None else images.encodes,
         image_hits=0 if images is None else images.hits,
-        image_bytes=0 if images is None else images.kept_bytes,
+        image_bytes=0 if images is None else images.cached_bytes,
         request_log_dropped=request_log_dropped,
     )
 

@@ -19,8 +19,8 @@ from cairn.layers.memory import MemorySpec, RecurrentSpec
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-class _Places:
-    """Where some byte ranges of every file lie in the pool, as rows of equal length."""
+class _FileRanges:
+    """Some byte ranges of every file, as rows of equal length in the pool."""
 
     def __init__(self, pool: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         """`ranges`: (file offset, length), which follow each other in a buffer."""
@@ -29,8 +29,8 @@ class _Places:
         self._word = next(dtype for size, dtype in _WORDS if row_bytes % size == 0)
         self._rows = pool.view(self._word).view(-1, row_bytes // self._word.itemsize)
         # on the device from the start: steps only gather and scatter
-        places = [torch.arange(at, at + length, row_bytes, device=pool.device) for at, length in ranges]
-        numbers = torch.cat(places) // row_bytes
+        starts = [torch.arange(at, at + length, row_bytes, device=pool.device) for at, length in ranges]
+        numbers = torch.cat(starts) // row_bytes
         self._rows_per_page = page_bytes // row_bytes
         self._page, self._offset = numbers // self._rows_per_page, numbers % self._rows_per_page
 
@@ -58,7 +58,7 @@ class CheckpointFiles:
     def __init__(self, pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> None:
         self._spec = spec
         header, state = spec.hidden_size * spec.dtype.itemsize, 0
-        self._hidden = _Places(pool, [(0, header)])
+        self._hidden = _FileRanges(pool, [(0, header)])
         self._layers: list[_Layer] = []
         if spec.recurrent is not None:
             sizes = _LayerBytes(spec.recurrent, spec.dtype)
@@ -119,10 +119,10 @@ class _Layer:
     def __init__(self, pool: Tensor, sizes: _LayerBytes, layer: int, shared: int, units: int) -> None:
         self._sizes, spec = sizes, sizes.spec
         starts = [units + (unit * spec.num_layers + layer) * sizes.unit for unit in range(spec.units)]
-        self._shared = _Places(pool, [(shared, sizes.shared)]) if sizes.shared else None
-        self._conv = _Places(pool, [(start, sizes.conv) for start in starts]) if sizes.conv else None
+        self._shared = _FileRanges(pool, [(shared, sizes.shared)]) if sizes.shared else None
+        self._conv = _FileRanges(pool, [(start, sizes.conv) for start in starts]) if sizes.conv else None
         length = sizes.unit - sizes.conv
-        self._state = _Places(pool, [(start + sizes.conv, length) for start in starts]) if length else None
+        self._state = _FileRanges(pool, [(start + sizes.conv, length) for start in starts]) if length else None
 
     def write(self, files: Tensor, conv: Tensor, state: Tensor) -> None:
         spec = self._sizes.spec

@@ -1,27 +1,40 @@
-"""What carries plans out."""
+"""The doors of the runner that the engine uses; no torch."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from cairn.step import StepPlan, StepResult, TokenMasks
 
-__all__ = ["StepRunner"]
+__all__ = ["EncoderCounters", "StepRunner"]
+
+
+@dataclass(slots=True)
+class EncoderCounters:
+    """Vision encoder counts since the start. `encodes`: images that went through the encoder. `hits`: images found in
+    the encoder cache. `cached_bytes`: size of the encoder cache now. `dropped`: images whose vectors were evicted from
+    it, or were larger than all of it."""
+
+    encodes: int = 0
+    hits: int = 0
+    cached_bytes: int = 0
+    dropped: int = 0
 
 
 class StepRunner(Protocol):
-    """What carries plans out: `cairn.runner.runner.Runner`, or `cairn.runner.simulated.SimulatedRunner`. Steps are
-    launched, drawn and collected in the order of their plans, each by its number."""
+    """Executes plans: `cairn.runner.runner.Runner` does, alone or behind `CheckedRunner` and the ranks' runners. Steps
+    are launched, drawn and collected in the order of their plans, each by its number."""
 
     forward_passes: int
     steps: int
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        """A step from its launch to its end."""
+        """Launch, draw and collect one step."""
         self.launch(plan)
         self.draw(plan.step, masks or {})
         return self.collect(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin a step, up to its logits. All before it have been drawn."""
+        """Run a step up to its logits. All steps before it have been drawn."""
         ...
 
     def draw(self, step: int, masks: TokenMasks) -> None:
@@ -29,9 +42,9 @@ class StepRunner(Protocol):
         ...
 
     def collect(self, step: int) -> StepResult:
-        """Wait for the oldest step that is out: its tokens are known, and all that it writes is written."""
+        """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""
         ...
 
     def close(self) -> None:
-        """The end: whatever else carries plans out ends, too."""
+        """Shut down, worker processes included."""
         ...

@@ -1,14 +1,18 @@
-"""From logits and uniform numbers to tokens: a uniform number's place in the cumulative distribution.
+"""Inverse transform sampling: from seeds to uniform numbers, and from those and logits to tokens.
 
-All take logits, float32 [n, width], width a multiple of BLOCK and filled up with -inf, and leave them alone. Filters:
-`min_p` (Nguyen et al. 2024) keeps tokens at least that share as likely as the most likely one, then `top_k` the k best
-and those that equal the last of them, then `top_p` (Holtzman et al. 2020) the smallest set of the best that holds that
-share of what is left, one token at least; the best have the largest logits, and the lowest ids among equals.
+Uniform numbers are those of Philox4x32-10, a counter-based generator without a state (Salmon et al. 2011, "Parallel
+random numbers: as easy as 1, 2, 3"). All `draw_` functions take logits, float32 [n, width], width a multiple of BLOCK
+and filled up with -inf, and leave them alone. Filters: `min_p` (Nguyen et al. 2024) keeps tokens at least that share as
+likely as the most likely one, then `top_k` the k best and those that equal the last of them, then `top_p` (Holtzman et
+al. 2020) the smallest set of the best that holds that share of what is left, one token at least; the best have the
+largest logits, and the lowest ids among equals.
 
 What is drawn in a row depends on that row alone, bit for bit: selection compares, `softmax` goes row by row, and
 probabilities are rounded down to whole multiples of 2^-50, so that their sums, below 2^53, are exact in float64 in
 whatever order they are added.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,13 +30,43 @@ _LEAST_SHARE = 1e-300
 _MOST = 1e30
 """Temperatures are held to a range in which float32 makes no infinity of them."""
 
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+Words = NDArray[np.uint64]
+"""32-bit numbers in 64 bits, because they are multiplied."""
 
 Numbers = NDArray[np.float64]
 
 
+def philox(counters: Words, keys: Words) -> Words:
+    """`counters`: [4, n]; `keys`: [2, n] -> random words, [4, n]."""
+    multipliers, steps = (np.array(pair, np.uint64)[:, None] for pair in (_MULTIPLIERS, _KEY_STEPS))
+    word, half = np.uint64(_WORD), np.uint64(32)
+    even, odd = counters[::2], counters[1::2]
+    for own_keys in keys + steps * np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] & word:
+        products = even * multipliers
+        even = (products >> half)[::-1] ^ odd ^ own_keys
+        odd = products[::-1] & word
+    return np.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1) of 53 random bits for pairs of seed (modulo 2^64) and position (from 0 on), shape
+    [n]."""
+    pairs = np.array([[seed % (1 << 64) for seed in seeds], positions], np.uint64)
+    low, high = pairs & np.uint64(_WORD), pairs >> np.uint64(32)
+    empty = np.zeros_like(low[0])
+    words = philox(np.stack([low[1], high[1], empty, empty]), np.stack([low[0], high[0]]))
+    bits: NDArray[np.uint64] = (words[0] << np.uint64(32) | words[1]) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
 class Draws:
-    """How n tokens are drawn, and by which uniform numbers, in [0, 1): numbers of shape [n] each, on the host, and
-    columns of them, [n, 1], on the device.
+    """Sampling parameters and uniform numbers, in [0, 1), of n rows: arrays of shape [n] on the host, and columns of
+    them, [n, 1], on the device.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 switch the filters off.
     """
@@ -46,7 +80,7 @@ class Draws:
         uniform: Numbers,
         staging: Staging,
     ) -> None:
-        """The columns are there once `staging` has been sent."""
+        """The columns may be read once `staging` has been sent."""
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = temperature, top_k, top_p, min_p, uniform
         least_log = np.log(min_p.clip(_LEAST_SHARE))
         units = np.where(top_p < 1, (top_p * _UNITS).clip(1), np.inf)
@@ -54,7 +88,7 @@ class Draws:
         self._top_k = staging.add(top_k)
 
     def take(self, rows: list[int]) -> "Draws":
-        """Some of them, with columns of their own."""
+        """Some of the rows, with columns of their own."""
         staging = Staging()
         floats = (self.temperature[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
         taken = Draws(floats[0], self.top_k[rows], *floats[1:], staging)
@@ -93,8 +127,8 @@ def take_largest(logits: Tensor, _: Draws) -> Tensor:
 
 
 def draw_from_best(logits: Tensor, draws: Draws, count: int) -> Tensor:
-    """For rows with min_p, or a top_k below `count`: int64 [n], -1 where more than the `count` best tokens may be kept,
-    so that `draw_from_all` has to be asked."""
+    """For rows with min_p, or a top_k below `count`: int64 [n], -1 where the filters may keep more than the `count`
+    best tokens, so that `draw_from_all` is needed."""
     values, ids = _best(logits, count)
     scaled = (values - values[:, :1]).double() / draws.temperature_column
     keep = scaled >= draws.least_log_column
@@ -105,7 +139,7 @@ def draw_from_best(logits: Tensor, draws: Draws, count: int) -> Tensor:
 
 
 def draw_from_nucleus(logits: Tensor, draws: Draws, count: int) -> Tensor:
-    """The same for rows with top_p alone."""
+    """`draw_from_best` for rows with top_p alone."""
     values, ids = _best(logits, count)
     weights = _weights(logits, draws).gather(1, ids).double()
     tokens, num_kept = _draw_ranked(weights, ids, draws)
@@ -115,7 +149,7 @@ def draw_from_nucleus(logits: Tensor, draws: Draws, count: int) -> Tensor:
 
 
 def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
-    """Whatever the filters; int64 [n]."""
+    """For any filters, over the whole vocabulary; int64 [n]."""
     weights = _weights(logits, draws)
     if (draws.top_p < 1).any():
         _cut_to_nucleus(weights, draws.last_unit_column)

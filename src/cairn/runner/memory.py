@@ -24,41 +24,41 @@ ALIGNMENT = 64
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), since Linux 5.14: memory comes as if it were written to, and stays as it is."""
 
-_POPULATED_BYTES = 64 << 20
-"""Asked for at a time."""
+_POPULATE_BYTES = 64 << 20
+"""Populated by one call."""
 
 logger = logging.getLogger(__name__)
 
 
-def new_pool(num_pages: int, page_bytes: int, device: torch.device, machine: Machine | None = None) -> Tensor:
-    """Empty pages, uint8 [num_pages, page_bytes], zeros. On the host nothing of it takes memory before it is written
-    to or `set_aside`.
+def allocate_pool(num_pages: int, page_bytes: int, device: torch.device, machine: Machine | None = None) -> Tensor:
+    """Allocate a pool of zeros, uint8 [num_pages, page_bytes]. On the host it takes no memory before it is written to
+    or passed to `populate`.
 
     Raises ConfigError where the machine does not give so much memory.
     """
     if device.type != "cpu":
         return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
     num_bytes = num_pages * page_bytes
-    asked = f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_bytes} in all"
+    described = f"--kv-cache-memory-bytes: a pool of {num_pages} pages of {page_bytes} bytes, {num_bytes} in all"
     # What the weights have really taken is known only now, and a process that writes too much is killed.
     available = (machine or Machine()).available_memory()
     if available is not None and num_bytes > available:
-        raise ConfigError(f"{asked}, does not fit into memory: lower it to at most {available}")
+        raise ConfigError(f"{described}, does not fit into memory: lower it to at most {available}")
     try:
         memory = mmap(-1, -(-num_bytes // PAGESIZE) * PAGESIZE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"{asked}, does not fit into memory: lower it") from error
+        raise ConfigError(f"{described}, does not fit into memory: lower it") from error
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(num_pages, page_bytes)
 
 
-def set_aside(pool: Tensor, clock: Clock | None = None) -> None:
-    """Has the machine give all of the pool's memory, so that nobody has to wait for page faults later on. May run while
-    the pool is used."""
+def populate(pool: Tensor, clock: Clock | None = None) -> None:
+    """Make the operating system provide all of the pool's memory now, so that no step waits for page faults. May run
+    while the pool is used. Logs where the system cannot do that."""
     clock = clock or SystemClock()
     started, begin, num_bytes = clock.now(), pool.data_ptr(), pool.nbytes
     advise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own it lets other threads go on
-    for offset in range(0, num_bytes, _POPULATED_BYTES):
-        length = min(_POPULATED_BYTES, num_bytes - offset)
+    for offset in range(0, num_bytes, _POPULATE_BYTES):
+        length = min(_POPULATE_BYTES, num_bytes - offset)
         if advise(ctypes.c_void_p(begin + offset), ctypes.c_size_t(length), _POPULATE_WRITE):
             reason = os.strerror(ctypes.get_errno())
             logger.info("the pool's memory comes as it is first written to: it cannot be had before: %s", reason)
@@ -75,9 +75,9 @@ def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[P
         raise ValueError(f"one group of attention layers expected, the layout has {len(layout.groups)}")
     tokens = layout.groups[0].tokens_per_page
     shape = (attention.num_kv_heads, attention.num_layers, 2, tokens, attention.head_dim)
-    wanted = spec.dtype.itemsize * torch.Size(shape).numel()
-    if layout.page_bytes != wanted:
-        raise ValueError(f"layout.page_bytes {layout.page_bytes}, but the model's pages of {shape} take {wanted}")
+    expected = spec.dtype.itemsize * torch.Size(shape).numel()
+    if layout.page_bytes != expected:
+        raise ValueError(f"layout.page_bytes {layout.page_bytes}, but the model's pages of {shape} take {expected}")
     pages = pool.view(spec.dtype).view(pool.shape[0], *shape)
     return tuple(PagedLayer(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(attention.num_layers))
 

@@ -1,7 +1,5 @@
-"""Whether a plan can be carried out at all: what it names must exist. Whether it is wise is the scheduler's affair.
-
-For tests, and for servers that are started with it (`--check-plans`): it follows what plans say slot by slot.
-"""
+"""Checks that a plan can be executed: the slots, pages and rows that it names must exist. In tests, and with
+`--check-plans`."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +26,7 @@ class PlanLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """`num_pages`: entries of its tables, a number a group. `sampled`: the position of the token drawn last."""
+    """`num_pages`: block table entries, a number a group. `sampled`: the position of the newest sampled token."""
 
     num_pages: tuple[int, ...]
     images: tuple[Image, ...]
@@ -36,7 +34,7 @@ class _Slot:
 
 
 class PlanCheck:
-    """Checks plans in the order in which they are run."""
+    """Checks plans in the order in which they are launched."""
 
     def __init__(self, limits: PlanLimits) -> None:
         self._limits = limits
@@ -44,7 +42,7 @@ class PlanCheck:
         self._step: int | None = None
 
     def check(self, plan: StepPlan) -> None:
-        """Raises ValueError that names the record which cannot be carried out; then the plan counts for nothing."""
+        """Raises ValueError that names the record which cannot be executed; then nothing is remembered of the plan."""
         if self._step is not None and plan.step <= self._step:
             raise ValueError(f"step {plan.step} does not follow step {self._step}")
         slots = dict(self._slots)
@@ -59,7 +57,7 @@ class PlanCheck:
         for save in plan.saves:
             self._slot_file(f"save of slot {save.slot}", save.slot, save.pages)
         for update in plan.table_updates:
-            slots[update.slot] = self._table_update(update, _known(slots, update.slot, "table update"))
+            slots[update.slot] = self._table_update(update, _slot_of(slots, update.slot, "table update"))
         ends = self._rows(plan, slots)
         for snapshot in plan.snapshots:
             name = f"snapshot of row {snapshot.row}"
@@ -123,7 +121,7 @@ class PlanCheck:
             raise ValueError(f"{name}: a row has at least one token, from position 0 on")
         if write_from < 0:
             raise ValueError(f"{name}: kv_write_from {write_from} is negative")
-        own = _known(slots, slot, name)
+        own = _slot_of(slots, slot, name)
         for group, num_pages in zip(self._limits.layout.groups, own.num_pages, strict=True):
             if num_pages < group.pages_for(end):
                 raise ValueError(f"{name}: {num_pages} pages, {group.pages_for(end)} are needed")
@@ -134,10 +132,10 @@ class PlanCheck:
             raise ValueError(f"{name}: in exact mode a prefill row starts at a multiple of {GRID}")
         if row.score is not None and not (1 <= len(row.score.targets) <= len(row.tokens) and row.score.top >= 0):
             raise ValueError(f"{name}: {len(row.score.targets)} tokens are to be scored, it has {len(row.tokens)}")
-        pictured = np.zeros(len(row.tokens), np.bool_)
+        in_image = np.zeros(len(row.tokens), np.bool_)
         for image in slot.images:
-            pictured[max(0, image.start - row.start) : max(0, image.end - row.start)] = True
-        if row.tokens.max() >= self._limits.vocab_size or not np.array_equal(row.tokens < 0, pictured):
+            in_image[max(0, image.start - row.start) : max(0, image.end - row.start)] = True
+        if row.tokens.max() >= self._limits.vocab_size or not np.array_equal(row.tokens < 0, in_image):
             last = self._limits.vocab_size - 1
             raise ValueError(f"{name}: token ids must be in 0..{last}, and below 0 where images are")
 
@@ -153,7 +151,7 @@ class PlanCheck:
             self._slot_number(name, slot)
             if ends.get(slot, position) != position:
                 raise ValueError(f"{name}: position {position}, but its row ends at {ends[slot]}")
-            slots[slot] = replace(_known(slots, slot, name), sampled=position)
+            slots[slot] = replace(_slot_of(slots, slot, name), sampled=position)
 
     def _slot_file(self, name: str, slot: int, pages: Pages) -> None:
         self._slot_number(name, slot)
@@ -174,7 +172,7 @@ class PlanCheck:
             raise ValueError(f"{name}: a file is {size} different pages")
 
 
-def _known(slots: dict[int, _Slot], slot: int, name: str) -> _Slot:
+def _slot_of(slots: dict[int, _Slot], slot: int, name: str) -> _Slot:
     if slot not in slots:
         raise ValueError(f"{name}: nobody was admitted to slot {slot}")
     return slots[slot]
@@ -185,7 +183,7 @@ def _row_name(slot: int, start: int, end: int) -> str:
 
 
 class CheckedRunner(StepRunner):
-    """Another runner, whose plans are checked before it is given them."""
+    """A runner whose plans are checked before another runner executes them."""
 
     def __init__(self, runner: StepRunner, limits: PlanLimits) -> None:
         self.forward_passes = self.steps = 0
@@ -193,7 +191,7 @@ class CheckedRunner(StepRunner):
         self._check = PlanCheck(limits)
 
     def launch(self, plan: StepPlan) -> None:
-        """Raises ValueError for a plan that cannot be carried out, and then nothing has been done."""
+        """Raises ValueError for a plan that cannot be executed; then nothing has been done."""
         self._check.check(plan)
         self._runner.launch(plan)
 

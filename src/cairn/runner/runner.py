@@ -1,43 +1,44 @@
-"""The runner: carries a StepPlan out on the model's memory. It knows slots, pages and files, and no kind of layer.
+"""The runner: executes a StepPlan on the model's memory. It knows slots, pages and checkpoint files, no kinds of
+layers.
 
 Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
+from cairn.errors import ConfigError
+from cairn.kernels.exact.products import find_dependent_height
 from cairn.kernels.staging import Staging
+from cairn.layers.linear import Linear
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import RowContent
+from cairn.runner.batch_builder import SlotTensors
 from cairn.runner.checkpoint import CheckpointFiles
-from cairn.runner.content import ImageCounts, Vision, row_content
-from cairn.runner.contract import StepRunner
-from cairn.runner.launched_step import LaunchedStep
-from cairn.runner.memory import LiveStates, new_pool, paged_layers, set_aside
-from cairn.runner.penalties import TokenCounts
-from cairn.runner.self_test import check_row_independence
-from cairn.runner.slot_arrays import SlotArrays
-from cairn.runner.slots import Sample, Slots
+from cairn.runner.contract import EncoderCounters, StepRunner
+from cairn.runner.input_batch import InputBatch, SamplingMetadata
+from cairn.runner.launched_step import LaunchedStep, StepInputs
+from cairn.runner.logits_processors import TokenCounts
+from cairn.runner.logprobs import SampledLogprobs
+from cairn.runner.memory import LiveStates, allocate_pool, paged_layers, populate
+from cairn.runner.sampler import Sampler
+from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
 from cairn.step import StepPlan, StepResult, TokenMasks
 
 __all__ = ["Observe", "Runner"]
 
-Observe = Callable[[Sample, Tensor], None]
+Observe = Callable[[SamplingMetadata, Tensor], None]
 """Called with each sampled row's logits, float32 [vocab]."""
 
 
 class _StepMemory:
-    """The memory of one step: what the model reads and writes, and where its snapshots go.
-
-    `snapshot_files`: page lists, int64 [N, pages], in the batch's order.
-    """
+    """The memory of one forward pass. `snapshot_files`: page lists, int64 [n, pages], in the batch's order."""
 
     def __init__(
         self,
@@ -57,16 +58,15 @@ class _StepMemory:
 
 
 class Runner(StepRunner):
-    """Holds the pages and the running states of one model and runs plans on them. One thread only.
+    """Executes plans on the pages and live states of one model. One thread only. Plans are not checked here: see
+    `CheckedRunner`.
 
-    Plans are taken as they come: `cairn.runner.plan_check` looks at them where that is asked for.
+    `forward_passes`: passes through the model's layers. `steps`: collected plans. `pool`: the memory of the pages,
+    uint8 [num_pages + extra_pages, page_bytes]; plans name the first `num_pages`, transfers between servers use the
+    others.
 
-    `forward_passes` counts passes through the model's layers, `steps` the plans carried out; `pool` is the pages'
-    memory, uint8 [num_pages + extra_pages, page_bytes]. Plans name the first `num_pages`; the extra ones behind them
-    are for whoever moves pages between servers.
-
-    On several ranks `run` waits for the others and raises EngineDead where one of them does not come. Rank 0 draws
-    the tokens, and all others take them from there: they cannot drift apart.
+    On several ranks `launch` and `draw` wait for the others and raise EngineDead where one is missing. Rank 0 samples
+    the tokens and broadcasts them, so ranks cannot drift apart.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Runner(StepRunner):
         exact: bool,
         observe: Observe | None = None,
         extra_pages: int = 0,
-        vision: Vision | None = None,
+        vision: VisionEncoder | None = None,
     ) -> None:
-        """`vision`: None for a model, or a server, without images.
+        """`vision`: None for a model, or a server, without images. `observe`: on rank 0 alone.
 
         Raises ValueError where layout, model and `exact` do not fit together, ConfigError where the pages do not fit
         into memory.
@@ -91,145 +91,173 @@ class Runner(StepRunner):
             raise ValueError(f"extra_pages must not be negative: {extra_pages}")
         if exact != model.exact:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
-        self.forward_passes = 0
-        self.steps = 0
-        device = model.spec.device
-        self.pool = new_pool(num_pages + extra_pages, layout.page_bytes, device)
-        self.num_slots = num_slots
-        self._model = model
-        self.vision = vision
+        self.forward_passes = self.steps = 0
         self.layout = layout
-        self._exact = exact
+        self.num_slots = num_slots
+        self.vision = vision
+        self.pool = allocate_pool(num_pages + extra_pages, layout.page_bytes, model.spec.device)
+        self._model = model
         self._observe = observe
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
         self._files = CheckpointFiles(self.pool, model.spec, layout)
         # A table has no more pages than the pool: its pages are distinct.
-        self._arrays = SlotArrays(len(layout.groups), num_slots, num_pages, device)
-        self._slots = Slots()
-        self._counts = TokenCounts(num_slots, model.vocab_size, device)
-        self._out: deque[LaunchedStep] = deque()
+        self._slot_tensors = SlotTensors(len(layout.groups), num_slots, num_pages, model.spec.device)
+        self._input_batch = InputBatch()
+        self._counts = TokenCounts(num_slots, model.vocab_size, model.spec.device)
+        self._launched: deque[LaunchedStep] = deque()
 
     def get_ready(self) -> None:
-        """Before the first plan: kernels are compiled, and in exact mode this rank's weights show that fixed tiles make
-        rows independent. Raises ConfigError if they do not."""
+        """Compile the kernels; in exact mode also check that fixed tiles make rows independent with this rank's
+        weights. To be called before the first plan. Raises ConfigError if they do not."""
         if self.pool.device.type == "cpu":
-            # Nothing waits for it: what is used before it is there comes by page faults.
-            threading.Thread(target=set_aside, args=(self.pool,), name="set_aside", daemon=True).start()
+            # Nothing waits for it: memory that is used before comes by page faults.
+            threading.Thread(target=populate, args=(self.pool,), name="populate", daemon=True).start()
         self._model.kernels.warm_up(self._model.spec.dtype)
-        if self._exact:
+        if self._model.exact:
             check_row_independence(self._model.linears)
 
     def launch(self, plan: StepPlan) -> None:
-        """Carry a plan out, in the order that `cairn.step` gives, up to the logits. All steps before it have to be
-        drawn; they need not be collected."""
-        assert not self._out or self._out[-1].is_drawn, f"step {plan.step} before the one before it was drawn"
+        """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;
+        they need not be collected."""
+        assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
         with torch.inference_mode():
-            self._slots.launch(plan)
-            step = LaunchedStep(plan, self._contents(plan), self._model.kernels)
-            changes = [self._arrays.stage(plan, step.staging)]
+            self._input_batch.update(plan)
+            inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels)
+            step = LaunchedStep(plan, inputs)
+            writes = [self._slot_tensors.stage_updates(plan, inputs.staging)]
             if self._model.communicator.rank == 0:
-                step.stage_draws(self._slots, self._model.vocab_size)
-                changes += self._stage_histories(plan, step.staging)
-            step.staging.send(self._model.spec.device)
-            self._move(step)
-            for change in changes:
-                change()
+                self._stage_sampling(step)
+                writes += self._stage_histories(plan, inputs.staging)
+            inputs.staging.send(self._model.spec.device)
+            self._move_states(step)
+            for write in writes:
+                write()
             if plan.num_rows:
                 self._forward(step)
             if len(plan.samples):
-                step.logits = self._model.logits(self._live.hidden[step.sampled_slots.tensor])
-        self._out.append(step)
+                step.logits = self._model.logits(self._live.hidden[inputs.sampled_slots.tensor])
+        self._launched.append(step)
 
     def draw(self, step: int, masks: TokenMasks) -> None:
-        """Draw the tokens of the step that was launched last. Where a mask, a penalty or a bad word is looked at, all
-        steps before it have to be collected."""
-        launched = self._out[-1]
+        """Sample the tokens of the step that was launched last. For masks, penalties and bad words all steps before it
+        have to be collected."""
+        launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
         with torch.inference_mode():
-            launched.bring_back(None if launched.logits is None else self._draw(launched, launched.logits, masks))
+            launched.read_back(None if launched.logits is None else self._sample(launched, launched.logits, masks))
 
     def collect(self, step: int) -> StepResult:
-        """Waits for the oldest step that is out: its tokens are known, and all that it writes is written."""
-        launched = self._out.popleft()
+        """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""
+        launched = self._launched.popleft()
         assert launched.plan.step == step, f"step {step} is not to be collected now"
         result = launched.result()
-        self._slots.collect(result.sampled)
+        self._input_batch.append(result.sampled)
         self.steps += 1
         return result
 
     @property
-    def image_counts(self) -> ImageCounts | None:
-        """What the vision model has done; None without one."""
+    def encoder_counters(self) -> EncoderCounters | None:
+        """None without a vision encoder."""
         return None if self.vision is None else self.vision.counters
 
     def close(self) -> None:
-        """Nothing runs beside it."""
+        """There is nothing to shut down."""
+
+    def _stage_sampling(self, step: LaunchedStep) -> None:
+        samples, staging = step.plan.samples, step.inputs.staging
+        if len(samples):
+            admits = [self._input_batch.admit(slot) for slot in samples.slots.tolist()]
+            params = [admit.sampling for admit in admits]
+            step.sampler = Sampler(params, samples.positions.tolist(), self._model.vocab_size, staging)
+            step.logprobs = SampledLogprobs([admit.logprobs for admit in admits], staging)
 
     def _stage_histories(self, plan: StepPlan, staging: Staging) -> Iterator[Callable[[], None]]:
-        """Only penalties look at what was drawn before."""
+        """The token counts of new requests with penalties."""
         for admit in plan.admits:
             if admit.sampling.has_penalties:
-                history = admit.history
-                assert history is not None, f"slot {admit.slot}: penalties without what they look at"
-                prompt, answer = np.split(history, [admit.num_prompt_tokens])
-                yield self._counts.admit(admit.slot, prompt, answer, staging)
+                assert admit.history is not None, f"slot {admit.slot}: penalties without a history"
+                prompt, output = np.split(admit.history, [admit.num_prompt_tokens])
+                yield self._counts.admit(admit.slot, prompt, output, staging)
 
-    def _move(self, step: LaunchedStep) -> None:
-        plan = step.plan
+    def _move_states(self, step: LaunchedStep) -> None:
+        """The plan's page copies, restores and saves."""
+        plan, inputs = step.plan, step.inputs
         if plan.copies:
-            targets, sources = step.copies
+            targets, sources = inputs.copies
             self.pool[targets.tensor] = self.pool[sources.tensor]
         if plan.restores:
-            slots, files = (each.tensor for each in step.restores)
+            slots, files = (each.tensor for each in inputs.restores)
             self._live.hidden[slots] = self._files.read_hidden(files)
             for number, layer in enumerate(self._live.recurrent):
                 layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
         if plan.saves:
-            slots, files = (each.tensor for each in step.saves)
+            slots, files = (each.tensor for each in inputs.saves)
             self._files.write_hidden(files, self._live.hidden[slots])
             for number, layer in enumerate(self._live.recurrent):
                 self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
 
-    def _contents(self, plan: StepPlan) -> list[RowContent | None]:
-        """What the plan's rows have besides text, decode rows first."""
-        if not self._slots.with_images:
+    def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
+        """Of each row, decode rows first."""
+        if not self._input_batch.image_slots:
             return [None] * plan.num_rows
         decodes = zip(plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), strict=True)
         rows = [(slot, position, position + 1) for slot, position in decodes]
         rows += [(row.slot, row.start, row.end) for row in plan.prefills]
         communicator, like = self._model.communicator, self._live.hidden
         return [
-            row_content(start, end, self._slots.admit(slot).images, self.vision, communicator, like)
+            multimodal_inputs(start, end, self._input_batch.admit(slot).images, self.vision, communicator, like)
             for slot, start, end in rows
         ]
 
     def _forward(self, step: LaunchedStep) -> None:
-        batch = step.batch.batch(self._arrays)
-        rows, files = (each.tensor for each in step.snapshots)
+        inputs = step.inputs
+        batch = inputs.batch.batch(self._slot_tensors)
+        rows, files = (each.tensor for each in inputs.snapshots)
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self.forward_passes += 1
         self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
             self._files.write_hidden(files, hidden[rows])
         # All ranks take part: each has a share of the logits.
-        for slot, position, first, scoring in step.scorings:
-            for scored in scoring.find(hidden[first:], self._model.logits):
-                step.add_score(slot, position, scored)
-                position += len(scored.ranks)
+        for slot, position, first, prompt_logprobs in inputs.prompt_logprobs:
+            for logprobs in prompt_logprobs.compute(hidden[first:], self._model.logits):
+                step.add_prompt_logprobs(slot, position, logprobs)
+                position += len(logprobs.ranks)
 
-    def _draw(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
-        wanted, samples = step.plan.samples, list[Sample]()
-        has_rules = masks or wanted.bans_stop_tokens.any() or (step.sampler is not None and step.sampler.has_rules)
-        if has_rules or self._observe is not None:
-            samples = list(self._slots.samples(step.plan, masks))
+    def _sample(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
+        samples, sampler, metadata = step.plan.samples, step.sampler, list[SamplingMetadata]()
+        has_processors = masks or samples.bans_stop_tokens.any() or (sampler is not None and sampler.has_processors)
+        if has_processors or self._observe is not None:
+            metadata = list(self._input_batch.sampling_metadata(step.plan, masks))
         if self._observe is not None:
-            for sample, row in zip(samples, logits, strict=True):
-                self._observe(sample, row)
-        if step.sampler is not None:
-            tokens = step.sampler.draw(logits, wanted.slots.tolist(), samples, self._counts)
+            for each, row in zip(metadata, logits, strict=True):
+                self._observe(each, row)
+        if sampler is not None:
+            tokens = sampler.draw(logits, samples.slots.tolist(), metadata, self._counts)
         else:
-            tokens = torch.zeros(len(wanted), dtype=torch.int64, device=logits.device)
+            tokens = torch.zeros(len(samples), dtype=torch.int64, device=logits.device)
         tokens = self._model.communicator.broadcast(tokens)
-        self._arrays.last_tokens[step.sampled_slots.tensor] = tokens
+        self._slot_tensors.last_tokens[step.inputs.sampled_slots.tensor] = tokens
         return tokens
+
+
+def check_row_independence(linears: Iterable[Linear], seed: int = 0) -> int:
+    """Check that this machine's BLAS gives a row the same bits wherever it stands in a product of fixed shape. Exact
+    mode rests on it, and it is a property of the library, the processor and the number of threads. Returns the number
+    of weight shapes.
+
+    Raises ConfigError that names the shape whose rows depend on their place or on their neighbours.
+    """
+    by_shape = {(linear.shape, linear.bias is None): linear for linear in linears}
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        for linear in by_shape.values():
+            height = find_dependent_height(linear.weight, linear.bias, generator)
+            if height is not None:
+                raise ConfigError(
+                    f"--exact: products with a weight of shape {list(linear.shape)} in tiles of {height} rows give "
+                    f"other bits at another place in the batch on this machine with {torch.get_num_threads()} threads; "
+                    "run without --exact, or with OMP_NUM_THREADS=1 if there are more"
+                )
+    return len(by_shape)

@@ -1,23 +1,33 @@
-"""What stands for images: encoded once, kept by content while there is room for it."""
+"""Images of prompts: their vectors, encoded once and cached by content, and the positions of tokens among them.
+
+Positions are M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): text counts up in time, height and width alike; an
+image's tokens share one time and count rows and columns from there; the text behind it goes on after the largest of the
+three. Only a request's own images matter, so two requests never disturb each other.
+"""
 
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cairn.layers.communicator import Communicator
 from cairn.models.qwen3_5_vision import load_tower, read_vision, tensors
 from cairn.models.weights.identity import weights_identity
+from cairn.runner.contract import EncoderCounters
 from cairn.step import Image
 
 
-class ImageEncoder(Protocol):
-    """Pixels to vectors, whatever the family. `merge`: patches that make one vector, in height and in width;
-    `hidden_size`: their width."""
+class VisionTower(Protocol):
+    """A model's vision tower. `merge`: patches that make one vector, in height and in width; `hidden_size`: the width
+    of the vectors."""
 
     @property
     def merge(self) -> int: ...
@@ -31,109 +41,163 @@ class ImageEncoder(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class EncoderCounters:
-    """`encodes`: images that went through the encoder. `hits`: those found kept instead. `kept_bytes`: vectors kept at
-    the moment. `dropped`: images whose vectors went to make room, or never found any."""
-
-    encodes: int = 0
-    hits: int = 0
-    kept_bytes: int = 0
-    dropped: int = 0
-
-
-class CachedVision:
-    """One encoder and a cache of what it gave, by content: the least recently used goes first. A `Vision`; one thread.
-
-    A prompt's image is asked for in every step that computes a part of it, so an image that fits is encoded once
-    however its prompt is cut, and an image that lies within a prefix hit is never asked for.
-    """
-
-    def __init__(self, encoder: ImageEncoder, cache_bytes: int) -> None:
-        """`cache_bytes`: most bytes of vectors that are kept; 0 keeps none. Raises ValueError for less."""
-        if cache_bytes < 0:
-            raise ValueError(f"cache_bytes must not be negative: {cache_bytes}")
-        self._encoder = encoder
-        self._cache_bytes = cache_bytes
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self.counters = EncoderCounters()
+class VisionEncoder(Protocol):
+    """Image vectors for a runner. `merge`: patches that make one token, in height and in width. `counters`: None on a
+    rank that encodes nothing."""
 
     @property
-    def merge(self) -> int:
-        """Patches that make one token, in height and in width."""
-        return self._encoder.merge
+    def merge(self) -> int: ...
 
-    def features(self, image: Image) -> Tensor:
+    @property
+    def counters(self) -> EncoderCounters | None: ...
+
+    def encode(self, image: Image) -> Tensor:
+        """[image.length, hidden]; the same bits whatever was encoded before. Called on rank 0 alone."""
+        ...
+
+
+class CachedEncoder:
+    """A vision tower with a cache of its vectors by content, the least recently used evicted first. A `VisionEncoder`;
+    one thread.
+
+    Each step that computes part of a prompt needs the images in that part, so an image that fits the cache is encoded
+    once however its prompt is cut into chunks. An image within a prefix hit is never encoded.
+    """
+
+    def __init__(self, tower: VisionTower, cache_bytes: int) -> None:
+        """`cache_bytes`: size of the cache; 0 caches nothing. Raises ValueError for less."""
+        if cache_bytes < 0:
+            raise ValueError(f"cache_bytes must not be negative: {cache_bytes}")
+        self.merge = tower.merge
+        self.counters = EncoderCounters()
+        self._tower = tower
+        self._cache_bytes = cache_bytes
+        self._cache: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def encode(self, image: Image) -> Tensor:
         """The image's vectors, [image.length, hidden]; the same bits whatever was encoded before. Not to be changed.
 
-        Raises ValueError where the encoder cuts the image into other patches than `image.grid` says.
+        Raises ValueError where the tower cuts the image into other patches than `image.grid` says.
         """
-        found = self._kept.get(image.digest)
-        if found is not None:
-            self._kept.move_to_end(image.digest)
+        cached = self._cache.get(image.digest)
+        if cached is not None:
+            self._cache.move_to_end(image.digest)
             self.counters.hits += 1
-            return found
-        grid, vectors = self._encoder.encode(image.width, image.height, image.rgb)
-        if grid != image.grid or vectors.shape != (image.length, self._encoder.hidden_size):
+            return cached
+        grid, vectors = self._tower.encode(image.width, image.height, image.rgb)
+        if grid != image.grid or vectors.shape != (image.length, self._tower.hidden_size):
             raise ValueError(
                 f"an image of {image.width} x {image.height} pixels has patches {grid} and {vectors.shape[0]} tokens, "
                 f"but its prompt says {image.grid} and {image.length}"
             )
         self.counters.encodes += 1
-        self._keep(image.digest, vectors)
-        return vectors
-
-    def _keep(self, digest: bytes, vectors: Tensor) -> None:
         if vectors.nbytes > self._cache_bytes:
             self.counters.dropped += 1
-            return
-        while self.counters.kept_bytes + vectors.nbytes > self._cache_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self.counters.kept_bytes -= oldest.nbytes
+            return vectors
+        while self.counters.cached_bytes + vectors.nbytes > self._cache_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self.counters.cached_bytes -= oldest.nbytes
             self.counters.dropped += 1
-        self._kept[digest] = vectors
-        self.counters.kept_bytes += vectors.nbytes
+        self._cache[image.digest] = vectors
+        self.counters.cached_bytes += vectors.nbytes
+        return vectors
 
 
-class VisionElsewhere:
-    """What a rank knows that takes an image's vectors from rank 0. A `Vision`."""
+class RemoteEncoder:
+    """The `VisionEncoder` of a rank that receives image vectors from rank 0."""
 
     def __init__(self, merge: int) -> None:
-        self._merge = merge
+        self.merge = merge
+        self.counters = None
 
-    @property
-    def merge(self) -> int:
-        """See `CachedVision.merge`."""
-        return self._merge
-
-    @property
-    def counters(self) -> None:
-        """There is no encoder here."""
-        return None
-
-    def features(self, image: Image) -> Tensor:
-        """Raises ValueError: nobody asks this rank."""
+    def encode(self, image: Image) -> Tensor:
+        """Raises ValueError: this rank has no vision tower."""
         raise ValueError("images are encoded on rank 0 alone")
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalInputs:
+    """The non-text inputs of a plan row: `positions` int64 [3, tokens] of all its tokens, and `vectors` [k, hidden]
+    that take the place of the embeddings of its tokens at `offsets` int64 [k]."""
+
+    positions: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    vectors: Tensor
+
+
+def multimodal_inputs(
+    start: int,
+    end: int,
+    images: Sequence[Image],
+    vision: VisionEncoder | None,
+    communicator: Communicator,
+    like: Tensor,
+) -> MultimodalInputs | None:
+    """The inputs of tokens [start, end) of a sequence with these images; None for a sequence without images. Rank 0
+    encodes and the other ranks receive its vectors. `like`: a tensor of the hidden states' width and dtype.
+
+    Raises ValueError where there are images and no encoder.
+    """
+    if not images:
+        return None
+    if vision is None:
+        raise ValueError("a row with images, but the model does not read them")
+    offsets, vectors = [np.zeros(0, np.int64)], [like.new_zeros(0, like.shape[-1])]
+    for image in images:
+        low, high = max(start, image.start), min(end, image.end)
+        if low < high:
+            own = (
+                vision.encode(image).to(like)
+                if communicator.rank == 0
+                else like.new_zeros(image.length, like.shape[-1])
+            )
+            offsets.append(np.arange(low - start, high - start))
+            # the other ranks' zeros are added: exact
+            vectors.append(communicator.gather_add(own)[low - image.start : high - image.start])
+    positions = mrope_positions(start, end, images, vision.merge)
+    return MultimodalInputs(positions, np.concatenate(offsets), torch.cat(vectors))
+
+
+def mrope_positions(start: int, end: int, images: Sequence[Image], merge: int) -> NDArray[np.int64]:
+    """Positions of tokens [start, end) in time, height and width, int64 [3, end - start].
+
+    `images`: in order. `merge`: patches that make one token, in height and in width.
+    """
+    positions = np.tile(np.arange(start, end, dtype=np.int64), (3, 1))
+    shift = 0
+    for image in images:
+        if image.start >= end:
+            break
+        frames, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
+        low, high = max(start, image.start), min(end, image.end)
+        if low < high:
+            grid = np.indices((frames, height, width)).reshape(3, -1)[:, low - image.start : high - image.start]
+            positions[:, low - start : high - start] = image.start + shift + grid
+        shift += max(frames, height, width) - image.length
+        if image.end < end:
+            behind = max(start, image.end)
+            positions[:, behind - start :] = np.arange(behind, end) + shift
+    return positions
 
 
 def open_vision(
     folder: Path, dtype: torch.dtype, cache_bytes: int, rank: int = 0
-) -> CachedVision | VisionElsewhere | None:
-    """What a rank has of a checkpoint folder's vision model: rank 0 all of it. None for a model without.
+) -> CachedEncoder | RemoteEncoder | None:
+    """The vision encoder of a checkpoint folder for one rank; rank 0 loads the tower. None for a model without vision.
 
     Raises ModelError that names the file, the field or the tensor.
     """
     if rank > 0:
         config = read_vision(folder)
-        return None if config is None else VisionElsewhere(config.merge)
+        return None if config is None else RemoteEncoder(config.merge)
     tower = load_tower(folder, dtype)
-    return None if tower is None else CachedVision(tower, cache_bytes)
+    return None if tower is None else CachedEncoder(tower, cache_bytes)
 
 
 def tower_identity(folder: Path) -> str:
-    """Which vision model a checkpoint folder has: sha256, in hex, over its config and its weights (see
-    `weights_identity`); empty without one. The shapes of weights do not say how many heads they are cut into, nor at
-    which base positions turn. Raises ModelError."""
+    """The identity of a checkpoint folder's vision model: sha256, in hex, over its config and its weights (see
+    `weights_identity`); empty without one. The config counts, too: shapes of weights do not say the number of heads or
+    the base of the rotary positions. Raises ModelError."""
     config = read_vision(folder)
     if config is None:
         return ""

@@ -1,4 +1,4 @@
-"""A runner without tensors: it carries plans out on tags instead of numbers, and objects to reading what is not there.
+"""A runner without tensors: it executes plans on tags instead of numbers, and objects to reading what is not there.
 
 A state, a token's keys and values and a hidden state are integers that name all that went into them, so that two runs
 give the same token only if they read the same things. With `numerics` they also name *how* it was computed: where
@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.cache.layout import CacheLayout
-from cairn.runner.bad_words import ends_of_bad_words
-from cairn.runner.block_tables import BlockTables
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.runner.contract import StepRunner
+from cairn.runner.input_batch import InputBatch, SamplingMetadata, block_table_updates
 from cairn.runner.plan_check import PlanCheck, PlanLimits
-from cairn.runner.slots import Sample, Slots
 from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
 from cairn.types import Pages
 
-__all__ = ["SimulatedRunner"]
+__all__ = ["BlockTables", "SimulatedRunner"]
 
 State = tuple[int, int]
 """Tag of the recurrent state, tag of the last hidden state."""
@@ -57,6 +55,30 @@ class _Out:
     sampled: tuple[SampledToken, ...] | None = None
 
 
+class BlockTables:
+    """The block tables of all slots. `tables`: per attention group int32 [num_slots + 1, max_pages].
+
+    The page of the token at position p is entry p // tokens_per_page of its slot's row. Nothing is cleared: entries at
+    and behind the pages of the sequence may be those of a request that had the slot before.
+    """
+
+    def __init__(self, groups: Sequence[AttentionGroup], num_slots: int, max_pages: int) -> None:
+        self._groups, self._max_pages = tuple(groups), max_pages
+        self.tables = tuple(np.zeros((num_slots + 1, max_pages), np.int32) for _ in groups)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in the plan's admits and table updates."""
+        updates = block_table_updates(plan, len(self.tables), self._max_pages)
+        for table, (indices, pages) in zip(self.tables, updates, strict=True):
+            table.reshape(-1)[indices] = pages
+
+    def pages_of(self, slot: int, num_tokens: int) -> tuple[Pages, ...]:
+        """Per group the pages of the first `num_tokens` tokens in `slot`: views."""
+        return tuple(
+            table[slot, : group.pages_for(num_tokens)] for group, table in zip(self._groups, self.tables, strict=True)
+        )
+
+
 class SimulatedRunner(StepRunner):
     """Same face as `cairn.runner.runner.Runner`; tokens are drawn from 0 .. `vocab_size` - 1.
 
@@ -70,7 +92,7 @@ class SimulatedRunner(StepRunner):
         self.tables = BlockTables(layout.groups, num_slots, num_pages)
         aligned = numerics and layout.state_bytes > 0
         self._check = PlanCheck(PlanLimits(layout, num_pages, num_slots, _ANY_TOKEN, aligned))
-        self._known = Slots()
+        self._input_batch = InputBatch()
         self._layout = layout
         self._vocab_size = vocab_size
         self._numerics = numerics
@@ -85,7 +107,7 @@ class SimulatedRunner(StepRunner):
         """Its records in the order that `cairn.step` lays down, but for the draws."""
         self._check.check(plan)
         self.steps += 1
-        self._known.launch(plan)
+        self._input_batch.update(plan)
         for admit in plan.admits:
             self._ended.discard(admit.slot)
         for copy in plan.copies:
@@ -112,14 +134,16 @@ class SimulatedRunner(StepRunner):
         """The draws of the step that was launched last."""
         out = self._out[-1]
         assert out.plan.step == step and out.sampled is None, f"step {step} is not to be drawn now"
-        samples = zip(out.plan.samples.slots.tolist(), self._known.samples(out.plan, masks), strict=True)
+        samples = zip(
+            out.plan.samples.slots.tolist(), self._input_batch.sampling_metadata(out.plan, masks), strict=True
+        )
         out.sampled = tuple(self._draw(slot, sample) for slot, sample in samples)
 
     def collect(self, step: int) -> StepResult:
         """What the oldest step that is out has given."""
         out = self._out.popleft()
         assert out.plan.step == step and out.sampled is not None, f"step {step} is not to be collected now"
-        self._known.collect(out.sampled)
+        self._input_batch.append(out.sampled)
         return StepResult(step, out.sampled, out.scored)
 
     def close(self) -> None:
@@ -130,7 +154,7 @@ class SimulatedRunner(StepRunner):
         for slot, start, token, write_from in plan.decodes:
             if token == SAMPLED:
                 token = self._drawn[slot]
-                if token in self._known.admit(slot).stop_token_ids:
+                if token in self._input_batch.admit(slot).stop_token_ids:
                     self._ended.add(slot)
             rows.append(_Row(slot, start, [token], write_from, decode=True))
         rows += [_Row(row.slot, row.start, row.tokens.tolist(), row.kv_write_from, False) for row in plan.prefills]
@@ -165,7 +189,7 @@ class SimulatedRunner(StepRunner):
         pages = next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
         return [] if pages is None else [(pages[position // size], position % size) for position in range(row.end)]
 
-    def _draw(self, slot: int, sample: Sample) -> SampledToken:
+    def _draw(self, slot: int, sample: SamplingMetadata) -> SampledToken:
         _, hidden = self._slots[slot]
         seen: tuple[int, ...] = ()
         if sample.params.needs_history:
@@ -174,16 +198,16 @@ class SimulatedRunner(StepRunner):
             seen = (*sample.history.tolist(), sample.num_prompt_tokens)
         token = hash((hidden, sample.params.seed or 0, sample.position, *seen)) % self._vocab_size
         others = ((token + step) % self._vocab_size for step in range(self._vocab_size))
-        ends = ends_of_bad_words(sample)
+        ends = sample.bad_word_ends()
         token = next((other for other in others if other not in ends and self._may_come(other, sample)), token)
         self._drawn[slot] = token
         told = None if sample.logprobs is None else self._logprobs(hidden, token, sample.logprobs)
         return SampledToken(slot, token, told)
 
-    def _may_come(self, token: int, sample: Sample) -> bool:
-        allowed = sample.allowed is None or bool(int(sample.allowed[token // 32]) >> token % 32 & 1)
+    def _may_come(self, token: int, sample: SamplingMetadata) -> bool:
+        allowed = sample.allowed_mask is None or bool(int(sample.allowed_mask[token // 32]) >> token % 32 & 1)
         listed = not sample.params.allowed_token_ids or token in sample.params.allowed_token_ids
-        return allowed and listed and token not in sample.banned
+        return allowed and listed and token not in sample.banned_tokens
 
     def _logprobs(self, hidden: int, token: int, top: int) -> Logprobs:
         """What depends on the same things as the real ones do."""

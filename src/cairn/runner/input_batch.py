@@ -1,0 +1,135 @@
+"""The requests in the runner's slots: what their admits said, and the tokens sampled since. Numpy alone, no torch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.keys import KeyBuffer
+from cairn.step import SAMPLED, Admit, SampledToken, StepPlan, TokenMask, TokenMasks
+from cairn.types import Keys, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """How one token is sampled: the one at absolute position `position` of a sequence.
+
+    `allowed_mask`: bit mask of the allowed tokens, applied before all else; None: all. `banned_tokens`: tokens that
+    must not be sampled at this position. `history`: the `position` tokens before it, of which the first
+    `num_prompt_tokens` are the prompt's; given where `params` need it. `logprobs`: number of top tokens to report
+    beside the sampled one; None: no logprobs.
+    """
+
+    params: SamplingParams
+    position: int
+    allowed_mask: TokenMask | None = field(default=None, compare=False)
+    banned_tokens: tuple[int, ...] = ()
+    history: Keys | None = field(default=None, compare=False)
+    num_prompt_tokens: int = 0
+    logprobs: int | None = None
+
+    def bad_word_ends(self) -> tuple[int, ...]:
+        """The tokens that would complete one of the `bad_words` here, ascending: as in vLLM, a word is matched token by
+        token within the output. A word of one token needs no history; longer ones do."""
+        words = self.params.bad_words
+        longest = max(map(len, words), default=1) - 1
+        tail: tuple[int, ...] = ()
+        if longest:
+            assert self.history is not None, f"position {self.position}: bad words without the tokens before it"
+            tail = tuple(self.history[max(self.num_prompt_tokens, len(self.history) - longest) :].tolist())
+        return tuple(sorted({word[-1] for word in words if word[:-1] == tail[len(tail) - len(word) + 1 :]}))
+
+
+@dataclass(slots=True, eq=False)
+class _SlotState:
+    """`sampled_position`: of the newest sampled token, or of the one that an uncollected step samples."""
+
+    admit: Admit
+    history: KeyBuffer | None
+    sampled_position: int | None = None
+
+
+class InputBatch:
+    """The admit of each slot, until the slot's next one. `image_slots`: slots whose prompts have images."""
+
+    def __init__(self) -> None:
+        self.image_slots: set[int] = set()
+        self._slots: dict[int, _SlotState] = {}
+
+    def update(self, plan: StepPlan) -> None:
+        """Apply the admits and samples of a plan that is launched. Raises LookupError for a row that continues with a
+        token other than the newest one of its slot."""
+        for admit in plan.admits:
+            history = None if admit.history is None else KeyBuffer(admit.history)
+            self._slots[admit.slot] = _SlotState(admit, history)
+            (self.image_slots.add if admit.images else self.image_slots.discard)(admit.slot)
+        for row in np.flatnonzero(plan.decodes.tokens == SAMPLED):
+            slot, position = int(plan.decodes.slots[row]), int(plan.decodes.positions[row])
+            if (sampled := self._slot(slot).sampled_position) != position:
+                raise LookupError(f"slot {slot} continues at {position}, but its last token was sampled for {sampled}")
+        for slot, position in zip(plan.samples.slots.tolist(), plan.samples.positions.tolist(), strict=True):
+            self._slot(slot).sampled_position = position
+
+    def admit(self, slot: int) -> Admit:
+        """Raises LookupError for a slot without a request."""
+        return self._slot(slot).admit
+
+    def sampling_metadata(self, plan: StepPlan, masks: TokenMasks) -> Iterator[SamplingMetadata]:
+        """One record for each sample of the plan. Raises LookupError where a history is incomplete: then a step before
+        the plan's has not been collected."""
+        columns = plan.samples
+        for slot, position, bans in zip(
+            columns.slots.tolist(), columns.positions.tolist(), columns.bans_stop_tokens.tolist(), strict=True
+        ):
+            state = self._slot(slot)
+            admit, history = state.admit, None if state.history is None else state.history.keys
+            if history is not None and len(history) != position:
+                raise LookupError(f"slot {slot}: {len(history)} tokens are known of the {position} before the sample")
+            yield SamplingMetadata(
+                admit.sampling,
+                position,
+                allowed_mask=masks.get(slot),
+                banned_tokens=admit.stop_token_ids if bans else (),
+                history=history,
+                num_prompt_tokens=admit.num_prompt_tokens if history is not None else 0,
+                logprobs=admit.logprobs,
+            )
+
+    def append(self, sampled: Iterable[SampledToken]) -> None:
+        """Append the tokens of a step to the histories, in the order of the steps."""
+        for token in sampled:
+            history = self._slot(token.slot).history
+            if history is not None:
+                history.append(token.token)
+
+    def _slot(self, slot: int) -> _SlotState:
+        state = self._slots.get(slot)
+        if state is None:
+            raise LookupError(f"nobody was admitted to slot {slot}")
+        return state
+
+
+def block_table_updates(
+    plan: StepPlan, num_groups: int, max_pages: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+    """What a plan's admits and table updates write into the block tables: per attention group the indices into a
+    flattened table of `max_pages` columns, each once, and the pages to write there, both of shape [n]."""
+    updates: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = []
+    for group in range(num_groups):
+        indices, pages = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        for admit in plan.admits:
+            table = admit.tables[group]
+            indices.append(admit.slot * max_pages + np.arange(len(table)))
+            pages.append(table)
+        for update in plan.table_updates:
+            if update.group == group:
+                indices.append(update.slot * max_pages + update.first + np.arange(len(update.pages)))
+                pages.append(update.pages)
+        index, values = np.concatenate(indices), np.concatenate(pages)
+        if plan.admits and plan.table_updates:
+            # An update may follow an admit of the same plan: the later one counts, in whatever order a device writes.
+            index, last = np.unique(index[::-1], return_index=True)
+            values = values[::-1][last]
+        updates.append((index, values))
+    return updates

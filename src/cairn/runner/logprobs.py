@@ -1,0 +1,70 @@
+"""Log-probabilities of sampled tokens and of prompt tokens, and of the top k beside each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.kernels.staging import Staging
+from cairn.step import Score
+
+MAX_ROWS = 64
+"""Rows whose log-probabilities are computed together: with a vocabulary of 250,000 they take 64 MB."""
+
+
+class LogprobTensors(NamedTuple):
+    """A `cairn.step.Logprobs` on the device."""
+
+    token_ids: Tensor
+    values: Tensor
+    ranks: Tensor
+
+
+def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
+    """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best. `logits`: float32 [n, vocab], before any
+    logits processor."""
+    values = logits.log_softmax(-1)
+    own = values.gather(1, tokens[:, None])
+    ranks = (values > own).sum(-1) + 1
+    best = values.topk(min(num_top, values.shape[1]), dim=-1)
+    token_ids = torch.cat([tokens[:, None], best.indices], dim=1)
+    return LogprobTensors(token_ids.int(), torch.cat([own, best.values], dim=1), ranks.int())
+
+
+class SampledLogprobs:
+    """Log-probabilities of the tokens that a step samples. Rows with the same number of top tokens go together."""
+
+    def __init__(self, num_top: Sequence[int | None], staging: Staging) -> None:
+        """`num_top`: top tokens to report for each row; None: no logprobs."""
+        self._groups = []
+        for number in sorted({number for number in num_top if number is not None}):
+            group = [row for row, own in enumerate(num_top) if own == number]
+            for start in range(0, len(group), MAX_ROWS):
+                rows = group[start : start + MAX_ROWS]
+                self._groups.append((number, rows, staging.add(np.array(rows))))
+
+    def compute(self, logits: Tensor, tokens: Tensor) -> list[tuple[list[int], LogprobTensors]]:
+        """Groups of rows and their logprobs, from float32 [n, vocab] and the sampled tokens, int64 [n]; to be called
+        once the staging has been sent."""
+        return [
+            (rows, compute_logprobs(logits[index.tensor], tokens[index.tensor], number))
+            for number, rows, index in self._groups
+        ]
+
+
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens that follow the tokens of one prefill row."""
+
+    def __init__(self, score: Score, staging: Staging) -> None:
+        self._num_top = score.top
+        self._targets = staging.add(score.targets.astype(np.int64))
+
+    def compute(self, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Iterator[LogprobTensors]:
+        """The logprobs of `MAX_ROWS` targets at a time; to be called once the staging has been sent. `hidden`: [rows,
+        hidden], of the row's tokens from the first one on. `logits`: the model's output layer."""
+        targets = self._targets.tensor
+        for start in range(0, len(targets), MAX_ROWS):
+            part = slice(start, start + MAX_ROWS)
+            yield compute_logprobs(logits(hidden[: len(targets)][part]), targets[part], self._num_top)
