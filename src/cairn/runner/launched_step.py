@@ -1,4 +1,4 @@
-"""A step that has been launched: its inputs, staged in one copy to the device, and its outputs, read back in one copy."""
+"""A launched step: its inputs, staged in one copy to the device, and its outputs, read back in one copy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
