@@ -109,14 +109,15 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, N
                 raise rename_error_param(error, job.writer.body) from None
             number = numbers[output.request_id]
             meter = meters[number, output.index]
-            meter.transfer(output)
+            if output.transfer is not None:
+                service.metrics.observe_transfer(output.transfer)
             if output.finish_reason == "error":
                 failure = _failure(output)
                 if isinstance(failure, QueueFull) and not begun:
                     meters.clear()
                 raise failure
             begun = True
-            meter.output(output, service.clock.now())
+            meter.record(output, service.clock.now())
             left -= output.finish_reason is not None
             yield number, _without_tokens(output) if job.writer.body.max_tokens == 0 else output
     except CairnError:

@@ -4,7 +4,7 @@ Engine counters are exported from one `EngineStats` per scrape; request times ar
 to this object, so two servers in one process do not mix.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -30,17 +30,27 @@ _REQUEST_BUCKETS = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
-_TRANSFER_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
-_TRANSFER_BYTES_BUCKETS = tuple(float(1 << power) for power in range(11, 35, 2))
-_DESCRIPTOR_BUCKETS = (
-    *(10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0),
-    *(1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0),
+_TRANSFER_BUCKETS = (
+    ("nixl_xfer_time_seconds", (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)),
+    ("nixl_bytes_transferred", tuple(float(1 << power) for power in range(11, 35, 2))),
+    (
+        "nixl_num_descriptors",
+        (
+            *(10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0),
+            *(1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0),
+        ),
+    ),
 )
 
+# A row: name, field of EngineStats, help, and, if the field is a dictionary, the label that its keys are.
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, cached ones included."),
+    (
+        *("vllm:prompt_tokens_by_source", "prompt_tokens_by_source"),
+        *("Prompt tokens of requests that were started, by where what they need came from.", "source"),
+    ),
     ("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
     ("cairn:forward_passes", "forward_passes", "Forward passes of the model."),
@@ -48,12 +58,15 @@ _COUNTERS = (
     ("cairn:computed_prompt_tokens", "computed_prompt_tokens", "Prompt tokens that went through the model."),
     ("cairn:recomputed_tokens", "recomputed_tokens", "Tokens computed again after a preemption."),
     ("cairn:audits", "audits", "Recounts of the cache's accounting that came out right."),
+    ("cairn:miss_requests", "reasons", "Requests by why their cached part was not longer.", "reason"),
+    ("cairn:lost_tokens", "lost_tokens", "Prompt tokens that were not cached, by why.", "reason"),
+    ("cairn:checkpoints_taken", "checkpoints_taken", "State checkpoints taken.", "kind"),
+    ("cairn:checkpoints_hit", "checkpoints_hit", "State checkpoints that a request started from.", "kind"),
+    ("cairn:checkpoints_evicted", "checkpoints_evicted", "State checkpoints dropped for want of memory.", "kind"),
 )
-# Only where there is a side channel: a number that cannot move says less than none.
 _TRANSFER_COUNTERS = (
     (
-        "vllm:external_prefix_cache_queries",
-        "external_prefix_cache_queries",
+        *("vllm:external_prefix_cache_queries", "external_prefix_cache_queries"),
         "Prompt tokens that other servers were asked for.",
     ),
     ("vllm:external_prefix_cache_hits", "external_prefix_cache_hits", "Prompt tokens received from other servers."),
@@ -61,48 +74,26 @@ _TRANSFER_COUNTERS = (
     ("vllm:nixl_num_kv_expired_reqs", "expired_leases", "Prefilled prompts that nobody fetched in time."),
     ("cairn:skipped_transfers", "skipped_transfers", "Transfers not tried, as the peer had not answered lately."),
     (
-        "cairn:side_channel_dropped",
-        "side_channel_dropped",
+        *("cairn:side_channel_dropped", "side_channel_dropped"),
         "Frames on the side channel that were no valid record, and connections without a proof of the secret.",
     ),
-)
-_TRANSFER_COUNTERS_BY = (
     (
-        "cairn:hand_overs_refused",
-        "reason",
-        "refused_kv_exports",
-        "Requests for another server that were refused (429), by the bound of the leases that they met.",
+        *("cairn:hand_overs_refused", "refused_kv_exports"),
+        *("Requests for another server that were refused (429), by the bound of the leases that they met.", "reason"),
     ),
 )
-# Only where there is a vision model.
 _IMAGE_COUNTERS = (
     ("cairn:images_encoded", "images_encoded", "Images that went through the vision model."),
     ("cairn:image_hits", "image_hits", "How often an image was found encoded, in the steps that needed it."),
 )
-# Only where requests wait for others' prefill.
 _SHARING_COUNTERS = (
     (
-        "cairn:in_flight_shared_requests",
-        "in_flight_shared_requests",
+        *("cairn:in_flight_shared_requests", "in_flight_shared_requests"),
         "Requests that waited for another one's prefill and started from it.",
     ),
     ("cairn:in_flight_shared_tokens", "in_flight_shared_tokens", "Prompt tokens that this waiting has saved."),
 )
-# Only where there is a request log.
 _LOG_COUNTERS = (("cairn:request_log_dropped", "request_log_dropped", "Requests that the request log has no line of."),)
-_COUNTERS_BY = (
-    (
-        "vllm:prompt_tokens_by_source",
-        "source",
-        "prompt_tokens_by_source",
-        "Prompt tokens of requests that were started, by where what they need came from.",
-    ),
-    ("cairn:miss_requests", "reason", "reasons", "Requests by why their cached part was not longer."),
-    ("cairn:lost_tokens", "reason", "lost_tokens", "Prompt tokens that were not cached, by why."),
-    ("cairn:checkpoints_taken", "kind", "checkpoints_taken", "State checkpoints taken."),
-    ("cairn:checkpoints_hit", "kind", "checkpoints_hit", "State checkpoints that a request started from."),
-    ("cairn:checkpoints_evicted", "kind", "checkpoints_evicted", "State checkpoints dropped for want of memory."),
-)
 _GAUGES = (
     ("vllm:num_requests_running", "num_running", "Requests being computed."),
     ("vllm:num_requests_waiting", "num_waiting", "Requests waiting for their turn."),
@@ -119,6 +110,19 @@ _TRANSFER_GAUGES = (
 )
 _IMAGE_GAUGES = (("cairn:image_bytes", "image_bytes", "Bytes of encoded images that are kept."),)
 
+# The second column: the field of EngineInfo without which a group is left out: a number that cannot change says less
+# than none.
+_GROUPS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str | None, Sequence[tuple[str, ...]]], ...] = (
+    (CounterMetricFamily, None, _COUNTERS),
+    (CounterMetricFamily, "side_channel", _TRANSFER_COUNTERS),
+    (CounterMetricFamily, "reads_images", _IMAGE_COUNTERS),
+    (CounterMetricFamily, "shares_in_flight", _SHARING_COUNTERS),
+    (CounterMetricFamily, "logs_requests", _LOG_COUNTERS),
+    (GaugeMetricFamily, None, _GAUGES),
+    (GaugeMetricFamily, "side_channel", _TRANSFER_GAUGES),
+    (GaugeMetricFamily, "reads_images", _IMAGE_GAUGES),
+)
+
 
 class _EngineCollector(Collector):
     """The engine's own counters, as they were when `stats` was set."""
@@ -128,43 +132,17 @@ class _EngineCollector(Collector):
         self._labels = labels
         self.stats = EngineStats()
 
-    def collect(self) -> Iterable[Metric]:
-        stats, labels = self.stats, self._labels
-        joined = self._info.side_channel is not None
-        sees = self._info.reads_images
-        transfers, images = _TRANSFER_COUNTERS if joined else (), _IMAGE_COUNTERS if sees else ()
-        logged = _LOG_COUNTERS if self._info.logs_requests else ()
-        shared = _SHARING_COUNTERS if self._info.shares_in_flight else ()
-        for name, field, text in (*_COUNTERS, *transfers, *images, *logged, *shared):
-            counter = CounterMetricFamily(name, text, labels=_LABELS)
-            counter.add_metric(labels, getattr(stats, field))
-            yield counter
-        for name, label, field, text in (*_COUNTERS_BY, *(_TRANSFER_COUNTERS_BY if joined else ())):
-            counter = CounterMetricFamily(name, text, labels=(*_LABELS, label))
-            for key, value in sorted(getattr(stats, field).items()):
-                counter.add_metric((*labels, key), value)
-            yield counter
-        for name, field, text in (*_GAUGES, *(_TRANSFER_GAUGES if joined else ()), *(_IMAGE_GAUGES if sees else ())):
-            yield self._gauge(name, text, getattr(stats, field))
+    def collect(self) -> Iterator[Metric]:
+        stats, info = self.stats, self._info
+        for family, needs, rows in _GROUPS:
+            for name, field, text, *label in rows if needs is None or getattr(info, needs) else ():
+                value = getattr(stats, field)
+                samples: dict[tuple[str, ...], float]
+                samples = {(key,): value[key] for key in sorted(value)} if label else {(): value}
+                yield self._family(family, name, text, label, samples)
         usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages that running requests hold, 0 to 1.", usage)
-        yield self._step_tokens()
-        yield self._cache_config()
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
-        gauge.add_metric(self._labels, value)
-        return gauge
-
-    def _step_tokens(self) -> Metric:
-        counts = accumulate(self.stats.step_sizes or [0] * (len(STEP_SIZES) + 1))
-        bounds = [*(str(float(size)) for size in STEP_SIZES), "+Inf"]
-        histogram = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in one step.", labels=_LABELS)
-        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), self.stats.step_tokens)
-        return histogram
-
-    def _cache_config(self) -> Metric:
-        info = self._info
+        text = "Share of the pages that running requests hold, 0 to 1."
+        yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, (), {(): usage})
         facts = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_pages),
@@ -174,25 +152,27 @@ class _EngineCollector(Collector):
             "mamba_cache_mode": info.mamba_cache_mode,
             "cache_dtype": info.dtype,
         }
-        gauge = GaugeMetricFamily(
-            "vllm:cache_config_info", "The cache's configuration; the value is always 1.", labels=(*_LABELS, *facts)
-        )
-        gauge.add_metric((*self._labels, *facts.values()), 1.0)
-        return gauge
+        text = "The cache's configuration; the value is always 1."
+        yield self._family(GaugeMetricFamily, "vllm:cache_config_info", text, [*facts], {tuple(facts.values()): 1.0})
+        counts = accumulate(stats.step_sizes or [0] * (len(STEP_SIZES) + 1))
+        bounds = [*(str(float(size)) for size in STEP_SIZES), "+Inf"]
+        histogram = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in one step.", labels=_LABELS)
+        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), stats.step_tokens)
+        yield histogram
 
-
-class TransferMetrics:
-    """What a transfer brought, as histograms: only of a server that has a side channel."""
-
-    def __init__(self, histogram: Callable[[str, Sequence[float]], Histogram]) -> None:
-        self._seconds = histogram("nixl_xfer_time_seconds", _TRANSFER_SECONDS_BUCKETS)
-        self._bytes = histogram("nixl_bytes_transferred", _TRANSFER_BYTES_BUCKETS)
-        self._descriptors = histogram("nixl_num_descriptors", _DESCRIPTOR_BUCKETS)
-
-    def observe(self, report: TransferReport) -> None:
-        self._seconds.observe(report.seconds)
-        self._bytes.observe(report.num_bytes)
-        self._descriptors.observe(report.num_descriptors)
+    def _family(
+        self,
+        family: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        samples: Mapping[tuple[str, ...], float],
+    ) -> Metric:
+        """A metric with a sample for each value of `labels`, which come after those of all metrics."""
+        metric = family(name, text, labels=(*_LABELS, *labels))
+        for values, number in samples.items():
+            metric.add_metric((*self._labels, *values), number)
+        return metric
 
 
 class Metrics:
@@ -203,7 +183,6 @@ class Metrics:
         self._labels = (model_name, "0")
         self._engine = _EngineCollector(info, self._labels)
         self._registry.register(self._engine)
-        tokens = _token_buckets(info.max_model_len)
         self.first_token = self._histogram("time_to_first_token_seconds", _FIRST_TOKEN_BUCKETS)
         self.inter_token = self._histogram("inter_token_latency_seconds", _TOKEN_BUCKETS)
         self.per_output_token = self._histogram("request_time_per_output_token_seconds", _TOKEN_BUCKETS)
@@ -211,23 +190,27 @@ class Metrics:
         self.queue_time = self._histogram("request_queue_time_seconds", _REQUEST_BUCKETS)
         self.prefill_time = self._histogram("request_prefill_time_seconds", _REQUEST_BUCKETS)
         self.decode_time = self._histogram("request_decode_time_seconds", _REQUEST_BUCKETS)
+        tokens = [float(digit * 10**power) for power in range(9) for digit in (1, 2, 5)]
+        tokens = [bucket for bucket in tokens if bucket <= info.max_model_len]
         self.prompt_tokens = self._histogram("request_prompt_tokens", tokens)
         self.generation_tokens = self._histogram("request_generation_tokens", tokens)
-        joined = info.side_channel is not None
-        self.transfers = TransferMetrics(self._histogram) if joined else None
-        self.finished = self._counters(
-            "request_success", "Answers by how they ended.", "finished_reason", _FINISHED_REASONS
-        )
+        self._transfers: Sequence[Histogram] = ()
+        if info.side_channel is not None:
+            self._transfers = [self._histogram(name, buckets) for name, buckets in _TRANSFER_BUCKETS]
+        labels = (*_LABELS, "finished_reason")
+        finished = Counter("vllm:request_success", "Answers by how they ended.", labels, registry=self._registry)
+        self.finished = {reason: finished.labels(*self._labels, reason) for reason in _FINISHED_REASONS}
 
     def exposition(self, stats: EngineStats) -> bytes:
         """Everything in Prometheus' text format."""
         self._engine.stats = stats
         return generate_latest(self._registry)
 
-    def _counters(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
-        """One counter for each value of a label."""
-        family = Counter(f"vllm:{name}", text, (*_LABELS, label), registry=self._registry)
-        return {value: family.labels(*self._labels, value) for value in values}
+    def observe_transfer(self, report: TransferReport) -> None:
+        """What a request has fetched from another server."""
+        sizes = (report.seconds, report.num_bytes, report.num_descriptors)
+        for histogram, size in zip(self._transfers, sizes, strict=False):  # none without a side channel
+            histogram.observe(size)
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         text = name.replace("_", " ").capitalize() + "."
@@ -236,35 +219,30 @@ class Metrics:
 
 
 class RequestMeter:
-    """Measures one answer from its request's arrival to its end. Times are seconds of one clock. `prompt_tokens`: None
-    for all answers to a prompt but the first, so that it counts once."""
+    """Measures one answer from its request's arrival to its end. Times are seconds of one clock. `num_prompt_tokens`:
+    None for all answers to a prompt but the first, so that it counts once."""
 
-    def __init__(self, metrics: Metrics, arrived: float, prompt_tokens: int | None) -> None:
+    def __init__(self, metrics: Metrics, arrival_time: float, num_prompt_tokens: int | None) -> None:
         self._metrics = metrics
-        self._arrived = arrived
-        self._prompt_tokens = prompt_tokens
+        self._arrival_time = arrival_time
+        self._num_prompt_tokens = num_prompt_tokens
         self._first: float | None = None
-        self._last = arrived
+        self._last = arrival_time
         self._num_tokens = 0
         self._ended = False
 
-    def output(self, output: GenerateOutput, now: float) -> None:
+    def record(self, output: GenerateOutput, now: float) -> None:
         metrics = self._metrics
         if output.token_ids:
             if self._first is None:
                 self._first = now
-                metrics.first_token.observe(now - self._arrived)
+                metrics.first_token.observe(now - self._arrival_time)
             else:
                 metrics.inter_token.observe((now - self._last) / len(output.token_ids))
             self._last = now
             self._num_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self._finish(output, now)
-
-    def transfer(self, output: GenerateOutput) -> None:
-        """What the request has fetched from another server, whatever became of the request."""
-        if output.transfer is not None and self._metrics.transfers is not None:
-            self._metrics.transfers.observe(output.transfer)
 
     def end(self, reason: str) -> None:
         """The request ended without a last output, or has ended already."""
@@ -274,9 +252,9 @@ class RequestMeter:
 
     def _finish(self, output: GenerateOutput, now: float) -> None:
         metrics = self._metrics
-        metrics.whole_request.observe(now - self._arrived)
-        if self._prompt_tokens is not None:
-            metrics.prompt_tokens.observe(self._prompt_tokens)
+        metrics.whole_request.observe(now - self._arrival_time)
+        if self._num_prompt_tokens is not None:
+            metrics.prompt_tokens.observe(self._num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if output.timings is not None:
             metrics.queue_time.observe(output.timings.queue)
@@ -285,8 +263,3 @@ class RequestMeter:
         if self._first is not None and self._num_tokens > 1:
             metrics.per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
         self.end(output.finish_reason or "error")
-
-
-def _token_buckets(limit: int) -> list[float]:
-    buckets = [float(digit * 10**power) for power in range(9) for digit in (1, 2, 5)]
-    return [bucket for bucket in buckets if bucket <= limit]
