@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +40,7 @@ from cairn.engine.core import Core
 from cairn.engine.sizing import thread_variables
 from cairn.errors import CairnError
 from cairn.models.registry import open_model
+from cairn.models.weights.tensor_headers import read_headers
 from cairn.types import SamplingParams
 
 SHOWN = ("windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_threads", "clock", "seed")
@@ -138,30 +138,9 @@ class Engine:
         return torch.stack(found)
 
 
-def tensor_bytes(value: Any) -> int:
-    """Of all tensors that a model is made of, each memory once."""
-    found: dict[int, int] = {}
-
-    def look(part: Any) -> None:
-        if isinstance(part, Tensor):
-            if part.is_mkldnn:
-                found[id(part)] = torch.ops.mkldnn._nbytes(part)
-            else:
-                found[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-        elif isinstance(part, tuple | list):
-            for each in part:
-                look(each)
-        elif is_dataclass(part):
-            for field in fields(part):
-                look(getattr(part, field.name))
-
-    look(value)
-    return sum(found.values())
-
-
 def weight_bytes(model: Path, precision: Precision) -> int:
     quantization: Literal["int8"] | None = "int8" if precision == "int8" else None
-    return tensor_bytes(open_model(model, "bfloat16", quantization).build(exact=False))
+    return open_model(model, "bfloat16", quantization).weight_bytes(read_headers(model))
 
 
 def errors(found: Tensor, wanted: Tensor) -> dict[str, float]:

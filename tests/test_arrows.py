@@ -34,7 +34,7 @@ CACHE_DOOR = (
 MODEL_NUMBERS = (
     "cairn.models.decoder_config",
     "cairn.models.families",
-    "cairn.models.forward_sizes",
+    "cairn.models.layer_sizes",
     "cairn.models.served_dtype",
     "cairn.models.weights.tensor_headers",
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.errors import EngineDead
 from cairn.layers.communicator import Communicator
-from cairn.layers.rank_sum import sum_in_order
+from cairn.layers.process_ranks import sum_in_order
 
 __all__ = ["thread_ranks"]
 

@@ -13,7 +13,7 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo, RequestLogConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.request_log.log import open_log
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cairn.engine.step_pipeline import StepPipeline
-from cairn.layers.backend import kernels_of
-from cairn.layers.communicator import ALONE
+from cairn.layers.communicator import SINGLE_RANK
+from cairn.models.decoder_builder import load_kernels
 from cairn.runner.runner import Runner
 from cairn.runner.vision import multimodal_inputs
 from cairn.scheduler.request import Spec
@@ -150,7 +150,7 @@ def test_a_kernel_gets_the_numbers():
     device, _ = counted_device()
     name = counted_kernels("cpu")
     weight = torch.randn(5, 8)
-    found = kernels_of(name).embed(torch.tensor([3, 1]).to(device), weight.to(device))
+    found = load_kernels(name).embed(torch.tensor([3, 1]).to(device), weight.to(device))
     assert found.device.type == device.type and torch.equal(found.cpu(), weight[[3, 1]])
 
 
@@ -168,6 +168,6 @@ def test_an_images_vectors_are_brought_over():
     like, image = torch.zeros(1, 8, dtype=torch.bfloat16, device=device), Image(3, 4, (1, 4, 4), b"", 56, 56, b"")
     copies.take()
     with torch.inference_mode():
-        content = multimodal_inputs(0, 6, [image], Encoder(), ALONE, like)
+        content = multimodal_inputs(0, 6, [image], Encoder(), SINGLE_RANK, like)
         assert copies.take() == (1, 0) and content.vectors.device.type == device.type
         assert content.vectors.cpu().tolist() == torch.arange(24.0).view(3, 8).tolist()

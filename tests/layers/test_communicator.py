@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cairn.errors import EngineDead
-from cairn.layers.communicator import ALONE, Communicator
-from cairn.layers.process_ranks import gloo_rank
+from cairn.layers.communicator import SINGLE_RANK, Communicator
+from cairn.layers.process_ranks import join_gloo_ranks
 from doubles.thread_ranks import thread_ranks
 
 Ranks = list[Communicator]
@@ -23,14 +23,14 @@ def make(tmp_path: Path) -> Callable[..., Ranks]:
     def made(kind: str, seconds: float = 30.0) -> Ranks:
         name, _, size = kind.partition("-")
         if name == "alone":
-            return [ALONE]
+            return [SINGLE_RANK]
         if name == "threads":
             return list(thread_ranks(int(size), seconds))
         count = int(size)
         with ThreadPoolExecutor(count) as threads:
             return list(
                 threads.map(
-                    lambda rank: gloo_rank(tmp_path / "meet", rank, count, join_seconds=30, seconds=seconds),
+                    lambda rank: join_gloo_ranks(tmp_path / "meet", rank, count, join_seconds=30, seconds=seconds),
                     range(count),
                 )
             )
@@ -154,4 +154,4 @@ def test_a_rank_that_stays_away_ends_the_wait(make: Callable[..., Ranks], kind: 
 
 def test_ranks_that_do_not_all_join_end_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineDead, match="rank 1 of 2 has not found the others"):
-        gloo_rank(tmp_path / "meet", 1, 2, join_seconds=0.3, seconds=1)
+        join_gloo_ranks(tmp_path / "meet", 1, 2, join_seconds=0.3, seconds=1)

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from cairn.kernels import exact, reference
 from cairn.kernels.contract import Kernels
+from cairn.layers.feed_forward import MixtureOfExperts, SharedExpert, SoftmaxRouter, SwiGLU
 from cairn.layers.linear import Linear
-from cairn.layers.mlp import SwiGLU
-from cairn.layers.moe import GatedSharedExpert, SoftmaxMixture, SoftmaxRouter
 from kernels.random_batches import RandomBatch, SequenceRows
 
 ROWS, WIDTH, EXPERTS, INNER = 20, 16, 6, 8
@@ -31,12 +30,13 @@ def test_a_token_gets_its_experts_by_their_rates(normalize: bool, kernels: Kerne
     router, gate_up, down = drawn(EXPERTS, WIDTH), drawn(EXPERTS, 2 * INNER, WIDTH), drawn(EXPERTS, WIDTH, INNER)
     shared = (drawn(5, WIDTH), drawn(5, WIDTH) * 2, drawn(WIDTH, 5))
     rate = drawn(1, WIDTH)
-    mixture = SoftmaxMixture(
+    mixture = MixtureOfExperts(
         kernels,
         SoftmaxRouter(kernels, linear(router), 2, normalize),
         kernels.pack(gate_up),
         kernels.pack(down),
-        GatedSharedExpert(kernels, SwiGLU(kernels, linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
+        True,
+        SharedExpert(kernels, SwiGLU(kernels, linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
     )
     hidden = drawn(ROWS, WIDTH)
     found = mixture(hidden, RandomBatch((), (SequenceRows(0, 0, ROWS),)).batch(kernels), None)

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from cairn.layers.communicator import ALONE, Communicator
+from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
 from doubles.thread_ranks import thread_ranks
@@ -165,16 +165,16 @@ class Tiny:
     def config(self) -> Any:
         return self.family.parse(self.raw)
 
-    def load(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def load(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Tensor:
         assert tuple(self.weights[name].shape) == shape, name
-        return left_of(self.weights[name], cut).clone()
+        return left_of(self.weights[name], shard).clone()
 
-    def model(self, exact: bool, communicator: Communicator = ALONE, **options: Any) -> Model:
+    def model(self, exact: bool, communicator: Communicator = SINGLE_RANK, **options: Any) -> Model:
         dtype = options.pop("dtype", torch.float32)
 
-        def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Tensor:
             narrow = not name.endswith(self.family.float32_tensors)
-            return self.load(name, shape, cut).to(dtype if narrow else torch.float32)
+            return self.load(name, shape, shard).to(dtype if narrow else torch.float32)
 
         return self.family.build(self.config, load, Execution(exact, dtype, communicator, **options))
 

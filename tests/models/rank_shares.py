@@ -23,8 +23,8 @@ class Model:
 
     @property
     def units(self) -> ModelUnits:
-        found = self.config.units()
-        return ModelUnits(found.kv_heads, found.attention_layers, found.state_units)
+        spec = self.config.cache_spec()
+        return ModelUnits(spec.num_kv_heads, spec.num_attention_layers, spec.num_state_units)
 
     def layout(self, block_size: int, size: int) -> CacheLayout:
         return self.config.layout(block_size, 2, size)

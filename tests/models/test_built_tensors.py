@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cairn.models.families import family_of
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from models.test_decoder_configs import PUBLISHED
 from replay.test_layouts import CONFIGS
 from runner.harness import tensors

@@ -157,12 +157,12 @@ def test_published_models(name: str) -> None:
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
     _, config = parsed(PUBLISHED[name][0])
-    units = config.units()
+    spec = config.cache_spec()
     for remote, local in product((1, 2, 4), repeat=2):
         sides = [
             geometry_of(config.layout(16 if i else block_size, 2, size), size) for i, size in enumerate((remote, local))
         ]
-        whole = ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
+        whole = ModelUnits(spec.num_kv_heads, spec.num_attention_layers, spec.num_state_units)
         pairings = [pair(whole, *sides, rank) for rank in range(local)]
         assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from cairn.errors import ModelError
 from cairn.kernels import reference
-from cairn.layers.communicator import ALONE
+from cairn.layers.communicator import SINGLE_RANK
 from cairn.models.check import check
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.quantization import Quantization
 from doubles.thread_ranks import thread_ranks
@@ -96,12 +96,17 @@ def test_cuts_inside_blocks(tmp_path: Path, block: tuple[int, int] | None, dtype
     quantization = Quantization(block)
     save_file({"a.weight": stored, f"a.{quantization.scale}": factors}, tmp_path / "model.safetensors")
     runs = [((0, 300),), ((5, 40), (120, 140), (299, 300)), ((127, 129),), ((256, 300), (0, 1)), ((7, 7),)]
-    cuts = [None, *(Cut(0, run) for run in runs), Cut(1, ((0, 64),)), Cut(1, ((100, 150), (3, 9)))]
+    shards = [
+        None,
+        *(TensorShard(0, run) for run in runs),
+        TensorShard(1, ((0, 64),)),
+        TensorShard(1, ((100, 150), (3, 9))),
+    ]
     with WeightReader(tmp_path, dtype, (), quantization) as reader:
-        for cut in cuts:
-            found = reader.load("a.weight", (300, 200), cut)
+        for shard in shards:
+            found = reader.load("a.weight", (300, 200), shard)
             assert found.dtype == dtype and found.is_contiguous()
-            assert torch.equal(found, left_of(wide, cut).to(dtype)), cut
+            assert torch.equal(found, left_of(wide, shard).to(dtype)), shard
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 3), (5, 7))])
@@ -109,9 +114,9 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
     gate_up = torch.randn(5, 8, 16, generator=torch.manual_seed(2))
     save_file({"x.experts.gate_up_proj": gate_up}, tmp_path / "model.safetensors")
     with WeightReader(tmp_path, torch.float32) as reader:
-        weights = RankWeights(reader.load, reference, ALONE, torch.device("cpu"))
-        found = weights.stack("x.experts.gate_up_proj", tuple(gate_up.shape), *runs, dim=1)
-        assert torch.equal(found, left_of(gate_up, Cut(1, runs) if runs else None))
+        weights = RankWeights(reader.load, reference, SINGLE_RANK, torch.device("cpu"))
+        found = weights.pack(weights.tensor("x.experts.gate_up_proj", tuple(gate_up.shape), *runs, dim=1))
+        assert torch.equal(found, left_of(gate_up, TensorShard(1, runs) if runs else None))
 
 
 @pytest.mark.parametrize(

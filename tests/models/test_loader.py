@@ -15,7 +15,7 @@ from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
 from cairn.models.random_weights.make_model import make_model
 from cairn.models.registry import open_model
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader, account, read_config, serving_dtype
 from cairn.models.weights.tensor_headers import read_headers
 
@@ -248,9 +248,9 @@ def test_a_model_takes_every_tensor_of_its_checkpoint(tiny: Path, dtype: Any) ->
     asked: dict[str, tuple[int, ...]] = {}
     with WeightReader(tiny, model.dtype, model.family.float32_tensors) as reader:
 
-        def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+        def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
             asked[name] = shape
-            return reader.load(name, shape, cut)
+            return reader.load(name, shape, shard)
 
         model.family.build(model.config, load, Execution(False, model.dtype))
     assert asked == model.family.tensors(model.config)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from cairn.errors import ModelError
 from cairn.models.decoder_builder import Execution
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from models.nemotron_h_truth import logits_of, published
 from runner.harness import Driver, build_tiny, family, parse, prompt, random_weights, raw_config, tensors
 
@@ -39,7 +39,7 @@ def test_every_tensor_is_asked_for_once() -> None:
     weights = random_weights(config, 0)
     asked: list[str] = []
 
-    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
         assert tuple(weights[name].shape) == shape
         asked.append(name)
         return weights[name].clone()
@@ -49,7 +49,7 @@ def test_every_tensor_is_asked_for_once() -> None:
 
 
 def test_what_the_loader_raises_comes_through() -> None:
-    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
         raise ModelError(f"{name} is missing")
 
     with pytest.raises(ModelError, match=r"backbone\.embeddings\.weight is missing"):

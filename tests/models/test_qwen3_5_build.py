@@ -14,7 +14,7 @@ from cairn.errors import ConfigError, ModelError
 from cairn.models.check import check
 from cairn.models.decoder_builder import Execution
 from cairn.models.registry import open_model
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from models.published_qwen3_5 import QWEN35
 from models.qwen3_5_truth import CLASSES, parse_qwen, published_qwen, qwen_logits, qwen_weights, raw_qwen
 from models.rank_shares import Model, every_pair_of_sizes_is_taken, every_share_is_found
@@ -75,10 +75,10 @@ def test_every_tensor_is_asked_for_once(kind: str) -> None:
     weights = qwen_weights(config, 0)
     asked: list[str] = []
 
-    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Tensor:
         assert tuple(weights[name].shape) == shape
         asked.append(name)
-        return left_of(weights[name], cut).clone()
+        return left_of(weights[name], shard).clone()
 
     family(config).build(config, load, Execution(True, torch.float32))
     assert sorted(asked) == sorted(tensors(config))

@@ -13,7 +13,7 @@ from torch import Tensor
 from cairn.errors import ConfigError
 from cairn.kernels.cpu.int8 import Int8Weight
 from cairn.kernels.cpu.products import PackedWeight
-from cairn.layers.communicator import ALONE, Communicator
+from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.models.check import CheckSettings, check
 from cairn.models.random_weights.make_model import MADE_FAMILIES
 from cairn.models.registry import OpenModel, open_model
@@ -147,7 +147,7 @@ def drive(ranks: int, quantization: ServedQuantization | None) -> Tensor:
     """Logits of a tiny model with experts, a tied output, and products over the ranks' inputs: [positions, vocab]."""
     model = tiny(granite(), seed=1)
     make = partial(model.model, False, quantization=quantization, dtype=torch.float32)
-    communicators: list[Communicator] = [ALONE] if ranks == 1 else thread_ranks(ranks)
+    communicators: list[Communicator] = [SINGLE_RANK] if ranks == 1 else thread_ranks(ranks)
     driver, tokens = TinyDriver(model, [make(each) for each in communicators], False), prompt(90, 3)
     sequence = driver.sequence(0, len(tokens))
     found = [driver.run(driver.row(sequence, tokens[:80]))[0]]

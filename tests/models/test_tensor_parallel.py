@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.layers.communicator import ALONE
+from cairn.layers.communicator import SINGLE_RANK
 from cairn.models.check import check
 from cairn.models.decoder_builder import Execution
 from cairn.models.registry import open_model
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
 from cairn.step import Snapshot
 from doubles.thread_ranks import thread_ranks
@@ -141,7 +141,7 @@ def test_the_ranks_files_are_one_ranks_file_cut_between_units(name: str) -> None
     header = one.layout.header_bytes
     assert two.layout.header_bytes == header
     assert 2 * two.layout.state_bytes == one.layout.state_bytes
-    assert 2 * two.layout.state_units == one.layout.state_units == config.units().state_units
+    assert 2 * two.layout.state_units == one.layout.state_units == config.cache_spec().num_state_units
     close(np.concatenate([two.file(0)[:header], *(two.file(rank)[header:] for rank in (0, 1))]), one.file(0))
 
 
@@ -152,19 +152,24 @@ def test_the_ranks_files_are_one_ranks_file_cut_between_units(name: str) -> None
 def test_a_reader_cuts_what_it_reads(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = {"a": torch.randn(10, 6), "b": torch.randn(12), "c": torch.randn(8, 1, 4)}
     save_file(weights, tmp_path / "model.safetensors")
-    cuts = {
-        "a": [Cut(0, ((2, 5), (9, 10))), Cut(1, ((1, 4),)), Cut(0, ((10, 10),)), Cut(0, ((0, 10),))],
-        "b": [Cut(0, ((0, 3), (3, 4), (11, 12)))],
-        "c": [Cut(0, ((6, 8), (0, 1)))],
+    shards = {
+        "a": [
+            TensorShard(0, ((2, 5), (9, 10))),
+            TensorShard(1, ((1, 4),)),
+            TensorShard(0, ((10, 10),)),
+            TensorShard(0, ((0, 10),)),
+        ],
+        "b": [TensorShard(0, ((0, 3), (3, 4), (11, 12)))],
+        "c": [TensorShard(0, ((6, 8), (0, 1)))],
     }
     with WeightReader(tmp_path, dtype) as reader:
-        for name, cut in ((name, cut) for name, wanted in cuts.items() for cut in wanted):
-            found = reader.load(name, tuple(weights[name].shape), cut)
+        for name, shard in ((name, shard) for name, wanted in shards.items() for shard in wanted):
+            found = reader.load(name, tuple(weights[name].shape), shard)
             assert found.dtype == dtype and found.is_contiguous()
-            assert torch.equal(found, left_of(weights[name], cut).to(dtype))
-        for cut in (Cut(0, ((5, 11),)), Cut(1, ((-1, 3),)), Cut(0, ((4, 3),))):
+            assert torch.equal(found, left_of(weights[name], shard).to(dtype))
+        for shard in (TensorShard(0, ((5, 11),)), TensorShard(1, ((-1, 3),)), TensorShard(0, ((4, 3),))):
             with pytest.raises(ValueError, match="not inside dimension"):
-                reader.load("a", (10, 6), cut)
+                reader.load("a", (10, 6), shard)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -174,11 +179,11 @@ def test_ranks_together_read_every_number_and_the_large_ones_once(tiny_model: Pa
     read: dict[str, Tensor] = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in expected.items()}
     with WeightReader(tiny_model, opened.dtype, opened.family.float32_tensors) as reader:
 
-        def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
-            cut = cut or Cut(0, ((0, shape[0]),))
-            for begin, end in cut.runs:
-                read[name].narrow(cut.dim, begin, end - begin).add_(1)
-            return reader.load(name, shape, cut)
+        def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Tensor:
+            shard = shard or TensorShard(0, ((0, shape[0]),))
+            for begin, end in shard.slices:
+                read[name].narrow(shard.dim, begin, end - begin).add_(1)
+            return reader.load(name, shape, shard)
 
         for communicator in thread_ranks(size):
             opened.family.build(opened.config, load, Execution(True, opened.dtype, communicator))
@@ -194,7 +199,7 @@ def test_one_rank_is_what_it_was(tiny_model: Path) -> None:
     opened = open_model(tiny_model)
     assert opened.layout(16) == opened.layout(16, tp_size=1) == check(tiny_model).layout
     model = opened.build(exact=True)
-    assert model.communicator is ALONE
+    assert model.communicator is SINGLE_RANK
     assert sum(linear.weight.numel() for linear in model.linears) > 3e6
 
 

@@ -13,7 +13,7 @@ from cairn.layers.model import Model
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
@@ -101,20 +101,20 @@ def random_weights(config: Any, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-def left_of(tensor: Tensor, cut: Cut | None) -> Tensor:
-    """What a cut leaves of a tensor."""
-    if cut is None:
+def left_of(tensor: Tensor, shard: TensorShard | None) -> Tensor:
+    """The shard of a tensor."""
+    if shard is None:
         return tensor
-    return torch.cat([tensor.narrow(cut.dim, begin, end - begin) for begin, end in cut.runs], cut.dim)
+    return torch.cat([tensor.narrow(shard.dim, begin, end - begin) for begin, end in shard.slices], shard.dim)
 
 
 def build_tiny(
     config: Any, weights: dict[str, Tensor], exact: bool, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Model:
-    def load(name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Tensor:
         assert tuple(weights[name].shape) == shape, name
         wanted = torch.float32 if name.endswith(family(config).float32_tensors) else dtype
-        return left_of(weights[name], cut).to(wanted, copy=True)
+        return left_of(weights[name], shard).to(wanted, copy=True)
 
     return family(config).build(config, load, Execution(exact, dtype, **options))
 

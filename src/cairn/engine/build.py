@@ -28,8 +28,7 @@ from cairn.engine.transfers.build import MakeLink, RankMemory, build_transfer, n
 from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.errors import ConfigError
 from cairn.machine import Machine
-from cairn.models.qwen3_5_vision import read_vision
-from cairn.models.qwen3_5_vision import tensors as vision_tensors
+from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.weights.tensor_headers import read_headers
 from cairn.runner.contract import StepRunner
@@ -210,8 +209,8 @@ def _scheduling(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:
-    units = opened.config.units()
-    return ModelUnits(units.kv_heads, units.attention_layers, units.state_units)
+    spec = opened.config.cache_spec()
+    return ModelUnits(spec.num_kv_heads, spec.num_attention_layers, spec.num_state_units)
 
 
 def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool, contents: ImageKeys | None) -> BlockEvents:
@@ -240,11 +239,12 @@ def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -
 
 def _fixed_bytes(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
     """What is loaded or set aside besides pool and running states, on all ranks together. Raises ModelError."""
-    tensors, images = opened.tensors(read_headers(opened.folder)), 0
+    weights, images = opened.weight_bytes(read_headers(opened.folder)), 0
     if not config.language_model_only and (vision := read_vision(opened.folder)) is not None:
-        tensors, images = tensors | vision_tensors(vision), config.mm_encoder_cache_bytes
+        weights += tower_bytes(vision, opened.dtype)
+        images = config.mm_encoder_cache_bytes
     extra = _extra_pages(config, opened, layout) * layout.page_bytes * config.tensor_parallel_size
-    return opened.served_bytes(tensors) + images + extra
+    return weights + images + extra
 
 
 def _num_pages(pool_bytes: int, layout: CacheLayout) -> int:

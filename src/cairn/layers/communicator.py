@@ -1,4 +1,4 @@
-"""How the ranks of one model put their shares together.
+"""Collective operations among the tensor-parallel ranks of one model.
 
 Every mixer of a rank gives a *partial sum* of [rows, hidden]. The ranks' partial sums are gathered and added in rank
 order, never all-reduced: the order of a ring's additions depends on where in the buffer a number stands, and then a
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Communicator(Protocol):
-    """One rank's line to the others. All ranks make the same calls in the same order, with tensors of one shape.
+    """One rank's collective operations. All ranks make the same calls in the same order, with tensors of one shape.
 
     Every call waits for all ranks, at most as long as the implementation states, and raises EngineDead when one of
-    them does not come. What is returned has the same bits on every rank and belongs to the caller; it may be the
-    argument itself.
+    them does not come. The result has the same bits on every rank and belongs to the caller; it may be the argument
+    itself.
     """
 
     @property
@@ -35,13 +35,13 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, numbers: "Tensor") -> "Tensor":
-        """Rank 0's numbers, int64 [n]. All ranks give equally many; those of other ranks are not looked at."""
+        """Rank 0's numbers, int64 [n]. All ranks pass equally many; those of other ranks are ignored."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """The only rank: everything is as it was given."""
+class SingleRank:
+    """The only rank: every call returns its argument."""
 
     @property
     def rank(self) -> int:
@@ -61,4 +61,4 @@ class Alone:
         return numbers
 
 
-ALONE: Final = Alone()
+SINGLE_RANK: Final = SingleRank()

@@ -13,46 +13,25 @@ from cairn.layers.norms import GatedNorm
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Shape:
-    """Sizes of the mixer. `dt_limit` bounds softplus(dt + dt_bias)."""
+class Mamba2:
+    """One rank's heads. `in_proj` gives gate | x | B | C | dt.
 
+    All float32: `conv` [W, x | B | C] (taps oldest first), `conv_bias` [x | B | C] or None, `a` = -exp(A_log), `d` and
+    `dt_bias` [heads]. `dt_limit` bounds softplus(dt + dt_bias). `layer` counts the model's recurrent layers.
+    """
+
+    kernels: Kernels
     num_heads: int
     head_dim: int
     num_groups: int
     state_size: int
-    dt_limit: tuple[float, float] = (0.0, float("inf"))
-
-    @property
-    def inner(self) -> int:
-        """Channels of x and of the gate."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def bc(self) -> int:
-        """Channels of B, and of C."""
-        return self.num_groups * self.state_size
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Weights:
-    """All float32: conv [W, channels] (taps oldest first), conv_bias [channels] or None, a = -exp(A_log), d and
-    dt_bias [heads]."""
-
+    dt_limit: tuple[float, float]
+    in_proj: Projection
     conv: Tensor
     conv_bias: Tensor | None
     a: Tensor
     d: Tensor
     dt_bias: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2:
-    """One rank's heads, all with their states. `layer` counts the model's recurrent layers."""
-
-    kernels: Kernels
-    shape: Mamba2Shape
-    weights: Mamba2Weights
-    in_proj: Projection
     norm: GatedNorm
     out_proj: Projection
     layer: int
@@ -60,23 +39,22 @@ class Mamba2:
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Moves the live states of the batch's slots on by
         its tokens."""
-        shape, weights, states = self.shape, self.weights, memory.recurrent[self.layer]
-        rows = hidden.shape[0]
-        widths = [shape.inner, shape.inner + 2 * shape.bc, shape.num_heads]
-        gate, channels, dt = torch.split(self.in_proj(hidden, batch), widths, dim=-1)
-        channels, kept_conv = self.kernels.conv(channels, weights.conv, weights.conv_bias, states.conv, batch)
-        x, b, c = torch.split(channels, [shape.inner, shape.bc, shape.bc], dim=-1)
-        y, kept_state = self.kernels.ssd(
-            x.view(rows, shape.num_heads, shape.head_dim),
+        rows, states = hidden.shape[0], memory.recurrent[self.layer]
+        inner, bc = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        gate, channels, dt = torch.split(self.in_proj(hidden, batch), [inner, inner + 2 * bc, self.num_heads], dim=-1)
+        channels, conv_snapshots = self.kernels.conv(channels, self.conv, self.conv_bias, states.conv, batch)
+        x, b, c = torch.split(channels, [inner, bc, bc], dim=-1)
+        y, state_snapshots = self.kernels.ssd(
+            x.view(rows, self.num_heads, self.head_dim),
             dt,
-            b.view(rows, shape.num_groups, shape.state_size),
-            c.view(rows, shape.num_groups, shape.state_size),
-            weights.a,
-            weights.d,
-            weights.dt_bias,
-            shape.dt_limit,
+            b.view(rows, self.num_groups, self.state_size),
+            c.view(rows, self.num_groups, self.state_size),
+            self.a,
+            self.d,
+            self.dt_bias,
+            self.dt_limit,
             states.state,
             batch,
         )
-        memory.write_snapshots(self.layer, kept_conv, kept_state)
+        memory.write_snapshots(self.layer, conv_snapshots, state_snapshots)
         return self.out_proj(self.norm(y.flatten(1), gate), batch)

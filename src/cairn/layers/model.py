@@ -1,52 +1,120 @@
-"""A model as the runner sees it, whatever its family."""
+"""A causal language model of pre-norm residual layers, executed: each layer is x + mixer(norm(x)), so that a block of
+attention and feed-forward is two of them. On each of several ranks a mixer gives a partial sum.
+"""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
 
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.contract import Kernels
+from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
+from cairn.layers.norms import RMSNorm
+from cairn.layers.rotary import Rotary
+
+Mixer = Callable[[Tensor, Batch, Memory], Tensor]
+"""[rows, hidden] -> the rank's partial sum of [rows, hidden], a new tensor."""
+
+Layer = tuple[RMSNorm, Mixer]
 
 
-class Model(Protocol):
-    """A causal language model that runs flattened batches. `exact`: on a backend where a row's bits do not depend on
-    the batch.
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """after * mixer(before * x): constant multipliers, published with the weights and not folded into them, so that
+    bfloat16 weights stay what they are."""
 
-    Where a model is cut among ranks, this is one rank's share. All of them run the same batches, each on its own
-    memory, and have the same hidden states and logits.
+    mixer: Mixer
+    after: float
+    before: float = 1.0
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """See `Mixer`."""
+        inner = hidden if self.before == 1.0 else hidden * self.before
+        return self.mixer(inner, batch, memory).mul_(self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The sum of several mixers of the same input, in their order."""
+
+    mixers: tuple[Mixer, ...]
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """See `Mixer`."""
+        return reduce(Tensor.add_, (mixer(hidden, batch, memory) for mixer in self.mixers))
+
+
+@dataclass(frozen=True, slots=True)
+class VocabParallelEmbedding:
+    """Token ids to vectors. `weight` [tokens, hidden]: the rows of this rank, from token `first` on.
+
+    A token's vector comes from one rank and zeros from all others, so their sum is exact.
     """
 
-    @property
-    def spec(self) -> MemorySpec:
-        """What this rank remembers."""
-        ...
+    kernels: Kernels
+    weight: Tensor
+    first: int
+    communicator: Communicator
 
-    @property
-    def communicator(self) -> Communicator: ...
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[rows] int64 -> [rows, hidden]."""
+        if self.communicator.size == 1:
+            return self.kernels.embed(tokens, self.weight)
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        vectors = self.kernels.embed(local.masked_fill(elsewhere, 0), self.weight)
+        return self.communicator.gather_add(vectors.masked_fill_(elsewhere[:, None], 0.0))
 
-    @property
-    def vocab_size(self) -> int: ...
 
-    @property
-    def exact(self) -> bool: ...
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, or one rank's share; all ranks run the same batches, each on its own memory, and have the same hidden
+    states and logits.
 
-    @property
-    def kernels(self) -> Kernels: ...
+    `spec`: what this rank keeps between steps. `exact`: on a backend where a row's bits do not depend on the batch.
+    `lm_head`: the output's weight, packed. `linears`: every matrix product of this rank, for the self test of exact
+    mode. `rotary`: turns queries and keys, None where nothing does. `embedding_scale`, `logit_scale`: constant
+    multipliers of some families.
+    """
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        """Every matrix product of this rank, for the self test of exact mode."""
-        ...
+    kernels: Kernels
+    spec: MemorySpec
+    exact: bool
+    vocab_size: int
+    communicator: Communicator
+    embedding: VocabParallelEmbedding
+    layers: tuple[Layer, ...]
+    final_norm: RMSNorm
+    lm_head: Weight
+    linears: tuple[Linear, ...]
+    rotary: Rotary | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
-        """The hidden states after the final norm, [rows, hidden]. Updates the live states of the batch's slots,
-        writes its keys and values, and hands over its snapshots."""
-        ...
+        """The hidden states after the final norm, [rows, hidden]. Updates the live states of the batch's slots, writes
+        its keys and values, and hands over its snapshots."""
+        hidden = self.embedding(batch.tokens)
+        if self.embedding_scale != 1.0:
+            hidden.mul_(self.embedding_scale)
+        if batch.multimodal_embeddings is not None:
+            hidden[batch.multimodal_embeddings.rows] = batch.multimodal_embeddings.values.to(hidden.dtype)
+        if self.rotary is not None:
+            cos, sin = self.rotary.at(batch.positions)
+            batch = replace(batch, cos=cos, sin=sin)
+        normed = self.layers[0][0](hidden)
+        # A layer's sum and the next one's norm go through memory once.
+        norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
+        for (_, mixer), norm in zip(self.layers, norms, strict=True):
+            normed = norm.add_norm(hidden, self.communicator.gather_add(mixer(normed, batch, memory)))
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> float32 [n, vocab]."""
-        ...
+        columns = self.kernels.lm_head(hidden, self.lm_head)
+        logits = self.communicator.gather_columns(columns)[:, : self.vocab_size]
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale

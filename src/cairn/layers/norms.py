@@ -21,8 +21,8 @@ class RMSNorm:
         """[rows, width], or [rows, heads, width] for the norm of each head; a new tensor of the same shape."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x, in place, and the norm of it."""
+    def add_norm(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x, in place; returns the norm of the sum."""
         return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
 
 
@@ -30,32 +30,33 @@ class GatedNorm(Protocol):
     """The norm behind Mamba2's scan: the gate is applied first."""
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x (float32) and gate, both [rows, width] -> in the gate's dtype [rows, width], or [rows, own] where a rank
-        has other ranks beside it that hold the same channels."""
+        """x (float32) and gate, both [rows, width] -> in the gate's dtype [rows, width], or the output slice of it
+        where other ranks have the same channels."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatedRMSNorm:
-    """Each of `groups` parts is normed by itself. `own`: the channels that are wanted of the result, None for all."""
+    """Each of `groups` parts is normed by itself. `output_slice`: the channels that are
+    returned, None for all."""
 
     kernels: Kernels
     weight: Tensor
     groups: int
     eps: float
-    own: slice | None = None
+    output_slice: slice | None = None
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `GatedNorm`."""
         normed = self.kernels.gated_rms_norm(x, gate, self.weight, self.groups, self.eps)
-        return normed if self.own is None else normed[:, self.own].contiguous()
+        return normed if self.output_slice is None else normed[:, self.output_slice].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadGatedRMSNorm:
-    """One group whose `width` channels are spread over ranks, which put their sums of squares together.
+class ShardedGatedRMSNorm:
+    """One group whose `width` channels are sharded over ranks, which add their sums of squares.
 
-    `weight` [own]: of the channels that this rank contributes, which are `own` of those it holds (None: all of them).
+    `weight`: of the channels that this rank contributes, which are `output_slice` of its channels (None: all of them).
     """
 
     kernels: Kernels
@@ -63,12 +64,12 @@ class SpreadGatedRMSNorm:
     width: int
     eps: float
     communicator: Communicator
-    own: slice | None = None
+    output_slice: slice | None = None
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `GatedNorm`."""
-        if self.own is not None:
-            x, gate = x[:, self.own], gate[:, self.own]
+        if self.output_slice is not None:
+            x, gate = x[:, self.output_slice], gate[:, self.output_slice]
         gated = self.kernels.silu_mul(gate.to(x.dtype), x)
         squares = self.communicator.gather_add(gated.square().sum(-1, keepdim=True))
         scale = squares.div(self.width).add_(self.eps).rsqrt_()
@@ -76,14 +77,15 @@ class SpreadGatedRMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainGate:
-    """x * silu(gate), without a norm. `own`: the channels that are wanted of the result, None for all."""
+class SiluGate:
+    """x * silu(gate), without a norm. `output_slice`: the channels that are
+    returned, None for all."""
 
     kernels: Kernels
-    own: slice | None = None
+    output_slice: slice | None = None
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `GatedNorm`."""
-        if self.own is not None:
-            x, gate = x[:, self.own], gate[:, self.own]
+        if self.output_slice is not None:
+            x, gate = x[:, self.output_slice], gate[:, self.output_slice]
         return self.kernels.silu_mul(gate, x)

@@ -1,9 +1,10 @@
 """Ranks that are processes, over torch.distributed: gloo for tensors in host memory, NCCL for those of a GPU.
 
-The group is made here and handed to nobody, so torch's process-wide default group is not touched. Tensors travel as
-bytes, so a backend need not know their dtype.
+The group belongs to this module alone: torch's process-wide default group is not touched. Tensors travel as bytes, so a
+backend need not know their dtype.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, cast
@@ -13,18 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cairn.errors import EngineDead
-from cairn.layers.rank_sum import sum_in_order
 
 
 class GatherGroup(Protocol):
-    """What is asked of a torch process group, whatever its backend. Its operations time out by themselves."""
+    """The one collective used of a torch process group. It times out by itself."""
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], /) -> dist.Work: ...
 
 
 class ProcessRank:
-    """Implements `Communicator` on a process group whose operations end after `seconds` at the latest. What it is given
-    has to be where the group takes it: in host memory for gloo, on the rank's GPU for NCCL."""
+    """Implements `Communicator` on a process group whose operations end after `seconds` at the latest. Tensors have to
+    be in host memory for gloo and on the rank's GPU for NCCL."""
 
     def __init__(self, group: GatherGroup, rank: int, size: int, seconds: float) -> None:
         self._group = group
@@ -51,23 +51,23 @@ class ProcessRank:
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         """Every rank's `part`, in rank order."""
-        mine = part.contiguous().view(-1).view(torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        flat = part.contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(flat) for _ in range(self._size)]
         try:
-            self._group.allgather([parts], [mine]).wait()
+            self._group.allgather([parts], [flat]).wait()
         except RuntimeError as error:
             raise EngineDead(
                 f"rank {self._rank} of {self._size} has lost another rank, or waited {self._seconds:g} s for it: "
-                f"{_what(error)}"
+                f"{_reason(error)}"
             ) from error
         return [each.view(part.dtype).view(part.shape) for each in parts]
 
 
-def gloo_rank(rendezvous: Path, rank: int, size: int, *, join_seconds: float, seconds: float) -> ProcessRank:
-    """Joins the ranks of this machine; returns when all are there.
+def join_gloo_ranks(rendezvous: Path, rank: int, size: int, *, join_seconds: float, seconds: float) -> ProcessRank:
+    """Join the ranks of this machine; returns when all are there.
 
     `rendezvous`: a file that does not exist yet, in a folder that only this user can enter: who can write it can join.
-    gloo's sockets are opened on the loopback interface alone, because they ask nobody for a proof.
+    gloo's sockets are opened on the loopback interface alone, because gloo does not authenticate peers.
     Raises EngineDead when not all ranks come within `join_seconds`. Later waits end after `seconds`.
     """
     try:
@@ -80,15 +80,24 @@ def gloo_rank(rendezvous: Path, rank: int, size: int, *, join_seconds: float, se
         group = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise EngineDead(
-            f"rank {rank} of {size} has not found the others within {join_seconds:g} s: {_what(error)}"
+            f"rank {rank} of {size} has not found the others within {join_seconds:g} s: {_reason(error)}"
         ) from error
     # torch's stubs leave a backend's collectives out.
     return ProcessRank(cast(GatherGroup, group), rank, size, seconds)
 
 
-def _what(error: RuntimeError) -> str:
+def _reason(error: RuntimeError) -> str:
     """torch's text without the place in its source before it and the advice behind it."""
     text = str(error)
     if text.startswith("["):
         text = text.partition("] ")[2]
     return text.partition(". This is typically")[0]
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """((parts[0] + parts[1]) + parts[2]) + ..., in float32 or wider, rounded to their dtype once."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(dtype)

@@ -1,6 +1,6 @@
 """The doubly gated short convolution of LFM2: projection to B | C | x, C * conv(B * x), projection.
 
-It remembers the convolution's last inputs and nothing else: see `RecurrentSpec`.
+Its state is the convolution's last inputs and nothing else: see `RecurrentSpec`.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ShortConv:
         batch's slots on by its tokens."""
         b, c, x = self.in_proj(hidden, batch).chunk(3, dim=-1)
         states = memory.recurrent[self.layer]
-        mixed, kept = self.kernels.conv(b * x, self.conv, self.conv_bias, states.conv, batch, silu=False)
+        mixed, snapshots = self.kernels.conv(b * x, self.conv, self.conv_bias, states.conv, batch, silu=False)
         # There is no state beside the convolution's inputs.
-        memory.write_snapshots(self.layer, kept, states.state.new_empty(len(kept), *states.state.shape[1:]))
+        memory.write_snapshots(self.layer, snapshots, states.state.new_empty(len(snapshots), *states.state.shape[1:]))
         return self.out_proj(mixed.to(hidden.dtype).mul_(c), batch)

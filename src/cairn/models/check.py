@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
-from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors
+from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import open_model
 from cairn.models.served_dtype import ServedQuantization
 from cairn.models.weights.loader import Accounting, DType, account
@@ -88,8 +88,11 @@ def check(
     model = open_model(folder, settings.dtype, settings.quantization)
     if headers is None:
         headers = read_headers(folder)
-    vision = _vision_tensors(folder)
-    expected = {**model.tensors(headers), **vision}
+    expected, weight_bytes = model.tensors(headers), model.weight_bytes(headers)
+    vision = read_vision(folder)
+    if vision is not None:
+        expected |= tensors(vision)
+        weight_bytes += tower_bytes(vision, model.dtype)
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
     ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
     return CheckReport(
@@ -102,17 +105,11 @@ def check(
         num_files=len({header.file for header in headers.values()}),
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
         parameters=sum(map(math.prod, expected.values())),
-        weight_bytes=model.served_bytes(expected),
+        weight_bytes=weight_bytes,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
         layout=model.layout(settings.block_size),
     )
-
-
-def _vision_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Those of the vision model that images are read with, where the checkpoint has one."""
-    vision = read_vision(folder)
-    return {} if vision is None else tensors(vision)
 
 
 def render(report: CheckReport) -> RenderableType:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cairn.models.config_schema import read
 from cairn.models.decoder_config import DecoderConfig
-from cairn.models.sharding import Cut
+from cairn.models.served_dtype import ServedQuantization
+from cairn.models.sharding import TensorShard
 
 if TYPE_CHECKING:
     import torch
 
     from cairn.layers.model import Model
-    from cairn.models.decoder import Decoder
     from cairn.models.decoder_builder import DecoderBuilder, Execution
 
 __all__ = ["Family", "TensorLoader"]
@@ -22,8 +22,8 @@ __all__ = ["Family", "TensorLoader"]
 class TensorLoader(Protocol):
     """Where a model's tensors come from."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> "torch.Tensor":
-        """The tensor, or what the cut leaves of it, in the dtype the model is served with. `shape` is that of the
+    def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "torch.Tensor":
+        """The tensor, or a shard of it, in the dtype the model is served with. `shape` is that of the
         whole tensor in the checkpoint. Raises ModelError naming the tensor."""
         ...
 
@@ -45,7 +45,7 @@ class Family:
     model_type: str
     architecture: str
     config: type[DecoderConfig]
-    compose: "Callable[[Any, DecoderBuilder], Decoder]"
+    compose: "Callable[[Any, DecoderBuilder], Model]"
     float32_tensors: tuple[str, ...] = ()
     # Checkpoints with tied embeddings may carry the same numbers twice.
     ignored_tensors: tuple[str, ...] = ("lm_head.weight",)
@@ -60,9 +60,28 @@ class Family:
         """Every tensor of the checkpoint by its published name, in the order of the model, with its shape. `stored`:
         the checkpoint's tensors, where the family is published in several forms."""
         # Here and not above: what config.json says is known without torch.
-        from cairn.models.decoder_builder import shapes_of
+        from cairn.models.decoder_builder import trace_build
 
-        return shapes_of(self.compose, config, stored)
+        return trace_build(self.compose, config, stored)[0]
+
+    def weight_bytes(
+        self,
+        config: DecoderConfig,
+        stored: Collection[str],
+        dtype: "torch.dtype",
+        quantization: ServedQuantization | None = None,
+    ) -> int:
+        """Bytes of all weights as they are served on one rank: a tied embedding is there twice, as rows and as a
+        packed output."""
+        from cairn.models.decoder_builder import trace_build
+
+        return trace_build(self.compose, config, stored, lambda name: self.served_dtype(name, dtype), quantization)[1]
+
+    def served_dtype(self, name: str, dtype: "torch.dtype") -> "torch.dtype":
+        """The dtype of a tensor, where that of the model is `dtype`."""
+        import torch
+
+        return torch.float32 if name.rpartition(".")[2] in self.float32_tensors else dtype
 
     def build(self, config: DecoderConfig, load: TensorLoader, execution: "Execution") -> "Model":
         """One rank of the model, its weights drawn from `load`. Raises ModelError that names the tensor, or ConfigError

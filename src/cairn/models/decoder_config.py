@@ -8,12 +8,11 @@ from typing import Any
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
-from cairn.models.attention_share import AttentionSizes
+from cairn.models.attention import AttentionSizes
 from cairn.models.config_schema import Fields, boolean, facts_of, integer, number, other, token_ids
-from cairn.models.forward_sizes import ForwardSizes
-from cairn.models.layer_sizes import FeedForwardSizes, LayerSizes
-from cairn.models.remembered import STATE_BYTES, Remembered
-from cairn.models.sharding import Units, check_rank
+from cairn.models.feed_forward import FeedForwardSizes
+from cairn.models.layer_sizes import STATE_BYTES, CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.sharding import check_rank
 
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 24
@@ -75,11 +74,17 @@ class DecoderConfig(ABC):
     @property
     def attention(self) -> AttentionSizes:
         """Of one attention layer."""
-        return AttentionSizes(self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        return AttentionSizes(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+            bias=self.attention_bias,
+        )
 
-    def remembered(self, rank: int, size: int) -> Remembered:
-        """What one of `size` ranks remembers. Raises ConfigError naming --tensor-parallel-size and the field that does
-        not divide, whatever that field belongs to."""
+    def cache_spec(self, rank: int = 0, size: int = 1) -> CacheSpec:
+        """What one of `size` ranks keeps of a sequence. Raises ConfigError naming --tensor-parallel-size and the field
+        that does not divide, whatever that field belongs to."""
         check_rank(rank, size)
         attention = recurrent = None
         for count, sizes in self.parts():
@@ -87,18 +92,14 @@ class DecoderConfig(ABC):
                 sizes.check_size(size)
                 attention = attention or sizes.attention_spec(count, rank, size)
                 recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
-        return Remembered(self.hidden_size, recurrent, attention)
+        return CacheSpec(self.hidden_size, recurrent, attention)
 
     def layout(
         self, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
     ) -> CacheLayout:
-        """What one of `tp_size` ranks remembers in bytes, the same on every rank: a number of recurrent state in
-        `state_bytes`, every other one in `dtype_bytes`. Raises ConfigError as `remembered` does."""
-        return self.remembered(0, tp_size).layout(block_size, dtype_bytes, state_bytes)
-
-    def units(self) -> Units:
-        """What tensor parallelism shares out, counted over the whole model."""
-        return self.remembered(0, 1).units()
+        """Pages and checkpoints of one of `tp_size` ranks, the same on every rank: a number of recurrent state takes
+        `state_bytes`, every other one `dtype_bytes`. Raises ConfigError as `cache_spec` does."""
+        return self.cache_spec(0, tp_size).layout(block_size, dtype_bytes, state_bytes)
 
     def forward_sizes(self) -> ForwardSizes:
         """What computing a prompt's token takes, counted over the whole model."""

@@ -1,10 +1,19 @@
-"""What one layer's sizes decide beside its tensors: what a token costs in it, what is remembered of it, and how it is
-cut among tensor-parallel ranks."""
+"""What layers' sizes decide besides their tensors, without torch: the cost of a token, and what is cached of it."""
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from cairn.layers.memory import AttentionSpec, RecurrentSpec
-from cairn.models.sharding import Run, even
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
+
+if TYPE_CHECKING:
+    import torch
+
+STATE_BYTES = 4
+"""Of one number of the recurrent state, which is served in float32 whatever the serving dtype."""
+
+PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
 
 class LayerSizes:
@@ -23,11 +32,11 @@ class LayerSizes:
         return 0
 
     def attention_spec(self, num_layers: int, rank: int, size: int) -> AttentionSpec | None:
-        """What a rank remembers in keys and values. Raises ConfigError as `share` of the kind does."""
+        """The keys and values of a rank. Raises ConfigError as `check_size`."""
         return None
 
     def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec | None:
-        """What a rank remembers in states. Raises ConfigError as `share` of the kind does."""
+        """The recurrent states of a rank. Raises ConfigError as `check_size`."""
         return None
 
     def check_size(self, size: int) -> None:
@@ -37,43 +46,77 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForwardSizes(LayerSizes):
-    """`matrices`: of [inner, hidden], 3 with a gate and 2 without; `extra_weights`: a gate on the outcome. `field`:
-    what config.json calls `inner`."""
+class ForwardSizes:
+    """What computing a prompt's token takes in the whole model, however many ranks it is sharded among.
 
-    field: str
-    hidden: int
-    inner: int
-    matrices: int = 3
-    extra_weights: int = 0
+    `active_weights`: elements of all matrices that one token is multiplied with: of a mixture the router, the shared
+    expert and `experts per token` of the others; no embedding, and no output matrix, which only the last token of a
+    prompt meets. `score_numbers`: of all attention layers, the elements of a token's queries."""
 
-    @property
-    def active_weights(self) -> int:
-        return self.matrices * self.hidden * self.inner + self.extra_weights
+    active_weights: int
+    score_numbers: int
 
-    def share(self, rank: int, size: int) -> Run:
-        """The rank's run of the inner channels. Raises ConfigError."""
-        return even(self.field, self.inner, rank, size)
+    def forward_flops(self, start: int, end: int) -> int:
+        """Floating-point operations of computing the prompt's tokens [start, end).
 
-    def check_size(self, size: int) -> None:
-        """See `LayerSizes`."""
-        self.share(0, size)
+        A token at position p takes 2 for each active weight, and 2 for each element of its queries with each of the
+        p + 1 keys and once more with as many values (Kaplan et al., arXiv 2001.08361, table 1). Norms, activations,
+        convolutions and the recurrence itself, a few hundredths, are left out.
+        """
+        # the sum of p + 1 over the range
+        keys = (end * (end + 1) - start * (start + 1)) // 2
+        return 2 * self.active_weights * (end - start) + 4 * self.score_numbers * keys
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertSizes(LayerSizes):
-    """`count` experts, of which a token goes to `chosen`. `extra_weights`: of the router and whatever else is not an
-    expert's."""
+class CacheSpec:
+    """All that one rank of a model keeps of a sequence: None for a kind of layer that the model does not have."""
 
-    count: int
-    chosen: int
-    one: FeedForwardSizes
-    extra_weights: int
+    hidden_size: int
+    recurrent: RecurrentSpec | None
+    attention: AttentionSpec | None
 
     @property
-    def active_weights(self) -> int:
-        return self.chosen * self.one.active_weights + self.extra_weights
+    def num_kv_heads(self) -> int:
+        return 0 if self.attention is None else self.attention.num_kv_heads
 
-    def check_size(self, size: int) -> None:
-        """See `LayerSizes`."""
-        self.one.share(0, size)
+    @property
+    def num_attention_layers(self) -> int:
+        return 0 if self.attention is None else self.attention.num_layers
+
+    @property
+    def num_state_units(self) -> int:
+        """The smallest shares of the recurrent states that tensor parallelism may cut."""
+        return 0 if self.recurrent is None else self.recurrent.units
+
+    def memory_spec(self, dtype: "torch.dtype", device: "torch.device") -> MemorySpec:
+        return MemorySpec(dtype, device, self.hidden_size, self.recurrent, self.attention)
+
+    def layout(self, block_size: int, dtype_bytes: int, state_bytes: int = STATE_BYTES) -> CacheLayout:
+        """Bytes of pages and checkpoints; a number of recurrent state takes `state_bytes`, one of keys, values,
+        convolution and hidden state `dtype_bytes`.
+
+        page        [kv head][attention layer][k|v][block_size][head_dim]
+        checkpoint  header: final hidden state, and of each recurrent layer the convolution's shared channels
+                    unit:   of each recurrent layer the convolution's last inputs and the state
+        """
+        page_bytes = PAGE_BYTES_WITHOUT_ATTENTION
+        groups: tuple[AttentionGroup, ...] = ()
+        if self.attention is not None:
+            numbers = self.attention.num_kv_heads * self.attention.num_layers * 2 * self.attention.head_dim
+            page_bytes, groups = numbers * dtype_bytes * block_size, (AttentionGroup("full", block_size),)
+        shared_bytes = unit_bytes = 0
+        if self.recurrent is not None:
+            column = self.recurrent.num_layers * self.recurrent.columns * dtype_bytes
+            shared = sum(part.channels for part in self.recurrent.parts if part.shared)
+            state = self.recurrent.num_layers * math.prod(self.recurrent.state) * state_bytes
+            shared_bytes, unit_bytes = column * shared, column * (self.recurrent.channels - shared) + state
+        return CacheLayout(
+            block_size=block_size,
+            page_bytes=page_bytes,
+            page_units=self.num_kv_heads or 1,
+            groups=groups,
+            header_bytes=self.hidden_size * dtype_bytes + shared_bytes,
+            state_bytes=unit_bytes,
+            state_units=self.num_state_units,
+        )

@@ -97,6 +97,11 @@ def tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 
+def tower_bytes(config: VisionConfig, dtype: torch.dtype) -> int:
+    """Of all tensors of the tower."""
+    return sum(map(math.prod, tensors(config).values())) * dtype.itemsize
+
+
 def read_vision(folder: Path) -> VisionConfig | None:
     """What a checkpoint folder's config.json says of a tower; None where it has none. Raises ModelError."""
     whole = read_config(folder)

@@ -1,29 +1,23 @@
 """The way from a folder to a model."""
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from cairn.cache.layout import CacheLayout
-from cairn.layers.communicator import ALONE, Communicator
+from cairn.layers.communicator import SINGLE_RANK, Communicator
+from cairn.layers.model import Model
 from cairn.models.contract import Family
-from cairn.models.decoder_builder import Execution
+from cairn.models.decoder_builder import Backend, Execution
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.families import family_of
-from cairn.models.qwen3_5_vision import PREFIX
 from cairn.models.served_dtype import ServedQuantization
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.weights.quantization import Quantization, read_quantization
 from cairn.models.weights.tensor_headers import read_headers
-
-if TYPE_CHECKING:
-    from cairn.layers.backend import Backend
-    from cairn.layers.model import Model
 
 __all__ = ["OpenModel", "open_model"]
 
@@ -41,7 +35,7 @@ class OpenModel:
     served_quantization: ServedQuantization | None = None
 
     def layout(self, block_size: int, tp_size: int = 1) -> CacheLayout:
-        """What one of `tp_size` ranks remembers; the same on every rank. Raises ConfigError naming
+        """Pages and checkpoints of one of `tp_size` ranks; the same on every rank. Raises ConfigError naming
         --tensor-parallel-size and the field that does not divide."""
         return self.config.layout(block_size, self.dtype.itemsize, tp_size)
 
@@ -49,19 +43,10 @@ class OpenModel:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
 
-    def served_bytes(self, tensors: Mapping[str, tuple[int, ...]]) -> int:
-        """Bytes that tensors of these names and shapes take as they are served: the embedding of a tied output lies
-        there twice, as rows and as a packed weight, and a quantized matrix has a byte a number and eight an output.
-        Routers, which are not quantized, are counted as if they were."""
-        vocabulary = (self.config.vocab_size, self.config.hidden_size)
-        total = 0
-        for name, shape in tensors.items():
-            is_embedding = shape == vocabulary and not name.startswith("lm_head")
-            if is_embedding:
-                total += self._served_bytes(name, shape)
-            if not is_embedding or self.config.tie_word_embeddings:
-                total += self._packed_bytes(name, shape)
-        return total
+    def weight_bytes(self, stored: Collection[str]) -> int:
+        """Bytes of all weights as they are served, in the form in which these tensors are stored; see
+        `Family.weight_bytes`."""
+        return self.family.weight_bytes(self.config, stored, self.dtype, self.served_quantization)
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
@@ -78,10 +63,10 @@ class OpenModel:
         self,
         *,
         exact: bool,
-        communicator: Communicator = ALONE,
-        backend: "Backend | None" = None,
-        device: "torch.device | None" = None,
-    ) -> "Model":
+        communicator: Communicator = SINGLE_RANK,
+        backend: Backend | None = None,
+        device: torch.device | None = None,
+    ) -> Model:
         """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
         `device`: None for the host.
 
@@ -103,18 +88,6 @@ class OpenModel:
                 self.served_quantization,
             )
             return self.family.build(self.config, reader.load, execution)
-
-    def _packed_bytes(self, name: str, shape: tuple[int, ...]) -> int:
-        is_matrix = len(shape) in (2, 3) and shape[-2] > 1 and not name.startswith(PREFIX)
-        if self.served_quantization is None or not is_matrix or self._served_dtype(name) == torch.float32:
-            return self._served_bytes(name, shape)
-        return math.prod(shape) + 8 * math.prod(shape[:-1])
-
-    def _served_bytes(self, name: str, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * self._served_dtype(name).itemsize
-
-    def _served_dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name.rpartition(".")[2] in self.family.float32_tensors else self.dtype
 
 
 def open_model(folder: Path, dtype: DType = "auto", quantization: ServedQuantization | None = None) -> OpenModel:

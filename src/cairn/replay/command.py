@@ -21,7 +21,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.errors import ConfigError
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay

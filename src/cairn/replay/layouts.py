@@ -9,7 +9,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, ModelError
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.families import family_of
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.models.served_dtype import DTYPE_BYTES, served_dtype
 from cairn.models.weights.tensor_headers import read_json
 from cairn.replay.published import HALF_BY_DEFAULT, PUBLISHED

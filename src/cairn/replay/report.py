@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from cairn.errors import ConfigError
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.timed_cache import ReplayOutcome
 from cairn.replay.traces import Trace
 

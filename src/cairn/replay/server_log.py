@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.traces import MAX_TOKENS, MAX_UNIT, Ids, LoggedPolicy, LogHeader, Timeline, Trace, TraceRequest
 from cairn.types import Boundary, BoundaryKind
 

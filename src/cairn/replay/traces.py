@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.trace_rows import TraceBounds, TraceRow, has_header, trace_lines, trace_rows, whole
 from cairn.types import Boundary, Keys
 

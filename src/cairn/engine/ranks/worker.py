@@ -60,12 +60,12 @@ def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner"
     Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
     """
     # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-    from cairn.layers.process_ranks import gloo_rank
+    from cairn.layers.process_ranks import join_gloo_ranks
     from cairn.models.registry import open_model
     from cairn.runner.runner import Runner
     from cairn.runner.vision import open_vision
 
-    communicator = gloo_rank(
+    communicator = join_gloo_ranks(
         Path(config.rendezvous),
         config.rank,
         config.tp_size,

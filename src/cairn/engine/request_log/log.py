@@ -24,7 +24,7 @@ from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo
 from cairn.engine.core_report import cache_report
 from cairn.engine.request_log.file import LogFile
 from cairn.engine.request_log.lines import LogEntry, LogLines
-from cairn.models.forward_sizes import ForwardSizes
+from cairn.models.layer_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Request
 from cairn.step import GRID

@@ -10,12 +10,11 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, num
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import LayerSizes
-from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config, expanded
-from cairn.models.mamba2_share import Mamba2Sizes
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
-    from cairn.models.decoder import Decoder, Layer
+    from cairn.layers.model import Layer, Model
     from cairn.models.decoder_builder import DecoderBuilder
 
 
@@ -31,7 +30,7 @@ def _normed(given: Fields, name: str, found: Any) -> bool:
 
 
 def _inner(given: Fields, name: str, found: Any) -> int:
-    return given.integer(name, 1, MAX_WIDTH) if given.has(name) else expanded(given, name, found)
+    return given.integer(name, 1, MAX_WIDTH) if given.has(name) else expanded_inner(given, name, found)
 
 
 def _multiplier() -> Any:
@@ -76,7 +75,7 @@ class FalconH1Config(Mamba2Config):
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 
 
-def build(config: FalconH1Config, b: "DecoderBuilder") -> "Decoder":
+def build(config: FalconH1Config, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws."""
     b.rotary(config.head_dim, config.rope_theta)
     of_gate, of_mlp = config.mlp_multipliers
@@ -85,18 +84,18 @@ def build(config: FalconH1Config, b: "DecoderBuilder") -> "Decoder":
     for index in range(config.num_hidden_layers):
         name = f"model.layers.{index}"
         first = b.norm(f"{name}.input_layernorm")
-        mamba2 = b.mamba2(f"{name}.mamba", config.normed_mamba2, config.ssm_multipliers)
-        attention = b.attention(f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
+        mamba2 = config.normed_mamba2.build(b, f"{name}.mamba", config.ssm_multipliers)
+        attention = config.attention.build(b, f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
         mixer = b.parallel(
             b.scaled(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
             b.scaled(attention, config.attention_out_multiplier, config.attention_in_multiplier),
         )
         second = b.norm(f"{name}.pre_ff_layernorm")
         sizes = config.feed_forward("intermediate_size")
-        mlp = b.swiglu(f"{name}.feed_forward", sizes, bias=config.mlp_bias, gate_factor=of_gate)
+        mlp = sizes.build_swiglu(b, f"{name}.feed_forward", bias=config.mlp_bias, gate_factor=of_gate)
         layers += [(first, mixer), (second, b.scaled(mlp, of_mlp))]
     final_norm = b.norm("model.final_layernorm")
-    return b.decoder(embedding, layers, final_norm, config.embedding_multiplier, config.lm_head_multiplier)
+    return b.model(embedding, layers, final_norm, config.embedding_multiplier, config.lm_head_multiplier)
 
 
 FAMILY = Family(

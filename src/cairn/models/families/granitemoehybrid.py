@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
-from cairn.models.layer_sizes import ExpertSizes, LayerSizes
-from cairn.models.mamba2_config import MAMBA2_FLOAT32, Mamba2Config
+from cairn.models.feed_forward import ExpertSizes
+from cairn.models.layer_sizes import LayerSizes
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
-    from cairn.layers.blend import Mixer
-    from cairn.models.decoder import Decoder, Layer
+    from cairn.layers.model import Layer, Mixer, Model
     from cairn.models.decoder_builder import DecoderBuilder
 
 MAMBA, ATTENTION = "mamba", "attention"
@@ -73,7 +73,7 @@ class GraniteConfig(Mamba2Config):
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def build(config: GraniteConfig, b: "DecoderBuilder") -> "Decoder":
+def build(config: GraniteConfig, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws."""
     if config.rope_theta:
         b.rotary(config.head_dim, config.rope_theta)
@@ -85,25 +85,25 @@ def build(config: GraniteConfig, b: "DecoderBuilder") -> "Decoder":
         name, by = f"model.layers.{index}", config.residual_multiplier
         first = b.norm(f"{name}.input_layernorm")
         if kind == MAMBA:
-            mixer = b.mamba2(f"{name}.mamba", config.mamba2)
+            mixer: Mixer = config.mamba2.build(b, f"{name}.mamba")
         else:
-            mixer = b.attention(f"{name}.self_attn", factors=factors)
+            mixer = config.attention.build(b, f"{name}.self_attn", factors=factors)
         second = b.norm(f"{name}.post_attention_layernorm")
         layers += [(first, b.scaled(mixer, by)), (second, b.scaled(_feed_forward(config, b, name), by))]
     final_norm = b.norm("model.norm")
-    return b.decoder(embedding, layers, final_norm, config.embedding_multiplier, 1 / config.logits_scaling)
+    return b.model(embedding, layers, final_norm, config.embedding_multiplier, 1 / config.logits_scaling)
 
 
 def _feed_forward(config: GraniteConfig, b: "DecoderBuilder", name: str) -> "Mixer":
     moe, mlp = f"{name}.block_sparse_moe", f"{name}.shared_mlp"
-    mixture = None
-    if config.num_local_experts:
-        router = b.softmax_router(f"{moe}.router.layer", config.experts)
-        experts = b.stacked_experts(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight", config.experts)
-        mixture = router, experts
-    sizes = config.feed_forward("shared_intermediate_size")
-    shared = b.fused_swiglu(f"{mlp}.input_linear", f"{mlp}.output_linear", sizes)
-    return b.softmax_mixture(*mixture, shared) if mixture else shared
+    shared = config.feed_forward("shared_intermediate_size")
+    if not config.num_local_experts:
+        return shared.build_fused_swiglu(b, f"{mlp}.input_linear", f"{mlp}.output_linear")
+    return b.moe(
+        config.experts.build_softmax_router(b, f"{moe}.router.layer"),
+        config.experts.build_stacked(b, f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
+        shared.build_fused_swiglu(b, f"{mlp}.input_linear", f"{mlp}.output_linear"),
+    )
 
 
 FAMILY = Family(

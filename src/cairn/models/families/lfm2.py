@@ -11,10 +11,10 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-from cairn.models.short_conv_share import ShortConvSizes
+from cairn.models.short_conv import ShortConvSizes
 
 if TYPE_CHECKING:
-    from cairn.models.decoder import Decoder, Layer
+    from cairn.layers.model import Layer, Mixer, Model
     from cairn.models.decoder_builder import DecoderBuilder
 
 CONV, ATTENTION = "conv", "full_attention"
@@ -75,7 +75,7 @@ class Lfm2Config(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def build(config: Lfm2Config, b: "DecoderBuilder") -> "Decoder":
+def build(config: Lfm2Config, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws."""
     b.rotary(config.head_dim, config.rope_theta)
     embedding = b.vocabulary("model.embed_tokens")
@@ -84,14 +84,14 @@ def build(config: Lfm2Config, b: "DecoderBuilder") -> "Decoder":
         name = f"model.layers.{index}"
         first = b.norm(f"{name}.operator_norm")
         if kind == CONV:
-            mixer = b.short_conv(f"{name}.conv", config.conv)
+            mixer: Mixer = config.conv.build(b, f"{name}.conv")
         else:
             norms = ("q_layernorm", "k_layernorm")
-            mixer = b.attention(f"{name}.self_attn", head_norms=norms, out="out_proj")
+            mixer = config.attention.build(b, f"{name}.self_attn", head_norms=norms, out="out_proj")
         second = b.norm(f"{name}.ffn_norm")
-        mlp = b.swiglu(f"{name}.feed_forward", config.feed_forward("intermediate_size"), ("w1", "w3", "w2"))
+        mlp = config.feed_forward("intermediate_size").build_swiglu(b, f"{name}.feed_forward", ("w1", "w3", "w2"))
         layers += [(first, mixer), (second, mlp)]
-    return b.decoder(embedding, layers, b.norm("model.embedding_norm"))
+    return b.model(embedding, layers, b.norm("model.embedding_norm"))
 
 
 FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config, compose=build)

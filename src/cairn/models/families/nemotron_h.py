@@ -11,14 +11,13 @@ from cairn.errors import ModelError
 from cairn.models.config_schema import Fields, boolean, integer, interval, layer_kinds, number, only, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
-from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
-from cairn.models.mamba2_config import MAMBA2_FLOAT32
-from cairn.models.mamba2_share import Mamba2Sizes
+from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
+from cairn.models.layer_sizes import LayerSizes
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Sizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
-    from cairn.layers.blend import Mixer
-    from cairn.models.decoder import Decoder, Layer
+    from cairn.layers.model import Layer, Mixer, Model
     from cairn.models.decoder_builder import DecoderBuilder
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -146,28 +145,28 @@ class NemotronHConfig(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}
 
 
-def build(config: NemotronHConfig, b: "DecoderBuilder") -> "Decoder":
+def build(config: NemotronHConfig, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws."""
     embedding = b.vocabulary("backbone.embeddings")
     layers: list[Layer] = []
     for index, kind in enumerate(config.pattern):
         name = f"backbone.layers.{index}"
         layers.append((b.norm(f"{name}.norm"), _mixer(config, b, kind, f"{name}.mixer")))
-    return b.decoder(embedding, layers, b.norm("backbone.norm_f"))
+    return b.model(embedding, layers, b.norm("backbone.norm_f"))
 
 
 def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -> "Mixer":
     hidden, bias = config.hidden_size, config.mlp_bias
     if kind == MAMBA:
-        return b.mamba2(name, config.mamba2)
+        return config.mamba2.build(b, name)
     if kind == ATTENTION:
-        return b.attention(name)
+        return config.attention.build(b, name)
     if kind == MLP:
-        return b.squared_relu(name, config.mlp("intermediate_size"), bias)
-    router = b.sigmoid_router(
+        return config.mlp("intermediate_size").build_squared_relu(b, name, bias)
+    router = config.experts.build_sigmoid_router(
+        b,
         f"{name}.gate",
         hidden,
-        config.experts,
         num_groups=config.n_group,
         top_groups=config.topk_group,
         normalize=config.norm_topk_prob,
@@ -176,9 +175,10 @@ def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -
     latent = None
     if config.moe_latent_size is not None:
         latent = b.latent(f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj", hidden, config.moe_latent_size, bias)
-    experts = b.squared_relu_experts(f"{name}.experts", config.experts)
+    experts = config.experts.build_squared_relus(b, f"{name}.experts")
     shared = config.mlp("moe_shared_expert_intermediate_size")
-    return b.sigmoid_mixture(router, experts, b.squared_relu(f"{name}.shared_experts", shared, bias), latent)
+    shared_expert = shared.build_squared_relu(b, f"{name}.shared_experts", bias)
+    return b.moe(router, experts, shared_expert, gated=False, latent=latent)
 
 
 FAMILY = Family(

@@ -13,7 +13,7 @@ from cairn.models.layer_sizes import LayerSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
-    from cairn.models.decoder import Decoder, Layer
+    from cairn.layers.model import Layer, Model
     from cairn.models.decoder_builder import DecoderBuilder
 
 ATTENTION = "full_attention"
@@ -43,7 +43,7 @@ class Qwen3Config(DecoderConfig):
         return {"attention with MLP": len(self.layer_types)}
 
 
-def build(config: Qwen3Config, b: "DecoderBuilder") -> "Decoder":
+def build(config: Qwen3Config, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws."""
     b.rotary(config.head_dim, config.rope_theta)
     embedding = b.vocabulary("model.embed_tokens")
@@ -51,10 +51,13 @@ def build(config: Qwen3Config, b: "DecoderBuilder") -> "Decoder":
     for index in range(len(config.layer_types)):
         name = f"model.layers.{index}"
         first = b.norm(f"{name}.input_layernorm")
-        attention = b.attention(f"{name}.self_attn", head_norms=("q_norm", "k_norm"))
+        attention = config.attention.build(b, f"{name}.self_attn", head_norms=("q_norm", "k_norm"))
         second = b.norm(f"{name}.post_attention_layernorm")
-        layers += [(first, attention), (second, b.swiglu(f"{name}.mlp", config.feed_forward("intermediate_size")))]
-    return b.decoder(embedding, layers, b.norm("model.norm"))
+        layers += [
+            (first, attention),
+            (second, config.feed_forward("intermediate_size").build_swiglu(b, f"{name}.mlp")),
+        ]
+    return b.model(embedding, layers, b.norm("model.norm"))
 
 
 FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", config=Qwen3Config, compose=build)

@@ -8,17 +8,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cairn.errors import ModelError
-from cairn.models.attention_share import AttentionSizes
+from cairn.models.attention import AttentionSizes
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, only, other
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
-from cairn.models.delta_net_share import DeltaNetSizes
-from cairn.models.layer_sizes import ExpertSizes, FeedForwardSizes, LayerSizes
+from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
+from cairn.models.gated_delta_net import DeltaNetSizes
+from cairn.models.layer_sizes import LayerSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 if TYPE_CHECKING:
-    from cairn.layers.blend import Mixer
-    from cairn.models.decoder import Decoder, Layer
+    from cairn.layers.model import Layer, Mixer, Model
     from cairn.models.decoder_builder import DecoderBuilder
 
 DELTA, FULL = "linear_attention", "full_attention"
@@ -221,7 +221,7 @@ def _text_config(raw: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
-def build(config: Qwen35Config, b: "DecoderBuilder") -> "Decoder":
+def build(config: Qwen35Config, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws. Norms are centred, but for the one in the delta net."""
     if FULL in config.layer_types:
         b.rotary(config.rotary_dim, config.rope_theta, config.mrope_section)
@@ -232,20 +232,23 @@ def build(config: Qwen35Config, b: "DecoderBuilder") -> "Decoder":
         name = f"{prefix}.layers.{index}"
         first = b.norm(f"{name}.input_layernorm", centred=True)
         if config.layer_types[index] == FULL:
-            mixer = b.attention(f"{name}.self_attn", head_norms=("q_norm", "k_norm"), centred=True, gated=True)
+            norms = ("q_norm", "k_norm")
+            mixer: Mixer = config.attention.build(b, f"{name}.self_attn", head_norms=norms, centred=True)
         else:
-            mixer = b.delta_net(f"{name}.linear_attn", config.delta_net)
+            mixer = config.delta_net.build(b, f"{name}.linear_attn")
         second = b.norm(f"{name}.post_attention_layernorm", centred=True)
         layers += [(first, mixer), (second, _feed_forward(config, b, f"{name}.mlp", index in config.sparse_layers))]
-    return b.decoder(embedding, layers, b.norm(f"{prefix}.norm", centred=True))
+    return b.model(embedding, layers, b.norm(f"{prefix}.norm", centred=True))
 
 
 def _feed_forward(config: Qwen35Config, b: "DecoderBuilder", name: str, sparse: bool) -> "Mixer":
     if not sparse:
-        return b.swiglu(name, config.feed_forward("intermediate_size"))
-    router = b.softmax_router(f"{name}.gate", config.experts, config.norm_topk_prob)
-    experts = b.swiglu_experts(f"{name}.experts", config.experts)
-    return b.softmax_mixture(router, experts, b.gated_shared(f"{name}.shared_expert", config.shared))
+        return config.feed_forward("intermediate_size").build_swiglu(b, name)
+    return b.moe(
+        config.experts.build_softmax_router(b, f"{name}.gate", config.norm_topk_prob),
+        config.experts.build_swiglus(b, f"{name}.experts"),
+        config.shared.build_shared_expert(b, f"{name}.shared_expert"),
+    )
 
 
 def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from cairn.errors import ModelError
 from cairn.models.served_dtype import ServedDType, served_dtype
-from cairn.models.sharding import Cut
+from cairn.models.sharding import TensorShard
 from cairn.models.weights.quantization import FP8, Quantization, Stored, consumed, dequantized, scale_problem, stored
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 
@@ -154,7 +154,7 @@ class WeightReader:
     def verify_copy(self, copy: str, name: str, shape: tuple[int, ...]) -> None:
         """Raises ModelError unless `copy` has the numbers of `name`, both of this shape, as they would be served."""
         for begin in range(0, shape[0], _COMPARED_ROWS):
-            rows = Cut(0, ((begin, min(begin + _COMPARED_ROWS, shape[0])),))
+            rows = TensorShard(0, ((begin, min(begin + _COMPARED_ROWS, shape[0])),))
             if not torch.equal(self.load(copy, shape, rows), self.load(name, shape, rows)):
                 raise ModelError(
                     f"{self._folder}: config.json ties {copy} to {name}, but both are stored and differ; set "
@@ -162,8 +162,8 @@ class WeightReader:
                     "meant"
                 )
 
-    def load(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
-        """The tensor in the serving dtype, or what `cut` leaves of it: then only that is read.
+    def load(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
+        """The tensor in the serving dtype, or a shard of it: then only that is read.
 
         Raises ModelError naming tensor and file.
         """
@@ -175,21 +175,21 @@ class WeightReader:
         if problem := _unreadable(self.headers, source, name, self._quantization):
             raise ModelError(problem)
         try:
-            return self._read(name, source, shape, cut)
+            return self._read(name, source, shape, shard)
         except READ_ERRORS as error:
             raise ModelError(f"{self._folder / source.header.file}: {name} cannot be read: {error}") from error
 
-    def _read(self, name: str, source: Stored, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
+    def _read(self, name: str, source: Stored, shape: tuple[int, ...], shard: TensorShard | None) -> torch.Tensor:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
-        if cut is None:
+        if shard is None:
             return self._numbers(name, source, tuple(slice(0, length) for length in shape)).to(dtype, copy=True)
-        out = torch.empty(cut.shape(shape), dtype=dtype)
+        out = torch.empty(shard.shape(shape), dtype=dtype)
         place = 0
-        for begin, end in cut.runs:
+        for begin, end in shard.slices:
             if begin < end:
                 wanted = [slice(0, length) for length in shape]
-                wanted[cut.dim] = slice(begin, end)
-                out.narrow(cut.dim, place, end - begin).copy_(self._numbers(name, source, tuple(wanted)))
+                wanted[shard.dim] = slice(begin, end)
+                out.narrow(shard.dim, place, end - begin).copy_(self._numbers(name, source, tuple(wanted)))
             place += end - begin
         return out
 

@@ -1,0 +1,123 @@
+"""Feed-forward layers: MLPs, and mixtures of experts with their routers."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from cairn.kernels.batch import Batch
+from cairn.kernels.contract import Kernels, Weight
+from cairn.layers.linear import Linear, Projection
+from cairn.layers.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredReluMLP:
+    """down relu(up x)^2 (arXiv 2109.08668), one rank's inner channels."""
+
+    kernels: Kernels
+    up: Linear
+    down: Linear
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        return self.down(self.kernels.squared_relu(self.up(hidden, batch)), batch)
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """down(silu(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+
+    kernels: Kernels
+    gate_up: Projection
+    down: Projection
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        gate, up = self.gate_up(hidden, batch).chunk(2, dim=-1)
+        return self.down(self.kernels.silu_mul(gate, up), batch)
+
+
+class Router(Protocol):
+    """Which experts a token goes to, and the weight of each."""
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] -> (topk_ids int64, topk_weights float32), both [rows, top_k]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRouter:
+    """See `Kernels.sigmoid_router`; the logits are float32 products."""
+
+    kernels: Kernels
+    gate: Linear
+    correction_bias: Tensor
+    top_k: int
+    num_groups: int
+    top_groups: int
+    normalize: bool
+    scale: float
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        logits = self.gate(hidden.float(), batch)
+        rule = self.top_k, self.num_groups, self.top_groups, self.normalize, self.scale
+        return self.kernels.sigmoid_router(logits, self.correction_bias, *rule)
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxRouter:
+    """See `Kernels.softmax_router`; the logits are float32 products."""
+
+    kernels: Kernels
+    gate: Linear
+    top_k: int
+    normalize: bool
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        return self.kernels.softmax_router(self.gate(hidden.float(), batch), self.top_k, self.normalize)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """sigmoid(gate x) * expert(x), for all tokens; `gate` has one output."""
+
+    kernels: Kernels
+    expert: SwiGLU
+    gate: Linear
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        return self.kernels.sigmoid_mul(self.expert(hidden, batch, memory), self.gate(hidden, batch))
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Routed experts plus one shared expert.
+
+    A rank has all experts with a share of their inner channels, packed. `gated`: SwiGLUs, `up` [E, 2 * inner, in] with
+    the gate first; otherwise squared-ReLU MLPs, `up` [E, inner, in]. `down` [E, in, inner]. The routed experts work in
+    a latent space where `to_latent` and `from_latent` are given; `from_latent` is applied to the rank's partial sum,
+    which needs one sum over ranks less than the other order, so its bias is rank 0's alone.
+    """
+
+    kernels: Kernels
+    router: Router
+    up: Weight
+    down: Weight
+    gated: bool
+    shared: SquaredReluMLP | SwiGLU | SharedExpert
+    to_latent: Linear | None = None
+    from_latent: Linear | None = None
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        topk_ids, topk_weights = self.router(hidden, batch)
+        inner = hidden if self.to_latent is None else self.to_latent(hidden, batch)
+        run = self.kernels.gated_experts if self.gated else self.kernels.experts
+        routed = run(inner, topk_ids, topk_weights, self.up, self.down, batch)
+        if self.from_latent is not None:
+            routed = self.from_latent(routed, batch)
+        return self.shared(hidden, batch, memory).add_(routed)

@@ -1,0 +1,222 @@
+"""Mamba2: its sizes, how it is sharded, how it is built, and its fields in the config.json of two families. No torch
+before it is built.
+
+Groups of heads are assigned to ranks in order, with their B and C; with one group heads are, while all ranks have B
+and C.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cairn.errors import ModelError
+from cairn.layers.memory import ConvPart, RecurrentSpec
+from cairn.models.config_schema import Fields, boolean, integer, interval, other
+from cairn.models.decoder_config import MAX_HEADS, DecoderConfig
+from cairn.models.layer_sizes import LayerSizes
+from cairn.models.sharding import HeadShard, Slice, shard_heads
+
+if TYPE_CHECKING:
+    from cairn.layers.linear import Projection
+    from cairn.layers.mamba2 import Mamba2
+    from cairn.layers.norms import GatedNorm
+    from cairn.models.decoder_builder import DecoderBuilder
+
+MAMBA2_FLOAT32 = ("A_log", "D", "dt_bias")
+"""Last name parts of the tensors that stay float32 whatever the serving dtype: a few numbers per head that act through
+an exponential."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Sizes(LayerSizes):
+    """`proj_bias` and `out_bias`: of the two projections; `normed`: whether the gate is followed by a norm;
+    `dt_limit`: bounds of softplus(dt + dt_bias). `heads_field` and `groups_field`: their names in config.json.
+
+    A *unit* is what one rank has at least: a group, or a head where there is one group.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    conv_kernel: int
+    conv_bias: bool
+    proj_bias: bool
+    out_bias: bool
+    eps: float
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    normed: bool = True
+    heads_field: str = "mamba_n_heads"
+    groups_field: str = "mamba_n_groups"
+
+    @property
+    def inner(self) -> int:
+        """Channels of x and of the gate: heads times head dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def bc(self) -> int:
+        """Channels of B, and of C."""
+        return self.groups * self.state_size
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution, in the checkpoint's order x | B | C."""
+        return self.inner + 2 * self.bc
+
+    @property
+    def projected(self) -> int:
+        """Rows of in_proj: gate | x | B | C | dt."""
+        return self.inner + self.conv_dim + self.num_heads
+
+    @property
+    def active_weights(self) -> int:
+        return self.hidden_size * (self.projected + self.inner)
+
+    @property
+    def one_group(self) -> bool:
+        return self.groups == 1
+
+    @property
+    def unit_heads(self) -> int:
+        return 1 if self.one_group else self.num_heads // self.groups
+
+    @property
+    def unit_channels(self) -> int:
+        """Channels of x, and of the gate, of a unit."""
+        return self.unit_heads * self.head_dim
+
+    def shard(self, rank: int, size: int) -> HeadShard:
+        """The rank's units. Raises ConfigError naming --tensor-parallel-size and the field that does not divide."""
+        field, total = (self.heads_field, self.num_heads) if self.one_group else (self.groups_field, self.groups)
+        return shard_heads(field, total, "channels", self.unit_channels, rank, size)
+
+    def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec:
+        """See `LayerSizes`."""
+        units = self.shard(rank, size).count
+        bc = ConvPart(self.state_size * (1 if self.one_group else units), shared=self.one_group)
+        return RecurrentSpec(
+            num_layers=num_layers,
+            columns=self.conv_kernel - 1,
+            parts=(ConvPart(units * self.unit_channels), bc, bc),
+            state=(units * self.unit_heads, self.head_dim, self.state_size),
+            units=units,
+        )
+
+    def build(self, b: "DecoderBuilder", name: str, factors: tuple[float, ...] = ()) -> "Mamba2":
+        """The rank's heads of the layer `name`. `factors`: constant multipliers of gate, x, B, C and dt."""
+        import torch
+
+        from cairn.layers.linear import ScaledLinear
+        from cairn.layers.mamba2 import Mamba2
+
+        weights, shard = b.weights, self.shard(b.rank, b.size)
+        rows = (
+            shard.slice_of(self.unit_channels),
+            *self._conv_slices(shard, self.inner),
+            shard.slice_of(self.unit_heads, self.inner + self.conv_dim),
+        )
+        in_proj: Projection = weights.column_parallel(
+            f"{name}.in_proj", (self.projected, self.hidden_size), *rows, bias=self.proj_bias
+        )
+        if factors:
+            widths = (self.inner, self.inner, self.bc, self.bc, self.num_heads)
+            by_row = torch.cat([torch.full((width,), by) for width, by in zip(widths, factors, strict=True)])
+            by_row = torch.cat([by_row[begin:end] for begin, end in rows])
+            in_proj = ScaledLinear(in_proj, by_row.to(weights.device))
+        conv_shape = (self.conv_dim, 1, self.conv_kernel)
+        conv, conv_bias = weights.taps(f"{name}.conv1d", conv_shape, *self._conv_slices(shard), bias=self.conv_bias)
+        heads = shard.slice_of(self.unit_heads)
+        dt_bias, a_log, d = (
+            weights.tensor(f"{name}.{vector}", (self.num_heads,), heads).float() for vector in ("dt_bias", "A_log", "D")
+        )
+        return Mamba2(
+            kernels=weights.kernels,
+            num_heads=shard.count * self.unit_heads,
+            head_dim=self.head_dim,
+            num_groups=1 if self.one_group else shard.count,
+            state_size=self.state_size,
+            dt_limit=self.dt_limit,
+            in_proj=in_proj,
+            conv=conv,
+            conv_bias=conv_bias,
+            a=-a_log.exp(),
+            d=d,
+            dt_bias=dt_bias,
+            norm=self._norm(b, f"{name}.norm.weight", shard),
+            out_proj=weights.row_parallel(
+                f"{name}.out_proj",
+                (self.hidden_size, self.inner),
+                shard.output_slice(self.unit_channels),
+                self.out_bias,
+            ),
+            layer=next(b.recurrent_layers),
+        )
+
+    def _conv_slices(self, shard: HeadShard, offset: int = 0) -> tuple[Slice, ...]:
+        """The rank's channels of x | B | C, which begin at `offset`."""
+        x, b = shard.slice_of(self.unit_channels, offset), offset + self.inner
+        if self.one_group:
+            return x, (b, b + 2 * self.bc)
+        return x, shard.slice_of(self.state_size, b), shard.slice_of(self.state_size, b + self.bc)
+
+    def _norm(self, b: "DecoderBuilder", name: str, shard: HeadShard) -> "GatedNorm":
+        """Groups are whole on the ranks that have them; a single one is sharded over all ranks."""
+        from cairn.layers.norms import GatedRMSNorm, ShardedGatedRMSNorm, SiluGate
+
+        weights, output_slice = b.weights, shard.local_output(self.unit_channels)
+        if not self.normed:
+            return SiluGate(weights.kernels, output_slice)
+        if self.one_group and b.size > 1:
+            weight = weights.tensor(name, (self.inner,), shard.output_slice(self.unit_channels))
+            return ShardedGatedRMSNorm(
+                weights.kernels, weight, self.inner, self.eps, weights.communicator, output_slice
+            )
+        weight = weights.tensor(name, (self.inner,), shard.slice_of(self.unit_channels))
+        return GatedRMSNorm(weights.kernels, weight, 1 if self.one_group else shard.count, self.eps, output_slice)
+
+
+def expanded_inner(given: Fields, name: str, found: Any) -> int:
+    """A reader: the channels of x as a multiple of the hidden size."""
+    return int(given.integer("mamba_expand", 1, 64, default=2) * found.hidden_size)
+
+
+def _head_dim(given: Fields, name: str, found: Any) -> int:
+    inner, heads = found.mamba_inner, found.mamba_n_heads
+    if inner % heads:
+        raise ModelError(f"config.json: mamba_n_heads {heads} must divide the {inner} channels of the Mamba2 layers")
+    given.only(name, inner // heads, "auto")
+    return int(inner // heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config(DecoderConfig):
+    """A family with Mamba2 layers whose fields are called as in Granite and Falcon-H1 (`mamba_*`). `mamba_inner`:
+    channels of x and of the gate."""
+
+    mamba_inner: int = other(expanded_inner)
+    mamba_n_heads: int = integer(1, MAX_HEADS, default=128)
+    mamba_n_groups: int = integer(1, MAX_HEADS, default=1, divides="mamba_n_heads")
+    mamba_d_head: int = other(_head_dim)
+    mamba_d_state: int = integer(1, 1 << 12, default=256)
+    mamba_d_conv: int = integer(2, 64, default=4)
+    mamba_conv_bias: bool = boolean(default=True)
+    mamba_proj_bias: bool = boolean(default=False)
+    time_step_limit: tuple[float, float] = interval(default=(0.0, float("inf")))
+
+    @property
+    def mamba2(self) -> Mamba2Sizes:
+        """Of one Mamba2 layer."""
+        return Mamba2Sizes(
+            hidden_size=self.hidden_size,
+            num_heads=self.mamba_n_heads,
+            head_dim=self.mamba_d_head,
+            state_size=self.mamba_d_state,
+            groups=self.mamba_n_groups,
+            conv_kernel=self.mamba_d_conv,
+            conv_bias=self.mamba_conv_bias,
+            proj_bias=self.mamba_proj_bias,
+            out_bias=self.mamba_proj_bias,
+            eps=self.eps,
+            dt_limit=self.time_step_limit,
+        )
