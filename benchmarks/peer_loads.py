@@ -15,11 +15,10 @@ import httpx
 import numpy as np
 from benchmarks.peer_servers import SERVED_NAME, PeerError
 
-from cairn.bench.datasets import PrefixRepetition, prefix_repetition
-from cairn.bench.endpoint import Endpoint
-from cairn.bench.load import EventLoopClock, Load, LoadResult
-from cairn.bench.metrics import summary_of
-from cairn.bench.stream import HttpSender, RequestOutcome
+from cairn.bench.client import Endpoint, EventLoopClock, HttpSender, RequestRecord
+from cairn.bench.datasets import PrefixRepetition, make_prefix_repetition
+from cairn.bench.load import LoadGenerator, LoadResult
+from cairn.bench.report import summarize
 from cairn.bench.work import Conversation, TokenizerSpeller, Turn, Vocabulary
 from cairn.http.cookies import no_cookies
 
@@ -95,7 +94,7 @@ class LoadClient:
         """
         pace, fields = EventLoopClock(), {**sampling, **WITH_IDS}
         endpoint = Endpoint(self._url, "completions", SERVED_NAME, ignore_eos=True, fields=fields)
-        load = Load(HttpSender(self._http, endpoint, pace, REQUEST_SECONDS), endpoint, pace, concurrency)
+        load = LoadGenerator(HttpSender(self._http, endpoint, pace, REQUEST_SECONDS), endpoint, pace, concurrency)
         async with asyncio.timeout(LOAD_SECONDS):
             ran = await load.run(work, [0.0] * len(work), asyncio.Event())
         check_answers(work, ran)
@@ -103,23 +102,23 @@ class LoadClient:
 
     async def together(
         self, prompts: Sequence[tuple[int, ...]], answer: int, sampling: Mapping[str, Any] = GREEDY
-    ) -> list[RequestOutcome]:
+    ) -> list[RequestRecord]:
         """All prompts at the same time, with answers of `answer` tokens."""
         work = [Conversation((Turn(prompt, len(prompt), answer),)) for prompt in prompts]
-        return (await self.run(work, len(work), sampling)).outcomes
+        return (await self.run(work, len(work), sampling)).records
 
 
 def check_answers(work: Sequence[Conversation], ran: LoadResult) -> None:
     """Raises PeerError unless every request has its whole answer: a shorter one would look fast."""
     asked = [turn.max_tokens for conversation in work for turn in conversation.turns]
-    for tokens, outcome in zip(asked, ran.outcomes, strict=True):
+    for tokens, outcome in zip(asked, ran.records, strict=True):
         if outcome.failure is not None:
             raise PeerError(f"a request failed: {outcome.failure.kind}: {outcome.failure.detail}")
         if outcome.output_tokens != tokens:
             raise PeerError(f"an answer has {outcome.output_tokens} tokens, and {tokens} were asked for")
 
 
-def decode_rate(outcomes: Sequence[RequestOutcome]) -> float:
+def decode_rate(outcomes: Sequence[RequestRecord]) -> float:
     """Tokens a second, from the first request's sending to the last token of all: prompts are short, and a server that
     is out of breath hands over many tokens at once, so that when each was computed cannot be seen."""
     tokens = sum(one.output_tokens for one in outcomes)
@@ -137,13 +136,13 @@ async def warm_up(client: LoadClient, scale: Scale) -> None:
 
 async def prefix_repetition_load(client: LoadClient, scale: Scale) -> Figures:
     """Prompts of few prefixes, ten at a time: duration, mean times to and per token, and what was cached."""
-    work = prefix_repetition(scale.repetition, scale.num_prompts, client.vocabulary, client.rng)
-    summary = summary_of(await client.run(work, scale.concurrency), (), {})
+    work = make_prefix_repetition(scale.repetition, scale.num_prompts, client.vocabulary, client.rng)
+    figures = summarize(await client.run(work, scale.concurrency), (), {})
     found = {
-        "prefix_repetition_duration_s": summary.duration,
-        "prefix_repetition_tpot_ms": summary.spreads["tpot"].mean,
-        "prefix_repetition_ttft_ms": summary.spreads["ttft"].mean,
-        "prefix_repetition_cached_share": summary.cached_share,
+        "prefix_repetition_duration_s": figures["duration"],
+        "prefix_repetition_tpot_ms": figures["mean_tpot_ms"],
+        "prefix_repetition_ttft_ms": figures["mean_ttft_ms"],
+        "prefix_repetition_cached_share": figures["cached_share"],
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -176,7 +175,7 @@ async def _median_rate(client: LoadClient, scale: Scale, count: int, sampling: M
 async def cold_load(client: LoadClient, scale: Scale) -> Figures:
     """Milliseconds to the first token, one request at a time: of prompts never seen, of the same again, of one that
     shares two thirds with an earlier one, and of the next that does so."""
-    outcomes: dict[str, list[RequestOutcome]] = {}
+    outcomes: dict[str, list[RequestRecord]] = {}
 
     async def send(name: str, prompt: tuple[int, ...]) -> None:
         outcomes.setdefault(name, []).extend(await client.together([prompt], 1))
@@ -194,7 +193,7 @@ async def cold_load(client: LoadClient, scale: Scale) -> Figures:
         await send(f"shared_again_{length}", shared + third[len(shared) :])
     found = {}
     for name, those in outcomes.items():
-        found[f"{name}_ms"] = statistics.median(1000 * one.first_token for one in those)
+        found[f"{name}_ms"] = statistics.median(1000 * one.ttft for one in those)
         cached = [one.cached_tokens for one in those if one.cached_tokens is not None]
         if cached and not name.startswith("cold"):
             found[f"{name}_cached_tokens"] = statistics.median(cached)
@@ -219,7 +218,7 @@ async def figures_of(url: str, model: Path, loads: Sequence[str], scale: Scale, 
     """
     most = max(scale.concurrency, scale.sampled_sequences, *scale.decode_sequences)
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEEP_ALIVE_SECONDS)
-    vocabulary, figures = Vocabulary(TokenizerSpeller(model).ordinary_ids()), {}
+    vocabulary, figures = Vocabulary(TokenizerSpeller(model).regular_token_ids()), {}
     async with httpx.AsyncClient(
         limits=limits, timeout=httpx.Timeout(REQUEST_SECONDS), trust_env=False, cookies=no_cookies()
     ) as http:

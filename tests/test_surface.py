@@ -127,7 +127,7 @@ EXPORTED = {
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
-    "Vocabulary Words arrival_times flag spelled",
+    "Vocabulary WordSpeller draw_arrival_times flag spell_prompts",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "

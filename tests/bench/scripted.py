@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from cairn.bench.endpoint import Endpoint
-from cairn.bench.load import EventLoopClock, Load
-from cairn.bench.stream import HttpSender
+from cairn.bench.client import Endpoint, EventLoopClock, HttpSender
+from cairn.bench.load import LoadGenerator
 
 URL = "http://server.test/v1/completions"
 
@@ -138,5 +137,7 @@ async def run(server, work, *, due=None, concurrency=100, kind="completions", st
         asyncio.get_running_loop().call_later(stop_at, stop.set)
     async with httpx.AsyncClient(transport=server) as http:
         endpoint = Endpoint(URL, kind, "m")
-        load = Load(HttpSender(http, endpoint, EventLoopClock(), seconds), endpoint, EventLoopClock(), concurrency)
+        load = LoadGenerator(
+            HttpSender(http, endpoint, EventLoopClock(), seconds), endpoint, EventLoopClock(), concurrency
+        )
         return await load.run(work, due or [0.0] * len(work), stop, ended or (lambda outcome: None))

@@ -12,12 +12,12 @@ from cairn.bench.datasets import (
     PrefixRepetition,
     RandomPrompts,
     ShareGpt,
-    chats,
-    prefix_repetition,
-    random_prompts,
-    sharegpt,
+    make_chats,
+    make_prefix_repetition,
+    make_random_prompts,
+    read_sharegpt,
 )
-from cairn.bench.work import FIRST_TOKEN, TokenizerSpeller, Vocabulary, Words, spelled
+from cairn.bench.work import FIRST_TOKEN, TokenizerSpeller, Vocabulary, WordSpeller, spell_prompts
 from cairn.errors import ConfigError
 
 VOCABULARY = Vocabulary.of_size(4000)
@@ -32,7 +32,7 @@ def turns(work):
 
 
 def test_random_prompts_have_their_lengths():
-    work = turns(random_prompts(RandomPrompts(100, 20, 0.25, prefix_len=8), 300, VOCABULARY, rng()))
+    work = turns(make_random_prompts(RandomPrompts(100, 20, 0.25, prefix_len=8), 300, VOCABULARY, rng()))
     assert {turn.num_tokens == len(turn.prompt) for turn in work} == {True}
     assert {turn.prompt[:8] for turn in work} == {work[0].prompt[:8]}
     assert len({turn.prompt[8] for turn in work}) > 200
@@ -44,18 +44,18 @@ def test_random_prompts_have_their_lengths():
 
 
 def test_random_prompts_without_a_range_are_all_as_long():
-    work = turns(random_prompts(RandomPrompts(33, 7), 20, VOCABULARY, rng()))
+    work = turns(make_random_prompts(RandomPrompts(33, 7), 20, VOCABULARY, rng()))
     assert {(turn.num_tokens, turn.max_tokens) for turn in work} == {(33, 7)}
 
 
 def test_a_prompt_has_a_token():
     with pytest.raises(ConfigError, match="--random-input-len"):
-        random_prompts(RandomPrompts(0, 5), 3, VOCABULARY, rng())
-    assert turns(random_prompts(RandomPrompts(0, 5, prefix_len=1), 3, VOCABULARY, rng()))[0].num_tokens == 1
+        make_random_prompts(RandomPrompts(0, 5), 3, VOCABULARY, rng())
+    assert turns(make_random_prompts(RandomPrompts(0, 5, prefix_len=1), 3, VOCABULARY, rng()))[0].num_tokens == 1
 
 
 def test_prefixes_repeat():
-    work = turns(prefix_repetition(PrefixRepetition(60, 20, 10, 9), 100, VOCABULARY, rng()))
+    work = turns(make_prefix_repetition(PrefixRepetition(60, 20, 10, 9), 100, VOCABULARY, rng()))
     assert {(len(turn.prompt), turn.max_tokens) for turn in work} == {(80, 9)}
     assert Counter(Counter(turn.prompt[:60] for turn in work).values()) == {10: 10}
     assert len({turn.prompt[60:] for turn in work}) == 100
@@ -64,14 +64,14 @@ def test_prefixes_repeat():
 
 
 def test_prompts_that_are_no_multiple_are_spread():
-    work = turns(prefix_repetition(PrefixRepetition(6, 2, 4, 9), 10, VOCABULARY, rng()))
+    work = turns(make_prefix_repetition(PrefixRepetition(6, 2, 4, 9), 10, VOCABULARY, rng()))
     assert sorted(Counter(turn.prompt[:6] for turn in work).values()) == [2, 2, 3, 3]
     with pytest.raises(ConfigError, match="--num-prompts 3"):
-        prefix_repetition(PrefixRepetition(6, 2, 4, 9), 3, VOCABULARY, rng())
+        make_prefix_repetition(PrefixRepetition(6, 2, 4, 9), 3, VOCABULARY, rng())
 
 
 def test_chats_share_systems_and_nothing_else():
-    work = chats(Chats(4, 2, 30, 5, 6), 22, VOCABULARY, rng(), Words())
+    work = make_chats(Chats(4, 2, 30, 5, 6), 22, VOCABULARY, rng(), WordSpeller())
     assert [len(conversation.turns) for conversation in work] == [4] * 5 + [2]
     assert len({conversation.system for conversation in work}) == 2
     assert {len(conversation.system.split(" ")) for conversation in work} == {30}
@@ -99,12 +99,12 @@ def recorded(tmp_path):
 
 
 def test_sharegpt_takes_what_fits(recorded):
-    work = turns(sharegpt(ShareGpt(recorded), 100, Words(), rng()))
+    work = turns(read_sharegpt(ShareGpt(recorded), 100, WordSpeller(), rng()))
     assert sorted((turn.prompt[0], turn.num_tokens, turn.max_tokens) for turn in work) == [("a", 25, 20), ("e", 15, 10)]
-    work = turns(sharegpt(ShareGpt(recorded, output_len=3), 100, Words(), rng()))
+    work = turns(read_sharegpt(ShareGpt(recorded, output_len=3), 100, WordSpeller(), rng()))
     assert sorted(turn.num_tokens for turn in work) == [15, 25, 25, 1000]
     assert {turn.max_tokens for turn in work} == {3}
-    assert len(sharegpt(ShareGpt(recorded, output_len=3), 2, Words(), rng())) == 2
+    assert len(read_sharegpt(ShareGpt(recorded, output_len=3), 2, WordSpeller(), rng())) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,16 +123,16 @@ def test_a_sharegpt_file_that_is_none(tmp_path, text, said):
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        sharegpt(ShareGpt(path), 5, Words(), rng())
+        read_sharegpt(ShareGpt(path), 5, WordSpeller(), rng())
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda seed, path: random_prompts(RandomPrompts(10, 5, 0.5, 2), 30, VOCABULARY, rng(seed)),
-        lambda seed, path: prefix_repetition(PrefixRepetition(6, 2, 4, 9), 30, VOCABULARY, rng(seed)),
-        lambda seed, path: chats(Chats(3, 2, 3, 4, 5), 30, VOCABULARY, rng(seed), Words()),
-        lambda seed, path: sharegpt(ShareGpt(path, 3), 4, Words(), rng(seed)),
+        lambda seed, path: make_random_prompts(RandomPrompts(10, 5, 0.5, 2), 30, VOCABULARY, rng(seed)),
+        lambda seed, path: make_prefix_repetition(PrefixRepetition(6, 2, 4, 9), 30, VOCABULARY, rng(seed)),
+        lambda seed, path: make_chats(Chats(3, 2, 3, 4, 5), 30, VOCABULARY, rng(seed), WordSpeller()),
+        lambda seed, path: read_sharegpt(ShareGpt(path, 3), 4, WordSpeller(), rng(seed)),
     ],
     ids=["random", "prefix_repetition", "chat", "sharegpt"],
 )
@@ -153,10 +153,10 @@ def tokenizer_file(tmp_path):
 def test_a_tokenizer_spells_and_counts(tokenizer_file):
     for path in (tokenizer_file, tokenizer_file / "tokenizer.json"):
         speller = TokenizerSpeller(path)
-        assert speller.ordinary_ids().tolist() == [1, 2, 3, 4]
+        assert speller.regular_token_ids().tolist() == [1, 2, 3, 4]
         assert speller.text([3, 1]) == "blue red" and speller.count("red red green") == 3
-    (work,) = random_prompts(RandomPrompts(5, 1), 1, Vocabulary(speller.ordinary_ids()), rng())
-    assert speller.count(spelled(work, speller).turns[0].prompt) == 5
+    (work,) = make_random_prompts(RandomPrompts(5, 1), 1, Vocabulary(speller.regular_token_ids()), rng())
+    assert speller.count(spell_prompts(work, speller).turns[0].prompt) == 5
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])
@@ -168,5 +168,5 @@ def test_a_tokenizer_that_is_none(tmp_path, content):
 
 
 def test_words_are_the_same_for_the_same_ids():
-    assert Words().text([20, 21, 20]).split(" ")[0] == Words().text([20])
-    assert Words().count("") == 1
+    assert WordSpeller().text([20, 21, 20]).split(" ")[0] == WordSpeller().text([20])
+    assert WordSpeller().count("") == 1

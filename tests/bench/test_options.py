@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from cairn.bench.endpoint import Endpoint
-from cairn.bench.flags import add_bench_flags
-from cairn.bench.options import endpoint_of, goals_of, make_workload, open_limit
+from cairn.bench.client import Endpoint
+from cairn.bench.flags import add_bench_flags, make_endpoint, make_workload, max_open_requests, parse_goals
 from cairn.errors import ConfigError
 
 
@@ -107,39 +106,39 @@ def test_eos_is_ignored_where_lengths_are_made_up():
     ],
 )
 def test_where_requests_go(words, url, kind, backend):
-    target = endpoint_of(asked(*words))
+    target = make_endpoint(asked(*words))
     assert (target.url, target.kind, target.backend) == (url, kind, backend)
 
 
 def test_keys_and_headers(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
-    assert endpoint_of(asked()).headers == {"Authorization": "Bearer sk-env"}
-    assert endpoint_of(asked("--api-key", "sk-flag")).headers == {"Authorization": "Bearer sk-flag"}
-    target = endpoint_of(asked("--header", "Authorization=Basic abc", "X-Team=a=b"))
+    assert make_endpoint(asked()).headers == {"Authorization": "Bearer sk-env"}
+    assert make_endpoint(asked("--api-key", "sk-flag")).headers == {"Authorization": "Bearer sk-flag"}
+    target = make_endpoint(asked("--header", "Authorization=Basic abc", "X-Team=a=b"))
     assert target.headers == {"Authorization": "Basic abc", "X-Team": "a=b"}
     endpoint = Endpoint("u", "chat", "m", headers=target.headers, secrets=target.secrets)
     assert "abc" not in repr(endpoint) and "sk-env" not in repr(endpoint)
-    assert endpoint.without_secrets("sk-env, Basic abc and a=b") == "***, *** and ***"
+    assert endpoint.redact("sk-env, Basic abc and a=b") == "***, *** and ***"
 
 
 def test_only_what_is_given_is_sent():
-    assert dict(endpoint_of(asked()).fields) == {}
+    assert dict(make_endpoint(asked()).fields) == {}
     words = ("--temperature", "0", "--top-k", "-1", "--extra-body", '{"temperature": 1, "cache_salt": "x"}')
-    assert dict(endpoint_of(asked(*words)).fields) == {"temperature": 1, "top_k": -1, "cache_salt": "x"}
+    assert dict(make_endpoint(asked(*words)).fields) == {"temperature": 1, "top_k": -1, "cache_salt": "x"}
 
 
 def test_goals():
-    assert goals_of(["ttft:5", "e2el:7.5", "tpot:0"]) == {"ttft": 5.0, "e2el": 7.5, "tpot": 0.0}
+    assert parse_goals(["ttft:5", "e2el:7.5", "tpot:0"]) == {"ttft": 5.0, "e2el": 7.5, "tpot": 0.0}
     for wrong in ("ttft", "ttft:-1", "ttft:nan", "x:1"):
         with pytest.raises(ConfigError, match="--goodput"):
-            goals_of([wrong])
+            parse_goals([wrong])
 
 
 def test_open_requests_are_bounded_in_any_case(monkeypatch):
-    limit = "cairn.bench.options.resource.getrlimit"
+    limit = "cairn.bench.flags.resource.getrlimit"
     monkeypatch.setattr(limit, lambda kind: (256, 4096))
-    assert (open_limit(None), open_limit(192)) == (192, 192)
+    assert (max_open_requests(None), max_open_requests(192)) == (192, 192)
     with pytest.raises(ConfigError, match=r"--max-concurrency 193 .* \(ulimit -n\)"):
-        open_limit(193)
+        max_open_requests(193)
     monkeypatch.setattr(limit, lambda kind: (1 << 20, 1 << 20))
-    assert open_limit(None) == 4096
+    assert max_open_requests(None) == 4096

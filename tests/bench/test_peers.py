@@ -39,7 +39,7 @@ from benchmarks.peers import order_of, parse, peers_of
 from rich.console import Console
 
 from bench.scripted import DONE, Answer, Server, answer_at, run, token, usage, virtually
-from cairn.bench.stream import RequestOutcome
+from cairn.bench.client import RequestRecord
 from cairn.bench.work import Conversation, TokenizerSpeller, Vocabulary
 from cairn.bench.work import Turn as Request
 from cairn.models.check import check
@@ -297,8 +297,8 @@ def test_the_same_seed_sends_the_same(name):
 
 
 def test_decode_rate_counts_all_tokens_until_the_last():
-    slow = RequestOutcome(0.5, 9, 4, token_times=(1.0, 3.0, 5.0, 7.0, 9.0), output_tokens=5)
-    late = RequestOutcome(1, 6, 4, token_times=(3.0, 4.0, 5.0, 6.0), output_tokens=8)
+    slow = RequestRecord(0.5, 9, 4, token_times=(1.0, 3.0, 5.0, 7.0, 9.0), output_tokens=5)
+    late = RequestRecord(1, 6, 4, token_times=(3.0, 4.0, 5.0, 6.0), output_tokens=8)
     assert decode_rate([slow, late]) == pytest.approx(13 / 8.5)
     assert decode_rate([late]) == pytest.approx(8 / 5)
 
@@ -364,7 +364,7 @@ def test_the_peers_checkpoint_has_the_vocabulary_that_is_asked_for(tmp_path):
     folder = tmp_path / "model"
     make_peer_model(folder, size="tiny", vocab_size=5000, seed=0)
     spell = TokenizerSpeller(folder)
-    assert spell.ordinary_ids().max() == 4999 and spell.text([4998, 4999]) == " x4998 x4999"
+    assert spell.regular_token_ids().max() == 4999 and spell.text([4998, 4999]) == " x4998 x4999"
     report = check(folder)
     assert report.ok and report.dtype == "bfloat16" and report.parameters == parameters("tiny", vocab_size=5000)
     with pytest.raises(ValueError, match="too small"):

@@ -5,26 +5,32 @@ import json
 import pytest
 
 from bench.scripted import Answer, Server, answer_at, run, token, virtually
-from cairn.bench.compare import differences, read_result, rows_of
-from cairn.bench.metrics import summary_of
-from cairn.bench.plots import cached_shares, first_tokens, plot_cached_share, plot_comparison, plot_first_tokens
-from cairn.bench.report import RunInfo, result_json, save, table_lines
+from cairn.bench.plots import (
+    collect_cached_shares,
+    collect_ttfts,
+    plot_cached_share,
+    plot_comparison,
+    plot_first_tokens,
+)
+from cairn.bench.report import comparison_rows, find_differences, make_result, read_result, save_result, table_lines
 from cairn.bench.work import Conversation, Turn
 from cairn.errors import ConfigError
 
 ONE = Conversation((Turn((1, 2), 2, 4),))
-HOW = RunInfo(
-    date="20261101-120000",
-    backend="openai",
-    label=None,
-    model="m",
-    tokenizer=None,
-    num_prompts=4,
-    request_rate=2.0,
-    burstiness=1.0,
-    max_concurrency=8,
-    about={"dataset_name": "random", "seed": 0},
-)
+RUN = {
+    "date": "20261101-120000",
+    "endpoint_type": "openai",
+    "backend": "openai",
+    "label": None,
+    "model_id": "m",
+    "tokenizer_id": None,
+    "num_prompts": 4,
+    "dataset_name": "random",
+    "seed": 0,
+    "request_rate": 2.0,
+    "burstiness": 1.0,
+    "max_concurrency": 8,
+}
 # What the JSON of `vllm bench serve --save-result --save-detailed` has for a run without ramp-up and probes.
 VLLM_KEYS = """
 date endpoint_type backend label model_id tokenizer_id num_prompts request_rate burstiness max_concurrency duration
@@ -52,8 +58,8 @@ def ran():
     return virtually(run(server, [ONE] * 4, due=[0.0, 0.5, 1.0, 3.0]))
 
 
-def as_json(ran, percentiles=(99.0,), how=HOW, with_texts=False, goals=()):
-    return result_json(ran, summary_of(ran, percentiles, dict(goals)), how, with_texts=with_texts)
+def as_json(ran, percentiles=(99.0,), run=RUN, with_texts=False, goals=()):
+    return make_result(run, ran, percentiles, dict(goals), with_texts=with_texts)
 
 
 def test_the_json_has_the_keys_of_others_and_ours(ran):
@@ -85,13 +91,13 @@ def test_tokens_of_an_answer_that_broke_off_are_not_counted():
 
 
 def test_a_rate_without_end_is_a_word(ran):
-    how = RunInfo(**{name: getattr(HOW, name) for name in HOW.__slots__} | {"request_rate": float("inf")})
-    assert as_json(ran, how=how)["request_rate"] == "inf" and as_json(ran)["request_rate"] == 2.0
-    assert not any("Request rate" in line for line in table_lines(ran, summary_of(ran, (), {}), how))
+    unbounded = as_json(ran, run=RUN | {"request_rate": float("inf")})
+    assert unbounded["request_rate"] == "inf" and as_json(ran)["request_rate"] == 2.0
+    assert not any("Request rate" in line for line in table_lines(unbounded))
 
 
 def test_the_table(ran):
-    lines = table_lines(ran, summary_of(ran, (99.0,), {}), HOW)
+    lines = table_lines(as_json(ran))
     table = dict(line.rsplit(":", 1) for line in lines if ":" in line and "=" not in line)
     assert {name: value.strip() for name, value in table.items()} | {"Peak concurrent requests": "x"} == {
         "Successful requests": "3",
@@ -128,10 +134,9 @@ def test_the_table(ran):
 
 
 def test_goodput_has_its_line_where_it_was_asked_for(ran):
-    how = RunInfo(**{name: getattr(HOW, name) for name in HOW.__slots__} | {"has_goals": True})
-    lines = table_lines(ran, summary_of(ran, (), {"ttft": 1000.0}), how)
-    assert "Request goodput (req/s):                 0.40" in lines
-    assert as_json(ran, how=how, goals={"ttft": 1000.0}.items())["request_goodput"] == pytest.approx(0.4)
+    result = as_json(ran, goals={"ttft": 1000.0})
+    assert "Request goodput (req/s):                 0.40" in table_lines(result)
+    assert result["request_goodput"] == pytest.approx(0.4)
     assert as_json(ran)["request_goodput"] is None
 
 
@@ -139,33 +144,33 @@ def test_what_was_not_measured_is_no_number():
     ran = virtually(run(Server([Answer((), 500)]), [ONE]))
     result = as_json(ran)
     assert (result["completed"], result["mean_ttft_ms"], result["cached_share"]) == (0, None, None)
-    lines = table_lines(ran, summary_of(ran, (99.0,), {}), HOW)
+    lines = table_lines(result)
     assert "Mean TTFT (ms):                          n/a" in lines
     assert "Total cached tokens:                     n/a" in lines
 
 
 def test_runs_are_appended_as_lines(ran, tmp_path):
     path = tmp_path / "new" / "runs.json"
-    save(as_json(ran), path, append=True)
-    save(as_json(ran) | {"label": "second"}, path, append=True)
+    save_result(as_json(ran), path, append=True)
+    save_result(as_json(ran) | {"label": "second"}, path, append=True)
     assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == [None, "second"]
     assert read_result(path)["label"] == "second"
-    save(as_json(ran), path, append=False)
+    save_result(as_json(ran), path, append=False)
     assert read_result(path)["label"] is None
     with pytest.raises(ConfigError, match="--result-dir"):
-        save({}, path / "below", append=False)
+        save_result({}, path / "below", append=False)
 
 
 def test_two_results_side_by_side(ran):
     one = as_json(ran)
     other = one | {"mean_ttft_ms": one["mean_ttft_ms"] / 4, "cached_share": None, "seed": 1, "p50_ttft_ms": 7.0}
-    rows = {title: cells for title, *cells in rows_of(one, other)}
+    rows = {title: cells for title, *cells in comparison_rows(one, other)}
     assert rows["Mean TTFT (ms)"] == ["1,333.33", "333.33", "0.250"]
     assert rows["Successful requests"] == ["3", "3", "1.000"]
     assert rows["Cached share of input"] == ["0.400", "n/a", ""]
     assert rows["P50 TTFT (ms)"] == ["n/a", "7.000", ""]
     assert "Request goodput (req/s)" not in rows
-    assert differences(one, other) == [("seed", 0, 1)]
+    assert find_differences(one, other) == [("seed", 0, 1)]
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "cannot be read"), ("[]", "no `completed`"), ("{}", "no `completed`")])
@@ -178,13 +183,13 @@ def test_a_result_file_that_is_none(tmp_path, text, said):
 
 def test_what_plots_show(ran):
     result = as_json(ran)
-    assert first_tokens(result).tolist() == [1000.0, 2000.0, 1000.0]
-    times, shares, so_far = cached_shares(result)
+    assert collect_ttfts(result).tolist() == [1000.0, 2000.0, 1000.0]
+    times, shares, so_far = collect_cached_shares(result)
     assert (times.tolist(), shares.tolist()) == ([0.0, 0.5], [0.6, 0.0])
     assert so_far.tolist() == [0.6, 60 / 150]
     failed = result | {"errors": ["", "cut", "", ""]}
-    assert len(cached_shares(failed)[0]) == 1 and first_tokens(failed).tolist() == [1000.0, 0.0, 1000.0]
-    assert [len(part) for part in cached_shares({})] == [0, 0, 0] and len(first_tokens({})) == 0
+    assert len(collect_cached_shares(failed)[0]) == 1 and collect_ttfts(failed).tolist() == [1000.0, 0.0, 1000.0]
+    assert [len(part) for part in collect_cached_shares({})] == [0, 0, 0] and len(collect_ttfts({})) == 0
 
 
 @pytest.mark.more

@@ -7,13 +7,13 @@ import httpx
 import pytest
 
 from bench.scripted import DONE, Answer, Server, answer_at, event, send, token, usage, virtually
-from cairn.bench.stream import RequestOutcome
+from cairn.bench.client import RequestRecord
 
 
 def test_times_are_those_of_the_events():
     server = Server([answer_at(0.5, 0.75, 1.5, prompt=10, cached=4)])
     outcome = virtually(send(server))
-    assert outcome == RequestOutcome(
+    assert outcome == RequestRecord(
         sent=0.0,
         ended=1.5,
         prompt_tokens=10,
@@ -23,8 +23,8 @@ def test_times_are_those_of_the_events():
         has_usage=True,
         text="xxx",
     )
-    assert (outcome.first_token, outcome.gaps, outcome.latency) == (0.5, (0.25, 0.75), 1.5)
-    assert outcome.per_token == 0.5
+    assert (outcome.ttft, outcome.itls, outcome.latency) == (0.5, (0.25, 0.75), 1.5)
+    assert outcome.tpot == 0.5
 
 
 ODD = "a\u2028b\x85c\x0bd\u00e9\U0001f40b\n"
@@ -72,7 +72,7 @@ def test_token_ids_count_where_text_does_not():
 def test_an_answer_without_text_is_there_with_its_first_choice():
     pieces = ((1.0, token("")), (2.0, token("", "stop")), (2.0, usage(5, 2, 0)))
     outcome = virtually(send(Server([Answer(pieces)])))
-    assert (outcome.first_token, outcome.ended, outcome.output_tokens, outcome.failure) == (1.0, 2.0, 2, None)
+    assert (outcome.ttft, outcome.ended, outcome.output_tokens, outcome.failure) == (1.0, 2.0, 2, None)
 
 
 def test_without_usage_lengths_are_what_was_seen():

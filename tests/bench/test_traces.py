@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cairn.bench.datasets import TraceCut, trace_prompts
+from cairn.bench.datasets import TraceCut, read_trace_prompts
 from cairn.bench.work import Vocabulary
 from cairn.errors import ConfigError
 from cairn.trace_rows import MOONCAKE_UNIT
@@ -34,7 +34,7 @@ def write(tmp_path):
 
 
 def turns(path, seed=0, **cut):
-    return [work.turns[0] for work in trace_prompts(path, TraceCut(**cut), VOCABULARY, seed)]
+    return [work.turns[0] for work in read_trace_prompts(path, TraceCut(**cut), VOCABULARY, seed)]
 
 
 def in_common(one, other):
@@ -76,8 +76,8 @@ def test_the_same_path_with_another_end_shares_the_path_only(write):
 
 def test_times_are_kept(write):
     path = write([HEADER, *ROWS])
-    assert [work.at for work in trace_prompts(path, TraceCut(), VOCABULARY, 0)] == [0.0, 2.0, 2.0, 100.0]
-    assert [work.at for work in trace_prompts(path, TraceCut(speedup=4.0), VOCABULARY, 0)] == [0.0, 0.5, 0.5, 25.0]
+    assert [work.at for work in read_trace_prompts(path, TraceCut(), VOCABULARY, 0)] == [0.0, 2.0, 2.0, 100.0]
+    assert [work.at for work in read_trace_prompts(path, TraceCut(speedup=4.0), VOCABULARY, 0)] == [0.0, 0.5, 0.5, 25.0]
     assert len(turns(path, duration=100.0)) == 3
     assert len(turns(path, duration=100.5)) == 4
     assert len(turns(path, most=2)) == 2
@@ -91,7 +91,7 @@ def test_mooncake(write):
     ]
     path = write(rows)
     made = turns(path)
-    assert [work.at for work in trace_prompts(path, TraceCut(), VOCABULARY, 0)] == [0.0, 3.0, 3.5]
+    assert [work.at for work in read_trace_prompts(path, TraceCut(), VOCABULARY, 0)] == [0.0, 3.0, 3.5]
     assert in_common(made[0].prompt, made[1].prompt) == 2 * MOONCAKE_UNIT
     assert in_common(made[0].prompt, made[2].prompt) == MOONCAKE_UNIT
 

@@ -5,25 +5,28 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cairn.bench.compare import compare
-from cairn.bench.endpoint import Endpoint, first_model, until_ready
-from cairn.bench.flags import add_bench_flags
-from cairn.bench.load import EventLoopClock, Load, LoadResult
-from cairn.bench.metrics import summary_of
-from cairn.bench.options import Workload, endpoint_of, goals_of, make_workload, open_limit, pairs_of
+from cairn.bench.client import Endpoint, EventLoopClock, HttpSender, RequestRecord, first_model, wait_until_ready
+from cairn.bench.flags import (
+    Workload,
+    add_bench_flags,
+    make_endpoint,
+    make_workload,
+    max_open_requests,
+    parse_goals,
+    parse_pairs,
+)
+from cairn.bench.load import LoadGenerator, LoadResult
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
-from cairn.bench.report import RunInfo, result_json, save, table_lines
-from cairn.bench.stream import HttpSender, RequestOutcome
+from cairn.bench.report import compare_results, make_result, save_result, table_lines
 from cairn.errors import ConfigError
 from cairn.http.cookies import no_cookies
 
@@ -40,60 +43,84 @@ def run_bench(arguments: argparse.Namespace, tokenizer: Path | None = None) -> i
 
     `tokenizer`: the tokenizer.json that --tokenizer names, or its folder.
 
-    Of a load: 0, or 1 when no request succeeded, or 130 when it was interrupted; what there is is printed in any case.
+    The code of a load is 0, 1 when no request succeeded, 130 when it was interrupted; its table is printed in any case.
     Raises CairnError that names the flag, the file or the server.
     """
     if arguments.bench_command == "compare":
-        compare(arguments.first, arguments.second, arguments.plot)
+        compare_results(arguments.first, arguments.second, arguments.plot)
         return 0
     return _serve(arguments, tokenizer)
 
 
-def _serve(asked: argparse.Namespace, tokenizer: Path | None) -> int:
-    endpoint, goals, metadata = endpoint_of(asked), goals_of(asked.goodput), pairs_of(asked.metadata, "--metadata")
-    limit = open_limit(asked.max_concurrency)
-    material = make_workload(asked, endpoint.kind, tokenizer)
-    endpoint, ran = asyncio.run(_measured(asked, replace(endpoint, ignore_eos=material.ignore_eos), material, limit))
-    summary = summary_of(ran, asked.metric_percentiles, goals)
-    how = _run_info(asked, endpoint, material)
-    for line in table_lines(ran, summary, how):
+def _serve(arguments: argparse.Namespace, tokenizer: Path | None) -> int:
+    endpoint, goals = make_endpoint(arguments), parse_goals(arguments.goodput)
+    metadata, limit = parse_pairs(arguments.metadata, "--metadata"), max_open_requests(arguments.max_concurrency)
+    workload = make_workload(arguments, endpoint.kind, tokenizer)
+    endpoint = replace(endpoint, ignore_eos=workload.ignore_eos)
+    endpoint, load = asyncio.run(_run_load(arguments, endpoint, workload, limit))
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    run = metadata | {
+        "date": date,
+        "endpoint_type": endpoint.backend,
+        "backend": endpoint.backend,
+        "label": arguments.label,
+        "model_id": endpoint.model,
+        "tokenizer_id": arguments.tokenizer,
+        "num_prompts": workload.num_requests,
+        "dataset_name": arguments.dataset_name,
+        "dataset": dict(workload.settings),
+        "seed": arguments.seed,
+        "num_warmups": arguments.num_warmups,
+        "request_rate": arguments.request_rate,
+        "burstiness": arguments.burstiness,
+        "max_concurrency": arguments.max_concurrency,
+    }
+    result = make_result(run, load, arguments.metric_percentiles, goals, with_texts=arguments.save_detailed)
+    for line in table_lines(result, arguments.percentile_metrics):
         print(line)
-    if asked.save_result or asked.append_result:
-        _write(asked, metadata | result_json(ran, summary, how, with_texts=asked.save_detailed), how)
-    return _INTERRUPTED if ran.stopped else 0 if summary.completed else 1
+    if arguments.save_result or arguments.append_result:
+        concurrency = "" if arguments.max_concurrency is None else f"-concurrency{arguments.max_concurrency}"
+        model = endpoint.model.rstrip("/").rpartition("/")[2] or "model"
+        name = f"{arguments.label or endpoint.backend}-{arguments.request_rate}qps{concurrency}-{model}-{date}.json"
+        path = (arguments.result_dir or Path()) / (arguments.result_filename or name.replace("/", "_"))
+        save_result(result, path, append=arguments.append_result)
+        print(f"written: {path}")
+        try:
+            plot_first_tokens(result, path.with_suffix(".ttft.png"))
+            plot_cached_share(result, path.with_suffix(".cached.png"))
+        except ConfigError as error:
+            print(f"cairn: {error}", file=sys.stderr)
+    return _INTERRUPTED if load.stopped else 0 if result["completed"] else 1
 
 
-async def _measured(
-    asked: argparse.Namespace, endpoint: Endpoint, material: Workload, limit: int
+async def _run_load(
+    arguments: argparse.Namespace, endpoint: Endpoint, workload: Workload, limit: int
 ) -> tuple[Endpoint, LoadResult]:
-    """The endpoint with its model's name, and the load's end."""
-    pace = EventLoopClock()
+    """The endpoint with its model's name, and the load's result."""
+    clock = EventLoopClock()
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
-    timeout = httpx.Timeout(asked.request_timeout, connect=min(_CONNECT_SECONDS, asked.request_timeout))
+    timeout = httpx.Timeout(arguments.request_timeout, connect=min(_CONNECT_SECONDS, arguments.request_timeout))
     # trust_env off: a proxy of the environment would be measured as well
     async with httpx.AsyncClient(
-        limits=limits, timeout=timeout, trust_env=False, cookies=no_cookies(), verify=not asked.insecure
+        limits=limits, timeout=timeout, trust_env=False, cookies=no_cookies(), verify=not arguments.insecure
     ) as http:
-        if asked.ready_check_timeout_sec:
-            await until_ready(http, endpoint, pace, asked.ready_check_timeout_sec)
+        if arguments.ready_check_timeout_sec:
+            await wait_until_ready(http, endpoint, clock, arguments.ready_check_timeout_sec)
         if not endpoint.model:
             endpoint = replace(endpoint, model=await first_model(http, endpoint))
-        sender = HttpSender(http, endpoint, pace, asked.request_timeout)
-        load = Load(sender, endpoint, pace, limit)
-        with _until_interrupted() as stop, _progress(asked, material) as bar:
-            if material.warmups:
-                _tell_failures(await load.run(material.warmups, [0.0] * len(material.warmups), stop))
-            return endpoint, await load.run(material.work, material.due, stop, bar.step)
-
-
-def _tell_failures(ran: LoadResult) -> None:
-    failures = [outcome.failure for outcome in ran.outcomes if outcome.failure is not None]
-    if failures:
-        print(f"{len(failures)} warm-ups failed: {failures[0].kind}: {failures[0].detail}", file=sys.stderr)
+        sender = HttpSender(http, endpoint, clock, arguments.request_timeout)
+        generator = LoadGenerator(sender, endpoint, clock, limit)
+        with _stop_on_interrupt() as stop, _progress_bar(workload.num_requests, arguments.disable_tqdm) as advance:
+            if workload.warmups:
+                warm = await generator.run(workload.warmups, [0.0] * len(workload.warmups), stop)
+                if failures := [record.failure for record in warm.records if record.failure is not None]:
+                    first = failures[0]
+                    print(f"{len(failures)} warm-ups failed: {first.kind}: {first.detail}", file=sys.stderr)
+            return endpoint, await generator.run(workload.work, workload.due, stop, advance)
 
 
 @contextlib.contextmanager
-def _until_interrupted() -> Iterator[asyncio.Event]:
+def _stop_on_interrupt() -> Iterator[asyncio.Event]:
     """An event that the first Ctrl-C sets; the next one ends the process as usual."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -108,65 +135,19 @@ def _until_interrupted() -> Iterator[asyncio.Event]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-@dataclass(slots=True)
-class _Bar:
-    """Requests that have ended, and how many of them failed."""
-
-    progress: Progress
-    task: TaskID
-    failed: int = 0
-
-    def step(self, outcome: RequestOutcome) -> None:
-        self.failed += outcome.failure is not None
-        words = f"requests, {self.failed} failed" if self.failed else "requests"
-        self.progress.update(self.task, advance=1, description=words)
-
-
 @contextlib.contextmanager
-def _progress(asked: argparse.Namespace, material: Workload) -> Iterator[_Bar]:
-    console = Console(stderr=True)
+def _progress_bar(num_requests: int, disabled: bool) -> Iterator[Callable[[RequestRecord], None]]:
+    """A function to call for every request that has ended."""
+    console, num_failed = Console(stderr=True), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    hidden = asked.disable_tqdm or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        yield _Bar(progress, progress.add_task("requests", total=material.num_requests))
+    disabled = disabled or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disabled) as progress:
+        task = progress.add_task("requests", total=num_requests)
 
+        def advance(record: RequestRecord) -> None:
+            nonlocal num_failed
+            num_failed += record.failure is not None
+            words = f"requests, {num_failed} failed" if num_failed else "requests"
+            progress.update(task, advance=1, description=words)
 
-def _run_info(asked: argparse.Namespace, endpoint: Endpoint, material: Workload) -> RunInfo:
-    return RunInfo(
-        date=datetime.now().strftime("%Y%m%d-%H%M%S"),
-        backend=endpoint.backend,
-        label=asked.label,
-        model=endpoint.model,
-        tokenizer=asked.tokenizer,
-        num_prompts=material.num_requests,
-        request_rate=asked.request_rate,
-        burstiness=asked.burstiness,
-        max_concurrency=asked.max_concurrency,
-        shown=asked.percentile_metrics,
-        has_goals=bool(asked.goodput),
-        about={
-            "dataset_name": asked.dataset_name,
-            "dataset": dict(material.settings),
-            "seed": asked.seed,
-            "num_warmups": asked.num_warmups,
-        },
-    )
-
-
-def _write(asked: argparse.Namespace, result: dict[str, Any], how: RunInfo) -> None:
-    """The JSON file, and the plots beside it."""
-    name = asked.result_filename or _file_name(how)
-    path = (asked.result_dir or Path()) / name
-    save(result, path, append=asked.append_result)
-    print(f"written: {path}")
-    try:
-        for plot, kind in ((plot_first_tokens, "ttft"), (plot_cached_share, "cached")):
-            plot(result, path.with_suffix(f".{kind}.png"))
-    except ConfigError as error:
-        print(f"cairn: {error}", file=sys.stderr)
-
-
-def _file_name(how: RunInfo) -> str:
-    concurrency = "" if how.max_concurrency is None else f"-concurrency{how.max_concurrency}"
-    model = how.model.rstrip("/").rpartition("/")[2] or "model"
-    return f"{how.label or how.backend}-{how.request_rate}qps{concurrency}-{model}-{how.date}.json".replace("/", "_")
+        yield advance

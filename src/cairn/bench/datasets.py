@@ -67,20 +67,20 @@ class Chats:
     output_len: int = flag(128, 1, MAX_TOKENS)
 
 
-def random_prompts(
-    asked: RandomPrompts, count: int, vocabulary: Vocabulary, rng: np.random.Generator
+def make_random_prompts(
+    settings: RandomPrompts, count: int, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> list[Conversation]:
     """Prompts that share nothing but a first part of `prefix_len` tokens. Raises ConfigError naming the flag."""
-    prefix = vocabulary.draw(rng, asked.prefix_len)
+    prefix = vocabulary.draw(rng, settings.prefix_len)
     inputs, outputs = (
         rng.integers(
-            math.floor(length * (1 - asked.range_ratio)),
-            math.ceil(length * (1 + asked.range_ratio)) + 1,
+            math.floor(length * (1 - settings.range_ratio)),
+            math.ceil(length * (1 + settings.range_ratio)) + 1,
             size=count,
         )
-        for length in (asked.input_len, asked.output_len)
+        for length in (settings.input_len, settings.output_len)
     )
-    if asked.prefix_len + int(inputs.min()) < 1:
+    if settings.prefix_len + int(inputs.min()) < 1:
         raise ConfigError("--random-input-len leaves prompts without a token: raise it, or lower --random-range-ratio")
     work = []
     for input_len, output_len in zip(inputs.tolist(), outputs.tolist(), strict=True):
@@ -89,48 +89,48 @@ def random_prompts(
     return work
 
 
-def prefix_repetition(
-    asked: PrefixRepetition, count: int, vocabulary: Vocabulary, rng: np.random.Generator
+def make_prefix_repetition(
+    settings: PrefixRepetition, count: int, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> list[Conversation]:
     """Prompts of one of `num_prefixes` first parts and a suffix of their own, in random order.
 
     Raises ConfigError when there are fewer prompts than prefixes.
     """
-    if count < asked.num_prefixes:
+    if count < settings.num_prefixes:
         raise ConfigError(
-            f"--num-prompts {count} is less than --prefix-repetition-num-prefixes {asked.num_prefixes}: raise it"
+            f"--num-prompts {count} is less than --prefix-repetition-num-prefixes {settings.num_prefixes}: raise it"
         )
-    prefixes = [vocabulary.draw(rng, asked.prefix_len) for _ in range(asked.num_prefixes)]
+    prefixes = [vocabulary.draw(rng, settings.prefix_len) for _ in range(settings.num_prefixes)]
     work = []
     for number in range(count):
-        prompt = prefixes[number % asked.num_prefixes] + vocabulary.draw(rng, asked.suffix_len)
-        work.append(Conversation((Turn(prompt, len(prompt), asked.output_len),)))
+        prompt = prefixes[number % settings.num_prefixes] + vocabulary.draw(rng, settings.suffix_len)
+        work.append(Conversation((Turn(prompt, len(prompt), settings.output_len),)))
     return [work[index] for index in rng.permutation(count).tolist()]
 
 
-def chats(
-    asked: Chats, count: int, vocabulary: Vocabulary, rng: np.random.Generator, speller: Speller
+def make_chats(
+    settings: Chats, count: int, vocabulary: Vocabulary, rng: np.random.Generator, speller: Speller
 ) -> list[Conversation]:
     """Conversations with `count` requests in all; every history grows by the server's own answers."""
-    systems = [speller.text(vocabulary.draw(rng, asked.system_len)) for _ in range(asked.num_systems)]
+    systems = [speller.text(vocabulary.draw(rng, settings.system_len)) for _ in range(settings.num_systems)]
     work = []
-    for first in range(0, count, asked.turns):
-        system = systems[int(rng.integers(asked.num_systems))]
+    for first in range(0, count, settings.turns):
+        system = systems[int(rng.integers(settings.num_systems))]
         turns = [
-            Turn(speller.text(vocabulary.draw(rng, asked.user_len)), asked.user_len, asked.output_len)
-            for _ in range(min(asked.turns, count - first))
+            Turn(speller.text(vocabulary.draw(rng, settings.user_len)), settings.user_len, settings.output_len)
+            for _ in range(min(settings.turns, count - first))
         ]
         work.append(Conversation(tuple(turns), system=system))
     return work
 
 
-def sharegpt(asked: ShareGpt, count: int, speller: Speller, rng: np.random.Generator) -> list[Conversation]:
+def read_sharegpt(settings: ShareGpt, count: int, speller: Speller, rng: np.random.Generator) -> list[Conversation]:
     """First questions of a ShareGPT file, in random order, at most `count`; none is sent twice.
 
     Those that are very short or long are left out, as other load generators do: less than 4 tokens of prompt or answer,
     more than 1024 of prompt or 2048 of both. Raises ConfigError naming the file and the field.
     """
-    entries = _pairs(asked.path)
+    entries = _pairs(settings.path)
     work: list[Conversation] = []
     for index in rng.permutation(len(entries)).tolist():
         if len(work) == count:
@@ -138,13 +138,15 @@ def sharegpt(asked: ShareGpt, count: int, speller: Speller, rng: np.random.Gener
         question, answer = entries[index]
         prompt_len = speller.count(question)
         recorded = speller.count(answer)
-        output_len = recorded if asked.output_len is None else asked.output_len
+        output_len = recorded if settings.output_len is None else settings.output_len
         fits = prompt_len <= _MAX_PROMPT_TOKENS and prompt_len + output_len <= _MAX_TOTAL_TOKENS
-        long_enough = prompt_len >= _MIN_TOKENS and (asked.output_len is not None or recorded >= _MIN_TOKENS)
+        long_enough = prompt_len >= _MIN_TOKENS and (settings.output_len is not None or recorded >= _MIN_TOKENS)
         if fits and long_enough:
             work.append(Conversation((Turn(question, prompt_len, output_len),)))
     if not work:
-        raise ConfigError(f"--dataset-path {asked.path}: no conversation in it has a question and an answer that fit")
+        raise ConfigError(
+            f"--dataset-path {settings.path}: no conversation in it has a question and an answer that fit"
+        )
     return work
 
 
@@ -187,7 +189,7 @@ class TraceCut:
     most: int | None = None
 
 
-def trace_prompts(path: Path, cut: TraceCut, vocabulary: Vocabulary, seed: int) -> list[Conversation]:
+def read_trace_prompts(path: Path, cut: TraceCut, vocabulary: Vocabulary, seed: int) -> list[Conversation]:
     """One request a line, in order of arrival, the first one due at 0.
 
     Every `length_divisor`-th token of the trace is sent: prompts that share k tokens there share k // divisor here, and
@@ -198,11 +200,11 @@ def trace_prompts(path: Path, cut: TraceCut, vocabulary: Vocabulary, seed: int) 
         unit, rows = _read(path, cut)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset-path {path} cannot be read: {error}") from error
-    salt = _mixed(np.array([seed], np.uint64))[0]
+    salt = _splitmix(np.array([seed], np.uint64))[0]
     start = rows[0].arrived
     work = []
     for number, row in enumerate(rows):
-        prompt = vocabulary.named(_token_hashes(row, number, unit, cut.length_divisor, salt))
+        prompt = vocabulary.map_hashes(_token_hashes(row, number, unit, cut.length_divisor, salt))
         turn = Turn(prompt, len(prompt), max(1, row.num_out // cut.length_divisor))
         work.append(Conversation((turn,), at=(row.arrived - start) / cut.speedup))
     return work
@@ -215,14 +217,14 @@ def _token_hashes(row: TraceRow, number: int, unit: int, divisor: int, salt: np.
     ids = row.ids[: row.num_in // unit]
     order = np.arange(len(ids), dtype=np.uint64)
     # Sums wrap around. A prefix sum of mixed ids stands for the path so far.
-    paths = np.cumsum(_mixed(ids.astype(np.uint64) * _STEP + _mixed(order)), dtype=np.uint64)
+    paths = np.cumsum(_splitmix(ids.astype(np.uint64) * _STEP + _splitmix(order)), dtype=np.uint64)
     shared = positions < len(ids) * unit
-    base = np.full(len(positions), _mixed(np.array([~np.uint64(number)], np.uint64))[0])
+    base = np.full(len(positions), _splitmix(np.array([~np.uint64(number)], np.uint64))[0])
     base[shared] = paths[positions[shared] // unit]
-    return _mixed(base + salt + positions.astype(np.uint64) * _STEP)
+    return _splitmix(base + salt + positions.astype(np.uint64) * _STEP)
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finalizer: every bit of the input moves every bit of the output."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2

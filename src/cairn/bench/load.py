@@ -4,103 +4,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cairn.bench.endpoint import Endpoint, SentMessage, WaitableClock
-from cairn.bench.stream import Failure, RequestOutcome, Sender
+from cairn.bench.client import ChatMessage, Endpoint, EventLoopClock, Failure, HttpSender, RequestRecord
 from cairn.bench.work import Conversation
-
-
-class EventLoopClock:
-    """The time of the running event loop."""
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def until(self, moment: float) -> None:
-        await asyncio.sleep(max(0.0, moment - self.now()))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What became of a load. `outcomes`: in the order of the work, those that have ended; `interrupted`: requests that
-    were under way, `unsent`: requests that were still to be sent when it was stopped. `seconds`: from the start on."""
+    """`records`: the requests that have ended, in the order of the work; `num_interrupted`: requests that were in
+    flight when the load was stopped, `num_unsent`: those not yet sent. `seconds`: duration since `start`."""
 
-    outcomes: list[RequestOutcome] = field(default_factory=list)
-    interrupted: int = 0
-    unsent: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+    num_interrupted: int = 0
+    num_unsent: int = 0
     start: float = 0.0
     seconds: float = 0.0
     stopped: bool = False
-
-
-class Load:
-    """Sends conversations. One `run` at a time."""
-
-    def __init__(self, sender: Sender, endpoint: Endpoint, pace: WaitableClock, max_concurrency: int) -> None:
-        self._sender = sender
-        self._endpoint = endpoint
-        self._pace = pace
-        self._places = asyncio.Semaphore(max_concurrency)
-
-    async def run(
-        self,
-        work: Sequence[Conversation],
-        due: Sequence[float],
-        stop: asyncio.Event,
-        ended: Callable[[RequestOutcome], None] = lambda outcome: None,
-    ) -> LoadResult:
-        """Send all of `work`, each conversation `due` seconds after the start, ascending.
-
-        Ends early, with what there is, once `stop` is set. `ended` is called for every request that has.
-        """
-        start = self._pace.now()
-        books = [_Progress(conversation) for conversation in work]
-        if stop.is_set():
-            return LoadResult(unsent=sum(one.unsent for one in books), start=start, stopped=True)
-        sending = asyncio.create_task(self._send_all(books, due, start, ended))
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopped = not sending.done()
-        finally:
-            for task in (sending, stopping):
-                task.cancel()
-            results = await asyncio.gather(sending, stopping, return_exceptions=True)
-        if not stopped and isinstance(results[0], BaseException):
-            raise results[0]
-        return LoadResult(
-            outcomes=[outcome for one in books for outcome in one.outcomes],
-            interrupted=sum(one.under_way for one in books),
-            unsent=sum(one.unsent for one in books),
-            start=start,
-            seconds=self._pace.now() - start,
-            stopped=stopped,
-        )
-
-    async def _send_all(
-        self, books: "list[_Progress]", due: Sequence[float], start: float, ended: Callable[[RequestOutcome], None]
-    ) -> None:
-        async with asyncio.TaskGroup() as group:
-            for one, seconds in zip(books, due, strict=True):
-                await self._pace.until(start + seconds)
-                group.create_task(self._converse(one, start + seconds, ended))
-
-    async def _converse(self, one: "_Progress", due: float, ended: Callable[[RequestOutcome], None]) -> None:
-        """One conversation. A turn that fails ends it: the next ones would have no history to stand on."""
-        history = [SentMessage("system", one.conversation.system)] if one.conversation.system else []
-        for number, turn in enumerate(one.conversation.turns):
-            async with self._places:
-                sent = self._pace.now()
-                one.under_way = 1
-                outcome = await self._sender.send(self._endpoint.body(history, turn), turn.num_tokens)
-                one.under_way = 0
-            one.add(replace(outcome, waited=max(0.0, sent - due)), ended)
-            if outcome.failure is not None:
-                one.add_lost(number + 1, self._pace.now(), ended)
-                return
-            if len(one.conversation.turns) > 1:
-                assert isinstance(turn.prompt, str), "a conversation is made of text"
-                history += [SentMessage("user", turn.prompt), SentMessage("assistant", outcome.text)]
-            due = self._pace.now()
 
 
 @dataclass(slots=True)
@@ -108,19 +26,88 @@ class _Progress:
     """How far a conversation is."""
 
     conversation: Conversation
-    outcomes: list[RequestOutcome] = field(default_factory=list)
-    under_way: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+    num_in_flight: int = 0
 
     @property
-    def unsent(self) -> int:
-        return len(self.conversation.turns) - len(self.outcomes) - self.under_way
+    def num_unsent(self) -> int:
+        return len(self.conversation.turns) - len(self.records) - self.num_in_flight
 
-    def add(self, outcome: RequestOutcome, ended: Callable[[RequestOutcome], None]) -> None:
-        self.outcomes.append(outcome)
-        ended(outcome)
 
-    def add_lost(self, first: int, now: float, ended: Callable[[RequestOutcome], None]) -> None:
-        """The turns from `first` on, which are not sent."""
-        for turn in self.conversation.turns[first:]:
-            failure = Failure("not sent", "an earlier turn of the conversation failed")
-            self.add(RequestOutcome(sent=now, ended=now, prompt_tokens=turn.num_tokens, failure=failure), ended)
+class LoadGenerator:
+    """Sends conversations. One `run` at a time."""
+
+    def __init__(self, sender: HttpSender, endpoint: Endpoint, clock: EventLoopClock, max_concurrency: int) -> None:
+        self._sender = sender
+        self._endpoint = endpoint
+        self._clock = clock
+        self._slots = asyncio.Semaphore(max_concurrency)
+
+    async def run(
+        self,
+        work: Sequence[Conversation],
+        due: Sequence[float],
+        stop: asyncio.Event,
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> LoadResult:
+        """Send all of `work`, each conversation `due` seconds after the start, ascending.
+
+        Ends early, with the records so far, once `stop` is set. `on_end` is called for every request that has ended.
+        """
+        start = self._clock.now()
+        progress = [_Progress(conversation) for conversation in work]
+        stopped, sending = stop.is_set(), asyncio.create_task(self._send_all(progress, due, start, on_end))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            if not stopped:
+                await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                stopped = not sending.done()
+        finally:
+            for task in (sending, stopping):
+                task.cancel()
+            results = await asyncio.gather(sending, stopping, return_exceptions=True)
+        if not stopped and isinstance(results[0], BaseException):
+            raise results[0]
+        return LoadResult(
+            records=[record for one in progress for record in one.records],
+            num_interrupted=sum(one.num_in_flight for one in progress),
+            num_unsent=sum(one.num_unsent for one in progress),
+            start=start,
+            seconds=self._clock.now() - start,
+            stopped=stopped,
+        )
+
+    async def _send_all(
+        self, progress: list[_Progress], due: Sequence[float], start: float, on_end: Callable[[RequestRecord], None]
+    ) -> None:
+        async with asyncio.TaskGroup() as group:
+            for one, seconds in zip(progress, due, strict=True):
+                await self._clock.wait_until(start + seconds)
+                group.create_task(self._converse(one, start + seconds, on_end))
+
+    async def _converse(self, progress: _Progress, due: float, on_end: Callable[[RequestRecord], None]) -> None:
+        """One conversation. A turn that fails ends it: the next turns would lack its answer in their history."""
+
+        def add(record: RequestRecord) -> None:
+            progress.records.append(record)
+            on_end(record)
+
+        conversation, history = progress.conversation, list[ChatMessage]()
+        if conversation.system:
+            history.append({"role": "system", "content": conversation.system})
+        for number, turn in enumerate(conversation.turns):
+            async with self._slots:
+                sent = self._clock.now()
+                progress.num_in_flight = 1
+                record = await self._sender.send(self._endpoint.body(history, turn), turn.num_tokens)
+                progress.num_in_flight = 0
+            add(replace(record, queue_time=max(0.0, sent - due)))
+            due = self._clock.now()
+            if record.failure is not None:
+                failure = Failure("not sent", "an earlier turn of the conversation failed")
+                for lost in conversation.turns[number + 1 :]:
+                    add(RequestRecord(sent=due, ended=due, prompt_tokens=lost.num_tokens, failure=failure))
+                return
+            if len(conversation.turns) > 1:
+                assert isinstance(turn.prompt, str), "a conversation is made of text"
+                history += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": record.text}]

@@ -20,7 +20,7 @@ _NO_CACHE = "the server did not say what was cached"
 def plot_first_tokens(result: Mapping[str, Any], path: Path) -> None:
     """The distribution of the times to first token. Raises ConfigError where it cannot be drawn or written."""
     figure, axes = _figure(1)
-    values = first_tokens(result)
+    values = collect_ttfts(result)
     axes[0].hist(values, bins=_BINS, color="tab:blue", alpha=0.8)
     for name, style in (("median", "-"), ("mean", "--"), ("p99", ":")):
         value = result.get(f"{name}_ttft_ms")
@@ -35,7 +35,7 @@ def plot_first_tokens(result: Mapping[str, Any], path: Path) -> None:
 def plot_cached_share(result: Mapping[str, Any], path: Path) -> None:
     """Over time: each request's cached share of its prompt, and that of all requests so far."""
     figure, axes = _figure(1)
-    times, shares, so_far = cached_shares(result)
+    times, shares, so_far = collect_cached_shares(result)
     if len(times):
         axes[0].scatter(times, 100 * shares, s=9, alpha=0.5, color="tab:blue", linewidths=0, label="one request")
         axes[0].plot(times, 100 * so_far, color="black", linewidth=1.2, label="all so far")
@@ -50,9 +50,9 @@ def plot_comparison(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path
     """Share of requests whose first token came within so long, and the cached share so far; one line a result."""
     figure, axes = _figure(2)
     for name, result in results:
-        values = np.sort(first_tokens(result))
+        values = np.sort(collect_ttfts(result))
         axes[0].step(values, 100 * np.arange(1, len(values) + 1) / max(1, len(values)), where="post", label=name)
-        times, _, so_far = cached_shares(result)
+        times, _, so_far = collect_cached_shares(result)
         axes[1].plot(times, 100 * so_far, label=name)
     axes[0].set(xlabel="time to first token, ms", ylabel="% of requests", xlim=(0, None), ylim=(0, 103))
     axes[1].set(xlabel="sent after, s", ylabel="cached so far, % of prompt tokens", ylim=(-3, 103))
@@ -60,17 +60,17 @@ def plot_comparison(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path
     _save(figure, path)
 
 
-def first_tokens(result: Mapping[str, Any]) -> NDArray[np.float64]:
+def collect_ttfts(result: Mapping[str, Any]) -> NDArray[np.float64]:
     """Milliseconds of the requests that succeeded."""
     ttfts, errors = _list(result, "ttfts"), _list(result, "errors")
     errors = errors or [""] * len(ttfts)
     return np.array([value * 1000 for value, error in zip(ttfts, errors, strict=False) if not error], np.float64)
 
 
-def cached_shares(
+def collect_cached_shares(
     result: Mapping[str, Any],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Of the requests that succeeded and were told what was cached, as sent: seconds after the start, cached share, and
+    """Of the requests that succeeded and report cached tokens, by sending: seconds after the start, cached share, and
     share of all tokens so far."""
     columns = [_list(result, name) for name in ("start_times", "cached_tokens", "input_lens", "errors")]
     rows = sorted(

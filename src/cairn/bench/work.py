@@ -23,10 +23,10 @@ __all__ = [
     "TokenizerSpeller",
     "Turn",
     "Vocabulary",
-    "Words",
-    "arrival_times",
+    "WordSpeller",
+    "draw_arrival_times",
     "flag",
-    "spelled",
+    "spell_prompts",
 ]
 
 Ids = NDArray[np.int64]
@@ -85,7 +85,7 @@ class Speller(Protocol):
     def count(self, text: str) -> int: ...
 
 
-class Words:
+class WordSpeller:
     """Without a tokenizer: a common English word for each id, which most vocabularies have as one token.
 
     Different ids may have the same word. A text is counted as four characters a token.
@@ -120,7 +120,7 @@ class TokenizerSpeller:
     def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def ordinary_ids(self) -> Ids:
+    def regular_token_ids(self) -> Ids:
         """All ids that are not special tokens, ascending."""
         special = self._tokenizer.get_added_tokens_decoder()
         return np.array(sorted(set(range(self._tokenizer.get_vocab_size())) - set(special)), np.int64)
@@ -141,12 +141,12 @@ class Vocabulary:
         """`count` ids, each independent of all others."""
         return tuple(self.ids[rng.integers(0, len(self.ids), size=count)].tolist())
 
-    def named(self, hashes: NDArray[np.uint64]) -> tuple[int, ...]:
+    def map_hashes(self, hashes: NDArray[np.uint64]) -> tuple[int, ...]:
         """An id for each hash: equal for equal ones."""
         return tuple(self.ids[(hashes % np.uint64(len(self.ids))).astype(np.int64)].tolist())
 
 
-def spelled(conversation: Conversation, speller: Speller) -> Conversation:
+def spell_prompts(conversation: Conversation, speller: Speller) -> Conversation:
     """The same with token ids written as text."""
     turns = tuple(
         turn if isinstance(turn.prompt, str) else replace(turn, prompt=speller.text(turn.prompt))
@@ -155,7 +155,7 @@ def spelled(conversation: Conversation, speller: Speller) -> Conversation:
     return replace(conversation, turns=turns)
 
 
-def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> NDArray[np.float64]:
+def draw_arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """Seconds after the start at which each of `count` requests is due, ascending.
 
     `rate`: requests a second; infinite: all at once. The gaps are drawn from a gamma distribution with shape
