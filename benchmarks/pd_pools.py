@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.transfer.contract import ContentName, HeldCheckpoint
+from cairn.transfer.contract import ContentName, OfferedCheckpoint
 from cairn.transfer.geometry_pairing import ModelUnits
 from cairn.types import Keys, Pages
 
@@ -85,8 +85,8 @@ class Share:
         return ContentName()
 
     @property
-    def held(self) -> HeldCheckpoint:
-        return HeldCheckpoint(len(self.keys), self.remote_file)
+    def held(self) -> OfferedCheckpoint:
+        return OfferedCheckpoint(len(self.keys), self.remote_file)
 
     @property
     def remote(self) -> Pages:

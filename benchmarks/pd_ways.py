@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.transfers.build import RankMemory, build_transfer, rank_worker
-from cairn.engine.transfers.kv_transfer import KvTransfer, terms_of
-from cairn.transfer.contract import Peer, PullEnded, PullId, ReadOrder, Want
+from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
+from cairn.transfer.contract import Peer, PullEnded, PullId, PullSpec, ReadOrder
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.links.contract import ReadState
 from cairn.transfer.links.nixl import NixlLink
@@ -165,11 +165,11 @@ class _Puller:
             config, memory, model.digest, SystemClock(), make_link=lambda host: NixlLink("puller")
         )
         self.transfer.start(self._happened.set)
-        self.want = self._next_want()
+        self.spec = self._next_spec()
 
     def move(self) -> None:
         """One pull; exactly one PullEnded comes of it."""
-        mine = self.transfer.port.pull(self.want)
+        mine = self.transfer.port.pull(self.spec)
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             self._happened.wait(until - time.monotonic())
@@ -183,9 +183,9 @@ class _Puller:
 
     def renew(self) -> None:
         """A reference is good for one use."""
-        self.want = self._next_want()
+        self.spec = self._next_spec()
 
-    def _next_want(self) -> Want:
+    def _next_spec(self) -> PullSpec:
         place, share = self._source.place, self._share
         reference = {
             "do_remote_prefill": True,
@@ -195,20 +195,9 @@ class _Puller:
             "remote_port": place["port"],
             "remote_block_ids": [[0]],
         }
-        found = terms_of(json.dumps(reference).encode(), self.transfer).source
+        found = parse_role(json.dumps(reference).encode(), self.transfer).source
         assert found is not None and found.nonce is not None
-        return Want(
-            request_id=found.request_id,
-            nonce=found.nonce,
-            engine_id=found.engine_id,
-            host=found.host,
-            port=found.port,
-            name=share.name,
-            keys=share.keys,
-            start=0,
-            pages=share.local_pages,
-            checkpoint=share.local_file,
-        )
+        return PullSpec("pull", found, share.name, share.keys, 0, share.local_pages, share.local_file)
 
 
 def pull(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) -> tuple[Move, Move]:

@@ -111,7 +111,7 @@ EXPORTED = {
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
     "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request RequestOutcome RequestStats "
-    "RequestTransfer Source Spec TRANSITIONS",
+    "RequestTransfer Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",

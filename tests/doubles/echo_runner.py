@@ -8,10 +8,10 @@ import numpy as np
 from cairn.engine.contract import GenerateRequest
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.specs import SpecMaker
-from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.runner.input_batch import InputBatch, SamplingMetadata
 from cairn.scheduler.request import Spec
 from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult, TokenMasks
+from cairn.transfer.params import TransferRole
 from cairn.types import SamplingParams
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE
 
@@ -36,7 +36,7 @@ class EchoSpecs(SpecMaker):
     def make(
         self,
         request: GenerateRequest,
-        terms: TransferTerms,
+        terms: TransferRole,
         constraint: GrammarConstraint | None,
         room_behind: Callable[[int], int],
     ) -> list[tuple[Spec, GrammarConstraint | None]]:

@@ -11,10 +11,10 @@ from cairn.engine.contract import EngineInfo, GenerateRequest
 from cairn.engine.core import Core
 from cairn.engine.open_answers import StopStrings
 from cairn.engine.specs import SpecMaker
-from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
+from cairn.transfer.params import TransferRole
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.engine_requests import generate_request
@@ -148,10 +148,10 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them():
 
 def test_the_scheduler_is_told_who_asks_for_every_answer():
     specs = SpecMaker(VOCAB, frozenset(), 0, None).make(
-        request(n=3, client="key:1"), TransferTerms(), None, lambda length: 9
+        request(n=3, client="key:1"), TransferRole(), None, lambda length: 9
     )
     assert [spec.client for spec, _ in specs] == ["key:1"] * 3
-    ((spec, _),) = SpecMaker(VOCAB, frozenset(), 0, None).make(request(), TransferTerms(), None, lambda length: 9)
+    ((spec, _),) = SpecMaker(VOCAB, frozenset(), 0, None).make(request(), TransferRole(), None, lambda length: 9)
     assert spec.client == ""
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from cairn.engine.transfers.kv_transfer import TransferTerms, terms_of
+from cairn.engine.transfers.kv_transfer import parse_role
 from cairn.errors import InvalidRequest
-from cairn.scheduler.request import Source
+from cairn.transfer.contract import KvSource
+from cairn.transfer.params import TransferRole
 from cairn.transfer.peers import PeerPolicy
 
 DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -28,27 +29,27 @@ class Part:
 @pytest.mark.parametrize(
     ("params", "terms"),
     [
-        (None, TransferTerms()),
-        ({}, TransferTerms()),
-        (DECODE, TransferTerms(kv_export=True)),
-        (DECODE | {"cairn_decode_hint": HINT}, TransferTerms(Source("d", "127.0.0.1", 7), kv_export=True)),
+        (None, TransferRole()),
+        ({}, TransferRole()),
+        (DECODE, TransferRole(kv_export=True)),
+        (DECODE | {"cairn_decode_hint": HINT}, TransferRole(KvSource("d", "127.0.0.1", 7), kv_export=True)),
         (
             DECODE | {"cairn_decode_hint": HINT | {"num_tokens": 229}},
-            TransferTerms(Source("d", "127.0.0.1", 7, end=229), kv_export=True),
+            TransferRole(KvSource("d", "127.0.0.1", 7, end=229), kv_export=True),
         ),
-        (PREFILLED, TransferTerms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)))),
+        (PREFILLED, TransferRole(KvSource("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)))),
         (
             PREFILLED | {"remote_prefill_cached_tokens": 64},
-            TransferTerms(Source("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)), prefill_cached_tokens=64),
+            TransferRole(KvSource("p", "127.0.0.1", 5, "r", bytes.fromhex("ab" * 16)), prefill_cached_tokens=64),
         ),
     ],
 )
 def test_what_is_asked_for_becomes_a_source_and_a_hand_over(params, terms):
-    assert terms_of(params, Part()) == terms
+    assert parse_role(params, Part()) == terms
 
 
 def test_without_a_part_in_transfers_only_ordinary_requests_are_taken():
-    assert terms_of(None, None) == terms_of({"do_remote_decode": False}, None) == TransferTerms()
+    assert parse_role(None, None) == parse_role({"do_remote_decode": False}, None) == TransferRole()
     for params in (DECODE, PREFILLED):
         with pytest.raises(InvalidRequest, match="--kv-transfer-config"):
-            terms_of(params, None)
+            parse_role(params, None)

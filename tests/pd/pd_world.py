@@ -14,7 +14,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.specs import answers_to
 from cairn.engine.step_pipeline import StepPipeline
-from cairn.engine.transfers.kv_transfer import KvTransfer, terms_of
+from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
 from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
@@ -22,14 +22,14 @@ from cairn.scheduler.state import SchedulerConfig
 from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
+from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry_pairing import geometry_of
-from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker
-from cairn.transfer.recent import RecentContent
 from cairn.transfer.staging import StagingArea, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
@@ -116,7 +116,7 @@ class Server:
         self.max_leased_pages = int(num_pages * lease_share)
         self.port = TransferPort(self.max_leased_pages, random_bytes, self.channel.wake)
         loop = TransferLoop(self.port, self.channel, self.producer, self.consumer, self.link, ranks)
-        sequences = RecentContent(layout_hash)
+        sequences = SequenceIndex(layout_hash)
         quota = LeaseQuota(
             max_leases=max_leases,
             max_leases_per_client=max_leases_per_client,
@@ -145,22 +145,22 @@ class Server:
     def spec(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=(), **fields) -> Spec:
         self.count += 1
         name = name or f"{self.engine_id}-r{self.count}"
-        terms = terms_of(params, self.kv)
+        role = parse_role(params, self.kv)
         named = {} if namespace is None else {"namespace": namespace}
         return Spec(
             request_id=RequestId(name),
             prompt=np.array(prompt, np.int64),
             max_tokens=max_tokens,
             images=images,
-            source=terms.source,
-            kv_export=terms.kv_export,
+            source=role.source,
+            kv_export=role.kv_export,
             **named,
             **({"sampling": SamplingParams(seed=seed)} | fields),
         )
 
     def turn(self) -> bool:
         """One look at everything; whether anything moved."""
-        before = (self.producer.leases.num_held, self.consumer.num_open, len(self.channel._inbox), self.steps)
+        before = (self.producer.leases.num_active, self.consumer.num_open, len(self.channel._inbox), self.steps)
         self.kv.loop.turn()
         news = self.scheduler.poll()
         while self.pipeline.can_launch:
@@ -171,7 +171,7 @@ class Server:
             self.answers[progress.request.id] += progress.tokens
             if progress.finish is not None:
                 self.ended[progress.request.id] = progress.request
-        after = (self.producer.leases.num_held, self.consumer.num_open, len(self.channel._inbox), self.steps)
+        after = (self.producer.leases.num_active, self.consumer.num_open, len(self.channel._inbox), self.steps)
         moved = bool(news) or before != after or self.scheduler.has_work
         if moved:
             audit(self.cache)

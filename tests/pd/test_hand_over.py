@@ -130,7 +130,7 @@ def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(oth
     for _ in range(6):
         d.turn()
         p.turn()
-    assert p.producer.leases.num_held <= others and p.port.num_leased < p.layout.pages_for(400)
+    assert p.producer.leases.num_active <= others and p.port.num_leased < p.layout.pages_for(400)
     world.run()
     assert p.scheduler.state.counters.expired_offers == 0 and p.port.num_leased == 0
     assert all(other in d.ended for other in (running, *queued))

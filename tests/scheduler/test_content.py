@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from driver import Driver
 
-from cairn.transfer.contract import AskId, ContentAsked, ContentName
+from cairn.transfer.contract import ContentName, LookupId, LookupRequest
 
 TEXT = list(range(100, 400))
 
@@ -18,7 +18,7 @@ class Side:
     def has_room(self, pages, num_more=0):
         return self.room
 
-    def answer(self, ask, offer):
+    def answer_lookup(self, lookup, offer):
         self.answers.append(offer)
         return None if offer is None else "reference"
 
@@ -33,7 +33,7 @@ class Known:
     def __init__(self, name, keys):
         self.found = name, keys
 
-    def deepest(self, marks, end=None):
+    def find_longest(self, marks, end=None):
         return self.found
 
 
@@ -45,7 +45,7 @@ def answer(start=0, adapter="", length=256, cached=256, room=True):
     transfers.side, transfers.sequences = side, Known(ContentName(), np.array(TEXT[:length]))
     if cached:
         driver.ask(TEXT[:cached], max_tokens=1)
-    side.news.append(ContentAsked(AskId(1), adapter, b"", start, checkpoint=True))
+    side.news.append(LookupRequest(LookupId(1), adapter, b"", start))
     driver.scheduler.poll()
     assert not driver.cache.sequences and len(driver.cache.pins) == len(transfers.offers) == (side.answers != [None])
     (made,) = side.answers

@@ -8,27 +8,27 @@ from driver import Driver, alone
 
 from cairn.cache.reasons import Reason
 from cairn.scheduler.kv_import import give_way
-from cairn.scheduler.request import Phase, Source
-from cairn.transfer.contract import PagesFree, PullEnded, PullId
+from cairn.scheduler.request import Phase
+from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId
 from cairn.types import SamplingParams
 
 TEXT = list(range(100, 900))
-PROMISED = Source("p", "127.0.0.1", 5, "there", b"n" * 16)
-HINTED = Source("p", "127.0.0.1", 5)
+PROMISED = KvSource("p", "127.0.0.1", 5, "there", b"n" * 16)
+HINTED = KvSource("p", "127.0.0.1", 5)
 
 
 class Side:
     """The connector in a test's hands: what was asked of it, and what it says next."""
 
     def __init__(self):
-        self.wants, self.aborted, self.news = {}, [], []
+        self.specs, self.aborted, self.news = {}, [], []
 
     def has_room(self, num_pages):
         return True
 
-    def pull(self, want):
-        pull = PullId(len(self.wants) + 1)
-        self.wants[pull] = want
+    def pull(self, spec):
+        pull = PullId(len(self.specs) + 1)
+        self.specs[pull] = spec
         return pull
 
     def abort(self, pull):
@@ -51,8 +51,8 @@ def fetching(source=PROMISED, length=200, num_pages=60, known=0, **config):
     return driver, side, name
 
 
-def pages_of(want):
-    return np.concatenate([want.pages, want.checkpoint])
+def pages_of(spec):
+    return np.concatenate([spec.pages, spec.checkpoint])
 
 
 def say(driver, side, *news):
@@ -81,25 +81,25 @@ def only_this_pull_is_left(driver):
 @pytest.mark.parametrize(("known", "first"), [(0, 0), (100, 96), (128, 128)])
 def test_what_is_not_here_is_asked_for_from_the_page_that_begins_it(known, first):
     _, side, _ = fetching(known=known)
-    (want,) = side.wants.values()
-    assert (want.start, len(want.pages), len(want.checkpoint)) == (first, 13 - first // 16, 3)
-    assert (want.request_id, want.nonce, want.release_only) == ("there", b"n" * 16, False)
+    (spec,) = side.specs.values()
+    assert (spec.start, len(spec.pages), len(spec.checkpoint)) == (first, 13 - first // 16, 3)
+    assert (spec.source, spec.release_only) == (PROMISED, False)
 
 
 @pytest.mark.parametrize("source", [PROMISED, HINTED])
 @pytest.mark.parametrize("known", [0, 100])
 def test_nobody_gets_the_pages_of_a_pull_that_failed_before_the_link_lets_go_of_them(source, known):
     driver, side, name = fetching(source, known=known)
-    ((pull, want),) = side.wants.items()
+    ((pull, spec),) = side.specs.items()
     say(driver, side, PullEnded(pull, "the other server is gone"))
     assert driver.requests[name].phase is Phase.WAITING
     others = [driver.submit(range(1000 * i, 1000 * i + 300), max_tokens=20) for i in range(1, 6)]
     written = set()
     while driver.scheduler.has_work:
         driver.step()
-        assert (driver.cache.pool.counts[pages_of(want)] == 1).all()
+        assert (driver.cache.pool.counts[pages_of(spec)] == 1).all()
         written |= named(driver)
-    assert written and not set(pages_of(want).tolist()) & written
+    assert written and not set(pages_of(spec).tolist()) & written
     assert only_this_pull_is_left(driver) and not driver.cache.clear()
     say(driver, side, PagesFree(pull))
     assert not driver.cache.pins and driver.cache.clear()
@@ -109,10 +109,10 @@ def test_nobody_gets_the_pages_of_a_pull_that_failed_before_the_link_lets_go_of_
 
 def test_nobody_gets_the_pages_of_a_pull_whose_request_was_aborted():
     driver, side, name = fetching()
-    ((pull, want),) = side.wants.items()
+    ((pull, spec),) = side.specs.items()
     driver.scheduler.abort(name)
     assert side.aborted == [pull] and only_this_pull_is_left(driver)
-    assert (driver.cache.pool.counts[pages_of(want)] == 1).all()
+    assert (driver.cache.pool.counts[pages_of(spec)] == 1).all()
     assert not driver.cache.clear()
     # nothing comes of it any more
     say(driver, side, PullEnded(pull, None, 200, 200))
@@ -123,7 +123,7 @@ def test_nobody_gets_the_pages_of_a_pull_whose_request_was_aborted():
 
 def test_what_has_come_is_free_of_the_pull_and_is_used():
     driver, side, name = fetching()
-    ((pull, _),) = side.wants.items()
+    ((pull, _),) = side.specs.items()
     say(driver, side, PullEnded(pull, None, 200, 200), PagesFree(pull))
     request = driver.requests[name]
     assert request.phase is Phase.READY and request.sequence.hit == request.sequence.received == 200
@@ -133,7 +133,7 @@ def test_what_has_come_is_free_of_the_pull_and_is_used():
 def test_a_failure_may_be_the_end_of_a_promise_and_never_of_a_hint():
     for source, phase in ((PROMISED, Phase.FINISHED), (HINTED, Phase.WAITING)):
         driver, side, name = fetching(source, on_load_failure="fail")
-        (pull,) = side.wants
+        (pull,) = side.specs
         side.news.append(PullEnded(pull, "the other server is gone"))
         failed = driver.scheduler.poll()
         request = driver.requests[name]
@@ -153,13 +153,13 @@ def test_no_more_is_fetched_at_a_time_than_can_run():
     for start in (200, 400):
         driver.submit(TEXT[start : start + 64], source=PROMISED)
     driver.scheduler.poll()
-    assert len(side.wants) == 2
+    assert len(side.specs) == 2
     # those that have come wait for a slot, too
     say(driver, side, PullEnded(PullId(1), None, 200, 200), PagesFree(PullId(1)))
-    assert len(side.wants) == 2
+    assert len(side.specs) == 2
     driver.scheduler.plan()
     driver.scheduler.poll()
-    assert len(side.wants) == 3
+    assert len(side.specs) == 3
 
 
 def test_a_promise_that_is_not_needed_is_given_back_at_once():
@@ -168,13 +168,13 @@ def test_a_promise_that_is_not_needed_is_given_back_at_once():
     driver.ask(TEXT[:200], max_tokens=1)
     name = driver.submit(TEXT[:200], source=PROMISED)
     driver.scheduler.poll()
-    (want,) = side.wants.values()
-    assert want.release_only and want.checkpoint is None and not len(want.pages)
+    (spec,) = side.specs.values()
+    assert spec.release_only and spec.checkpoint is None and not len(spec.pages)
     hinted = driver.submit(TEXT[:200], source=HINTED)
     while driver.scheduler.has_work:
         driver.scheduler.poll()
         driver.step()
-    assert len(side.wants) == 1 and driver.requests[name].stats.first_sequence.reason is Reason.NONE
+    assert len(side.specs) == 1 and driver.requests[name].stats.first_sequence.reason is Reason.NONE
     assert driver.requests[hinted].stats.first_sequence.hit == 200
 
 
@@ -186,12 +186,12 @@ def test_a_server_that_can_add_nothing_is_not_asked(known, end):
     prompt = [*TEXT[:known], 1, 2, 3]
     name = driver.submit(prompt, source=replace(HINTED, end=end))
     driver.scheduler.poll()
-    assert not side.wants and driver.requests[name].phase is Phase.WAITING
+    assert not side.specs and driver.requests[name].phase is Phase.WAITING
     # one token more there may be worth it
     other = driver.submit(prompt, source=replace(HINTED, end=known + 1))
     driver.scheduler.abort(name)
     driver.scheduler.poll()
-    assert len(side.wants) == 1 and driver.requests[other].phase is Phase.FETCHING
+    assert len(side.specs) == 1 and driver.requests[other].phase is Phase.FETCHING
 
 
 def two_that_have_come(position, priority=0):
@@ -203,7 +203,7 @@ def two_that_have_come(position, priority=0):
     driver.step()
     names = [driver.submit(TEXT[i : i + 90], source=PROMISED, priority=priority * (i > 0)) for i in (0, 200)]
     driver.scheduler.poll()
-    pulls = {want.keys[0]: pull for pull, want in side.wants.items()}
+    pulls = {spec.keys[0]: pull for pull, spec in side.specs.items()}
     for start in (0, 200):
         pull = pulls[TEXT[start]]
         say(driver, side, PullEnded(pull, None, position, position), PagesFree(pull))
@@ -230,13 +230,13 @@ def test_what_has_to_be_computed_here_is_fetched_from_nowhere():
     driver.scheduler.state.transfers.side = side
     driver.submit(TEXT[:200], source=PROMISED, prompt_logprobs=0)
     driver.scheduler.poll()
-    (want,) = side.wants.values()
-    assert want.release_only
+    (spec,) = side.specs.values()
+    assert spec.release_only
 
 
 def test_what_adds_nothing_to_what_is_here_is_not_used():
     driver, side, name = fetching(HINTED, known=128)
-    (pull,) = side.wants
+    (pull,) = side.specs
     # keys and values for more, but the state of less than is here
     say(driver, side, PullEnded(pull, None, 192, 64), PagesFree(pull))
     assert driver.requests[name].phase is Phase.WAITING
@@ -247,7 +247,7 @@ def test_what_adds_nothing_to_what_is_here_is_not_used():
 @pytest.mark.parametrize("failure", [None, "gone"])
 def test_what_is_here_already_was_not_asked_of_others(failure):
     driver, side, _ = fetching(known=128)
-    (pull,) = side.wants
+    (pull,) = side.specs
     say(driver, side, PullEnded(pull, failure, 200, 200), PagesFree(pull))
     counters = driver.scheduler.state.counters
     assert (counters.external_queries, counters.external_hits) == (72, 72 if failure is None else 0)
@@ -259,7 +259,7 @@ def test_a_prompt_that_does_not_fit_beside_its_file_is_computed_in_shares(source
     driver.scheduler.state.transfers.side = side
     name = driver.submit(TEXT[:460], source=source)
     driver.scheduler.poll()
-    assert [want.release_only for want in side.wants.values()] == [True] * (source is PROMISED)
+    assert [spec.release_only for spec in side.specs.values()] == [True] * (source is PROMISED)
     driver.run()
     assert driver.output(name) == alone(TEXT[:460], False)
 
@@ -276,7 +276,7 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
     name = driver.submit(TEXT[:200], source=PROMISED)
     before = dict(driver.cache.checkpoints.evicted)
     driver.scheduler.poll()
-    assert driver.requests[name].phase is Phase.WAITING and not side.wants
+    assert driver.requests[name].phase is Phase.WAITING and not side.specs
     assert dict(driver.cache.checkpoints.evicted) == before
 
 
@@ -303,7 +303,7 @@ def test_an_empty_plan_does_not_stop_those_that_run_while_others_are_fetched():
     driver.step()
     driver.submit(range(5000, 5100), source=PROMISED)
     driver.scheduler.poll()
-    assert len(side.wants) == 1
+    assert len(side.specs) == 1
     for _ in range(40):
         if driver.scheduler.has_work:
             driver.step()

@@ -10,9 +10,9 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import ContentName, ContentWant, HeldCheckpoint, Offer, Peer, Want
+from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
 from cairn.transfer.geometry_pairing import ModelUnits
-from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages
@@ -208,18 +208,15 @@ def offer_of(engine, content, keys, pages, files, *, request_id="cmpl-1", name=P
     """Store the bytes and say what there is. `files`: {position: pages}."""
     files = {position: np.asarray(file, np.int32) for position, file in files.items()}
     engine.store(content, len(keys), pages, files)
-    held = tuple(HeldCheckpoint(position, file) for position, file in files.items())
+    held = tuple(OfferedCheckpoint(position, file) for position, file in files.items())
     return Offer(request_id, name, keys, np.asarray(pages, np.int32), held)
 
 
-def want_of(reference, engine, keys, pages, *, start=0, checkpoint=None, release_only=False) -> Want:
+def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, release_only=False) -> PullSpec:
     request_id, _, nonce = reference.rpartition("~")
-    return Want(
-        request_id,
-        bytes.fromhex(nonce),
-        engine.name,
-        "127.0.0.1",
-        engine.port,
+    return PullSpec(
+        "cmpl-2",
+        KvSource(engine.name, "127.0.0.1", engine.port, request_id, bytes.fromhex(nonce)),
         PLAIN,
         keys,
         start,
@@ -229,11 +226,10 @@ def want_of(reference, engine, keys, pages, *, start=0, checkpoint=None, release
     )
 
 
-def content_want_of(engine, keys, pages, *, start=0, checkpoint=None, name=PLAIN) -> ContentWant:
+def content_spec_of(engine, keys, pages, *, start=0, checkpoint=None, name=PLAIN, **source) -> PullSpec:
     file = None if checkpoint is None else np.asarray(checkpoint, np.int32)
-    return ContentWant(
-        "cmpl-2", engine.name, "127.0.0.1", engine.port, name, keys, start, np.asarray(pages, np.int32), file
-    )
+    source = KvSource(**{"engine_id": engine.name, "host": "127.0.0.1", "port": engine.port} | source)
+    return PullSpec("cmpl-2", source, name, keys, start, np.asarray(pages, np.int32), file)
 
 
 def moves(engine):

@@ -7,9 +7,9 @@ import pytest
 
 from cairn.transfer.contract import (
     ContentName,
-    HeldCheckpoint,
     LeaseEnded,
     Offer,
+    OfferedCheckpoint,
     PagesFree,
     Peer,
     PeerGeometry,
@@ -19,7 +19,7 @@ from cairn.transfer.contract import (
     SchedulerSide,
     WorkerSide,
 )
-from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Region
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker
@@ -28,7 +28,7 @@ from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
 
 PROMPT = keys(160)
 OFFER = Offer(
-    "cmpl-1", ContentName(), PROMPT, np.arange(10, 20, dtype=np.int32), (HeldCheckpoint(160, np.array([40, 41])),)
+    "cmpl-1", ContentName(), PROMPT, np.arange(10, 20, dtype=np.int32), (OfferedCheckpoint(160, np.array([40, 41])),)
 )
 
 
@@ -47,7 +47,7 @@ def test_a_reference_through_a_proxy_and_back():
     reference = connector.offer(OFFER)
     assert not world.connector.is_idle
     ref = parsed(reference, world.p.name)
-    pull = connector.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = connector.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     assert drive(world) == [
         PullEnded(pull, None, 160, 160),
         PagesFree(pull),
@@ -76,9 +76,9 @@ def test_an_offer_beyond_the_cap_ends_at_once_and_alone():
     second = world.connector.offer(other)
     assert world.connector.events() == [LeaseEnded(second, "released")]
     assert world.p.producer.leases.num_pages == 12
-    pull = world.connector.pull(world.want(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.connector.pull(world.pull_spec(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
     assert [event.failure is None for event in drive(world) if isinstance(event, PullEnded)] == [False]
-    pull = world.connector.pull(world.want(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.connector.pull(world.pull_spec(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
     assert PullEnded(pull, None, 160, 160) in drive(world)
     assert world.connector.is_idle and world.p.producer.leases.num_pages == 0
 
@@ -95,7 +95,7 @@ def test_an_offer_nobody_wants_ends_by_itself():
 def test_an_aborted_pull_ends_once_and_unknown_ones_are_left_alone():
     world = World()
     ref = parsed(world.connector.offer(OFFER), world.p.name)
-    pull = world.connector.pull(world.want(ref, PROMPT, range(10)))
+    pull = world.connector.pull(world.pull_spec(ref, PROMPT, range(10)))
     world.connector.abort(pull)
     world.connector.abort(PullId(99))
     assert world.connector.events() == [PullEnded(pull, "aborted", 160, None), PagesFree(pull)]
@@ -107,7 +107,7 @@ def test_many_pulls_share_one_connection():
     world = World()
     refs = [world.offer(keys(16, seed), [seed], request_id=f"cmpl-{seed}") for seed in range(8)]
     for seed, ref in enumerate(refs):
-        world.consumer.pull(world.want(ref, keys(16, seed), [seed]))
+        world.consumer.pull(world.pull_spec(ref, keys(16, seed), [seed]))
     events = world.run()
     assert [event.failure for event in events if isinstance(event, PullEnded)] == [None] * 8
     assert np.array_equal(world.memory[:8], world.p.memory[:8]) and world.sent == 1 + 2 * 8
@@ -215,12 +215,12 @@ def test_connections_to_peers_are_bounded_and_silent_ones_forgotten():
     world.consumer._send = lambda address, frame: None
     ref = world.offer(PROMPT, range(10, 20))
     for port in range(1, 301):
-        world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=port))
+        world.consumer.pull(world.pull_spec(dataclasses.replace(ref, port=port), PROMPT, range(10)))
     refused = [event.failure for event in world.run(2) if isinstance(event, PullEnded)]
     assert len(refused) == 44 and {"256 sessions" in failure for failure in refused} == {True}
     world.clock.advance(5.0)
     assert len(world.run(2)) == 2 * 256 and world.consumer.num_open == 0
-    pull = world.consumer.pull(dataclasses.replace(world.want(ref, PROMPT, range(10)), port=999))
+    pull = world.consumer.pull(world.pull_spec(dataclasses.replace(ref, port=999), PROMPT, range(10)))
     assert world.run(2) == [] and world.consumer.num_open == 1
     world.consumer.abort(pull)
 
@@ -249,7 +249,7 @@ def test_a_peer_that_has_read_is_served_a_while_longer():
     world.connector.withdraw(unread)
     assert [event.state for event in world.connector.events()] == ["released"] and not world.connector.is_serving
     ref = parsed(world.connector.offer(OFFER), world.p.name)
-    world.connector.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.connector.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     drive(world)
     assert world.connector.is_idle and world.connector.is_serving
     world.clock.advance(LeaseLimits(max_pages=1).linger)

@@ -8,22 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.content_lookups import ContentLookups, LookupLimits
 from cairn.transfer.contract import (
-    AskId,
-    ContentAsked,
     ContentName,
     LeaseEnded,
+    LookupId,
+    LookupRequest,
     Offer,
     PagesFree,
     PullEnded,
     PullId,
     SchedulerSide,
 )
-from cairn.transfer.digest import ContentDigest, content_digest
-from cairn.transfer.lease import LeaseLimits
-from cairn.transfer.lease_book import LeaseBook
-from cairn.transfer.recent import RecentContent
+from cairn.transfer.digest import ContentDigest, SequenceIndex, content_digest
+from cairn.transfer.leases import LeaseLimits, LeaseTable
+from cairn.transfer.producer import ContentLookups, LookupLimits
 from cairn.transfer.wire import (
     Claim,
     Confirm,
@@ -38,7 +36,7 @@ from cairn.transfer.wire import (
     unpack_pages,
 )
 from cairn.types import ManualClock
-from transfer.ranked_world import LAYOUT, PLAIN, World, content_want_of, moves, offer_of, want_of
+from transfer.ranked_world import LAYOUT, PLAIN, World, content_spec_of, leased_spec_of, moves, offer_of
 from transfer.world import keys
 
 PROMPT = keys(500)
@@ -61,25 +59,24 @@ class Case:
         count, k = self.p.pages_of(400), self.p.pages_per_file
         self.pages = [*range(20, 20 + count)]
         self.files = {position: [*range(60 + k * at, 60 + k * (at + 1))] for at, position in enumerate(positions)}
-        self.recent = RecentContent(LAYOUT)
+        self.recent = SequenceIndex(LAYOUT)
         self.recent.remember(PLAIN, PROMPT[:400])
-        self.asked: list[ContentAsked] = []
+        self.asked: list[LookupRequest] = []
         self.events = {"p": [], "d": []}
 
     def ask(self, *, start=0, checkpoint=True, prompt=PROMPT, name=PLAIN, engine_id=None):
         self.local = [*range(self.d.pages_of(len(prompt)) - start // self.d.geometry.block_size)]
         self.file = [*range(100, 100 + self.d.pages_per_file)] if checkpoint else None
-        want = content_want_of(self.p, prompt, self.local, start=start, checkpoint=self.file, name=name)
-        if engine_id is not None:
-            want = dataclasses.replace(want, engine_id=engine_id)
-        self.pull = self.d.connector.pull(want)
+        source = {} if engine_id is None else {"engine_id": engine_id}
+        spec = content_spec_of(self.p, prompt, self.local, start=start, checkpoint=self.file, name=name, **source)
+        self.pull = self.d.connector.pull(spec)
         self.run()
 
     def run(self, rounds=30):
         events = self.world.run(rounds)
         for side in events:
             self.events[side] += events[side]
-        self.asked = [event for event in self.events["p"] if isinstance(event, ContentAsked)]
+        self.asked = [event for event in self.events["p"] if isinstance(event, LookupRequest)]
         return events["d"]
 
     def held(self, position):
@@ -90,8 +87,8 @@ class Case:
 
     def answer_from_memory(self):
         """As a scheduler does: what is known of the marks, cut to a mark that is held."""
-        found = self.recent.deepest(self.asked[-1].marks)
-        return self.side.answer(self.asked[-1].ask, None if found is None else self.held(len(found[1])))
+        found = self.recent.find_longest(self.asked[-1].marks)
+        return self.side.answer_lookup(self.asked[-1].lookup, None if found is None else self.held(len(found[1])))
 
     def leases(self):
         return [event for event in self.events["p"] if isinstance(event, LeaseEnded)]
@@ -105,7 +102,7 @@ SIZES = pytest.mark.parametrize(("p", "d"), [((1, 16), (1, 16)), ((2, 64), (1, 1
 def test_what_the_other_side_holds_is_read_up_to_its_deepest_mark(p, d, start):
     case = Case(p, d)
     case.ask(start=start)
-    assert case.asked == [ContentAsked(AskId(1), "", marks_of(PROMPT), start, True, None)] and case.events["d"] == []
+    assert case.asked == [LookupRequest(LookupId(1), "", marks_of(PROMPT), start, None)] and case.events["d"] == []
     reference = case.answer_from_memory()
     assert case.run() == [PullEnded(case.pull, None, 384, 384), PagesFree(case.pull)]
     assert case.leases() == [LeaseEnded(reference, "confirmed")] and reference.startswith("answer-1~")
@@ -139,7 +136,7 @@ def test_pages_without_a_checkpoint_and_a_checkpoint_that_nobody_wants():
 def test_where_no_page_is_wanted_only_the_checkpoint_moves():
     case = Case()
     file = [*range(100, 100 + case.d.pages_per_file)]
-    case.pull = case.d.connector.pull(content_want_of(case.p, PROMPT, [], checkpoint=file))
+    case.pull = case.d.connector.pull(content_spec_of(case.p, PROMPT, [], checkpoint=file))
     case.run()
     case.answer_from_memory()
     assert case.run()[0] == PullEnded(case.pull, None, 384, 384) and len(moves(case.d)) == len(file)
@@ -149,8 +146,8 @@ def test_where_no_page_is_wanted_only_the_checkpoint_moves():
 def test_nothing_held_is_said_at_once():
     case = Case()
     case.ask()
-    assert case.side.answer(case.asked[0].ask, None) is None
-    assert case.run(2) == [PullEnded(case.pull, "refused by the peer: not_held", 0, None), PagesFree(case.pull)]
+    assert case.side.answer_lookup(case.asked[0].lookup, None) is None
+    assert case.run(2) == [PullEnded(case.pull, "refused by the peer: not_cached", 0, None), PagesFree(case.pull)]
     assert case.leases() == [] and case.p.connector.is_idle
 
 
@@ -159,15 +156,15 @@ def test_another_salt_or_prompt_is_found_nowhere(name, prompt):
     case = Case()
     case.ask(name=name, prompt=prompt)
     assert case.answer_from_memory() is None
-    assert "not_held" in case.run()[0].failure and moves(case.d) == []
+    assert "not_cached" in case.run()[0].failure and moves(case.d) == []
 
 
 @pytest.mark.parametrize("position", [64, 256])
 def test_an_offer_that_brings_nothing_new_is_refused_and_never_leased(position):
     case = Case()
     case.ask(start=256)
-    reference = case.side.answer(case.asked[0].ask, case.held(position))
-    assert "not_held" in case.run()[0].failure
+    reference = case.side.answer_lookup(case.asked[0].lookup, case.held(position))
+    assert "not_cached" in case.run()[0].failure
     assert case.leases() == [LeaseEnded(reference, "released")] and case.p.producer.leases.num_pages == 0
 
 
@@ -177,12 +174,12 @@ def test_no_answer_in_time_is_a_refusal_and_a_late_one_ends_at_once():
     case.world.clock.advance(1.9)
     assert case.run() == [] and case.p.producer.lookups.num_open == 1
     case.world.clock.advance(0.1)
-    assert "not_held" in case.run()[0].failure and case.p.producer.lookups.num_open == 0
-    reference = case.side.answer(case.asked[0].ask, case.held(384))
+    assert "not_cached" in case.run()[0].failure and case.p.producer.lookups.num_open == 0
+    reference = case.side.answer_lookup(case.asked[0].lookup, case.held(384))
     assert not case.p.connector.is_idle
     case.run()
     assert case.leases() == [LeaseEnded(reference, "released")] and case.p.connector.is_idle
-    assert case.side.answer(AskId(77), None) is None
+    assert case.side.answer_lookup(LookupId(77), None) is None
 
 
 def test_repetitions_are_one_ask_and_a_lost_answer_is_given_again():
@@ -206,7 +203,7 @@ def test_an_abort_before_the_answer_closes_the_ask():
     case.d.connector.abort(case.pull)
     assert case.run() == [PullEnded(case.pull, "aborted", 0, None), PagesFree(case.pull)]
     assert case.p.producer.lookups.num_open == 0
-    reference = case.side.answer(case.asked[0].ask, case.held(384))
+    reference = case.side.answer_lookup(case.asked[0].lookup, case.held(384))
     case.run()
     assert case.leases() == [LeaseEnded(reference, "released")]
 
@@ -259,8 +256,8 @@ def test_a_lease_that_lapses_in_mid_read_is_never_accepted():
 def test_flipped_bits_end_nobody():
     """Every frame of a whole exchange, each byte of it changed, by a connection without a session: it ends well."""
     case, rng = Case(), random.Random(4)
-    want = content_want_of(case.p, PROMPT, range(32), start=128)
-    case.pull = case.d.connector.pull(want)
+    spec = content_spec_of(case.p, PROMPT, range(32), start=128)
+    case.pull = case.d.connector.pull(spec)
     for _ in range(12):
         for engine in (case.p, case.d):
             case.events[engine.name] += engine.turn()
@@ -276,10 +273,10 @@ def test_flipped_bits_end_nobody():
         for frame in frames:
             case.d.consumer.receive(("127.0.0.1", 1), frame)
         for event in case.events["p"]:
-            if isinstance(event, ContentAsked) and case.p.producer.lookups.num_open:
-                case.side.answer(event.ask, case.held(384))
+            if isinstance(event, LookupRequest) and case.p.producer.lookups.num_open:
+                case.side.answer_lookup(event.lookup, case.held(384))
     assert case.events["d"] == [PullEnded(case.pull, None, 384, None), PagesFree(case.pull)]
-    assert len([event for event in case.events["p"] if isinstance(event, ContentAsked)]) == 1
+    assert len([event for event in case.events["p"] if isinstance(event, LookupRequest)]) == 1
 
 
 def flipped(frame, rng):
@@ -303,21 +300,21 @@ def test_a_prompt_without_a_mark_asks_for_nothing():
 
 def test_a_hint_to_a_foreign_host_is_never_followed():
     case = Case()
-    want = dataclasses.replace(content_want_of(case.p, PROMPT, range(32)), host="169.254.169.254")
-    case.d.connector.pull(want)
+    spec = content_spec_of(case.p, PROMPT, range(32), host="169.254.169.254")
+    case.d.connector.pull(spec)
     assert "allowlist" in case.run()[0].failure and not case.d.outgoing
 
 
 def test_the_caller_may_number_pulls_and_give_nonces():
     case = Case()
-    want = content_want_of(case.p, PROMPT, range(32), checkpoint=range(100, 100 + case.d.pages_per_file))
-    assert case.d.connector.pull(want, PullId(41)) == 41
+    spec = content_spec_of(case.p, PROMPT, range(32), checkpoint=range(100, 100 + case.d.pages_per_file))
+    assert case.d.connector.pull(spec, PullId(41)) == 41
     with pytest.raises(AssertionError, match="pull 41 is open"):
-        case.d.connector.pull(want, PullId(41))
-    assert case.d.connector.pull(want) == 42
+        case.d.connector.pull(spec, PullId(41))
+    assert case.d.connector.pull(spec) == 42
     case.d.connector.abort(PullId(42))
     case.run()
-    reference = case.p.connector.answer(case.asked[0].ask, case.held(384), b"n" * 16)
+    reference = case.p.connector.answer_lookup(case.asked[0].lookup, case.held(384), b"n" * 16)
     assert reference == "answer-1~" + (b"n" * 16).hex()
     other = offer_of(case.p, case.content, PROMPT, range(32), {}, request_id="cmpl-7")
     assert case.p.connector.offer(other, b"m" * 16) == "cmpl-7~" + (b"m" * 16).hex()
@@ -332,20 +329,20 @@ ASK = Claim(ME, "", marks_of(PROMPT), 128, False)
 
 
 class Side:
-    """ContentLookups and leases of one engine, without a network."""
+    """Lookups and leases of one engine, without a network."""
 
     def __init__(self, **limits):
         self.clock = ManualClock()
         nonces = iter(range(10**6))
-        self.leases = LeaseBook(
+        self.leases = LeaseTable(
             LAYOUT, 16, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
         )
-        self.asks = ContentLookups(self.leases, LAYOUT, self.clock, LookupLimits(**limits))
+        self.lookups = ContentLookups(self.leases, LAYOUT, self.clock, LookupLimits(**limits))
 
     def granted(self, claim=ASK, offer=HELD):
-        assert self.asks.claim(b"s", claim) is None
-        assert self.asks.grant(self.asks.take_asked()[-1].ask, offer, self.leases.new_nonce())
-        ((session, reply),) = self.asks.take_replies()
+        assert self.lookups.claim(b"s", claim) is None
+        assert self.lookups.grant(self.lookups.take_requests()[-1].lookup, offer, self.leases.new_nonce())
+        ((session, reply),) = self.lookups.take_replies()
         assert session == b"s" and isinstance(reply, Granted)
         return reply
 
@@ -355,50 +352,50 @@ def test_a_grant_is_a_claimed_lease_like_any_other():
     reply = side.granted()
     assert (reply.claim, reply.position, reply.request_id) == (ME, 384, "answer-1")
     assert unpack_pages(reply.pages).tolist() == [*range(8, 24)]
-    assert side.asks.claim(b"s", ASK) == reply, "said again"
+    assert side.lookups.claim(b"s", ASK) == reply, "said again"
     assert side.leases.num_pages == 24 and side.leases.next_end == 30.0
     side.clock.advance(20.0)
     assert not isinstance(side.leases.heartbeat(Heartbeat(ME, "answer-1", reply.nonce)), Refused)
     assert side.leases.next_end == 40.0
     confirm = Confirm(ME, "answer-1", reply.nonce, reply.generation)
     assert side.leases.confirm(confirm) == Confirmed(ME, reply.generation)
-    assert side.leases.num_pages == 0 and side.asks.claim(b"s", ASK).reason is RefusalReason.EXPIRED
+    assert side.leases.num_pages == 0 and side.lookups.claim(b"s", ASK).reason is RefusalReason.EXPIRED
 
 
 def test_a_grant_cannot_be_claimed_confirmed_or_released_by_another():
     side = Side()
     reply = side.granted()
     other = b"o" * 16
-    claim = Claim(other, "", None, 0, False, marks_of(PROMPT)[5 * 32 : 6 * 32], 384, "answer-1", reply.nonce)
+    claim = Claim(other, "", b"", 0, False, marks_of(PROMPT)[5 * 32 : 6 * 32], 384, "answer-1", reply.nonce)
     for refused in (
         side.leases.claim(claim),
         side.leases.claim(msgspec.structs.replace(claim, claim=ME)),
         side.leases.confirm(Confirm(other, "answer-1", reply.nonce, reply.generation)),
         side.leases.release(Release(other, "answer-1", reply.nonce)),
-        side.asks.claim(b"s", Claim(ME, "", ASK.marks, 0, False)),
+        side.lookups.claim(b"s", Claim(ME, "", ASK.marks, 0, False)),
     ):
         assert refused.reason is RefusalReason.USED
-    assert side.leases.num_held == 1
+    assert side.leases.num_active == 1
 
 
 def test_the_same_claim_by_another_connection_or_with_other_words_is_refused_while_it_is_open():
     side = Side()
-    assert side.asks.claim(b"s", ASK) is None is side.asks.claim(b"s", ASK)
-    assert side.asks.claim(b"t", ASK).reason is RefusalReason.USED
-    assert side.asks.claim(b"s", Claim(ME, "a", ASK.marks, 128, False)).reason is RefusalReason.USED
-    assert side.asks.num_open == 1 and len(side.asks.take_asked()) == 1
+    assert side.lookups.claim(b"s", ASK) is None is side.lookups.claim(b"s", ASK)
+    assert side.lookups.claim(b"t", ASK).reason is RefusalReason.USED
+    assert side.lookups.claim(b"s", Claim(ME, "a", ASK.marks, 128, False)).reason is RefusalReason.USED
+    assert side.lookups.num_open == 1 and len(side.lookups.take_requests()) == 1
 
 
 def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
     """The end is looked for first; when less of its sequence is left, the marks have to tell how much."""
     side = Side()
     end = content_digest(LAYOUT, PLAIN, PROMPT[:400])
-    side.asks.claim(b"s", Claim(ME, "", marks_of(keys(512, 1)), 128, False, end))
-    assert not side.asks.grant(AskId(1), HELD, N16)
-    ((_, reply),) = side.asks.take_replies()
-    assert reply.reason is RefusalReason.NOT_HELD and side.leases.num_held == side.asks.num_open == 0
-    assert side.asks.claim(b"s", Claim(b"o" * 16, "", ASK.marks, 128, False, end)) is None
-    assert side.asks.grant(AskId(2), HELD, N16)
+    side.lookups.claim(b"s", Claim(ME, "", marks_of(keys(512, 1)), 128, False, end, 400))
+    assert not side.lookups.grant(LookupId(1), HELD, N16)
+    ((_, reply),) = side.lookups.take_replies()
+    assert reply.reason is RefusalReason.NOT_CACHED and side.leases.num_active == side.lookups.num_open == 0
+    assert side.lookups.claim(b"s", Claim(b"o" * 16, "", ASK.marks, 128, False, end, 400)) is None
+    assert side.lookups.grant(LookupId(2), HELD, N16)
 
 
 @pytest.mark.parametrize(
@@ -412,41 +409,48 @@ def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
 )
 def test_an_offer_of_something_else_than_was_asked_for_is_our_own_bug(offer):
     side = Side()
-    side.asks.claim(b"s", ASK)
+    side.lookups.claim(b"s", ASK)
     with pytest.raises(AssertionError, match="at no mark"):
-        side.asks.grant(AskId(1), offer, N16)
-    assert side.leases.num_held == 0
+        side.lookups.grant(LookupId(1), offer, N16)
+    assert side.leases.num_active == 0
 
 
 def test_open_asks_are_bounded_and_the_rest_refused():
     side = Side(max_open=3)
     claims = [Claim(bytes([number]) * 16, "", ASK.marks, 0, False) for number in range(5)]
-    answers = [side.asks.claim(b"s", claim) for claim in claims]
-    assert answers[:3] == [None] * 3 and {answer.reason for answer in answers[3:]} == {RefusalReason.NOT_HELD}
-    assert side.asks.next_end == 2.0
+    answers = [side.lookups.claim(b"s", claim) for claim in claims]
+    assert answers[:3] == [None] * 3 and {answer.reason for answer in answers[3:]} == {RefusalReason.NOT_CACHED}
+    assert side.lookups.next_end == 2.0
     side.clock.advance(2.0)
-    assert side.asks.take_asked() == [], "too late to be asked"
-    assert [reply.claim for _, reply in side.asks.take_replies()] == [claim.claim for claim in claims[:3]]
-    assert side.asks.next_end is None and side.asks.claim(b"s", claims[4]) is None
+    assert side.lookups.take_requests() == [], "too late to be asked"
+    assert [reply.claim for _, reply in side.lookups.take_replies()] == [claim.claim for claim in claims[:3]]
+    assert side.lookups.next_end is None and side.lookups.claim(b"s", claims[4]) is None
 
 
-def test_broken_marks_are_refused():
-    assert Side().asks.claim(b"s", Claim(ME, "", ASK.marks + b"x", 0, False)).reason is RefusalReason.OUT_OF_RANGE
+@pytest.mark.parametrize("marks", [ASK.marks + b"x", ASK.marks[:31], b""])
+def test_broken_and_missing_marks_are_refused(marks):
+    side = Side()
+    assert side.lookups.claim(b"s", Claim(ME, "", marks, 0, False)).reason is RefusalReason.OUT_OF_RANGE
+    assert side.lookups.num_open == 0
 
 
 def test_a_release_that_overtakes_its_claim_still_counts():
     side = Side()
-    release = Release(ME, "cmpl-2", ME)
-    assert side.asks.release(release) == Released(ME) == side.asks.release(release)
-    assert side.asks.claim(b"s", ASK).reason is RefusalReason.NOT_HELD and side.asks.num_open == 0
+    release = Release(ME, None, None)
+    assert side.lookups.release(release) == Released(ME) == side.lookups.release(release)
+    assert side.lookups.claim(b"s", ASK).reason is RefusalReason.NOT_CACHED and side.lookups.num_open == 0
 
 
 def test_what_is_remembered_of_answers_is_bounded():
     side = Side(max_remembered=2)
     for number in range(5):
-        side.asks.release(Release(bytes([number]) * 16, "cmpl-2", bytes([number]) * 16))
-    answers = [side.asks.claim(b"s", Claim(bytes([n]) * 16, "", ASK.marks, 0, False)) for n in (4, 3, 2)]
-    assert [answer and answer.reason for answer in answers] == [RefusalReason.NOT_HELD, RefusalReason.NOT_HELD, None]
+        side.lookups.release(Release(bytes([number]) * 16, None, None))
+    answers = [side.lookups.claim(b"s", Claim(bytes([n]) * 16, "", ASK.marks, 0, False)) for n in (4, 3, 2)]
+    assert [answer and answer.reason for answer in answers] == [
+        RefusalReason.NOT_CACHED,
+        RefusalReason.NOT_CACHED,
+        None,
+    ]
 
 
 # -- a grant that does not follow from the claim -----------------------------------------------------------------------
@@ -472,13 +476,13 @@ def test_what_is_remembered_of_answers_is_bounded():
 def test_a_grant_that_does_not_follow_from_the_claim_moves_nothing(changed, monkeypatch):
     case = Case()
     case.ask(start=128)
-    grant = LeaseBook.grant
+    grant = LeaseTable.grant
 
     def lie(self, *args):
         reply = grant(self, *args)
         return msgspec.structs.replace(reply, **changed)
 
-    monkeypatch.setattr(LeaseBook, "grant", lie)
+    monkeypatch.setattr(LeaseTable, "grant", lie)
     case.answer_from_memory()
     assert case.run()[0].failure == "the peer's grant is not what was claimed"
     assert moves(case.d) == [] and [lease.state for lease in case.leases()] == ["released"]
@@ -488,9 +492,8 @@ def test_a_grant_that_does_not_follow_from_the_claim_moves_nothing(changed, monk
 @pytest.mark.parametrize("position", [64, 128, 400, 430, 432, 499, 500, 512])
 def test_a_grant_is_taken_at_marks_and_at_the_end_that_was_named_alone(position, end, monkeypatch):
     """The right number of pages, but neither at a mark of the claim nor beyond its start."""
-    case, grant = Case(), LeaseBook.grant
-    want = content_want_of(case.p, PROMPT, range(24), start=128)
-    case.d.connector.pull(dataclasses.replace(want, end=end))
+    case, grant = Case(), LeaseTable.grant
+    case.d.connector.pull(content_spec_of(case.p, PROMPT, range(24), start=128, end=end))
     case.run()
 
     def lie(self, *args):
@@ -498,7 +501,7 @@ def test_a_grant_is_taken_at_marks_and_at_the_end_that_was_named_alone(position,
         pages = pack_pages(np.arange(max(0, -(-position // 16) - 8)))
         return msgspec.structs.replace(reply, position=position, pages=pages, checkpoint_position=None, checkpoint=b"")
 
-    monkeypatch.setattr(LeaseBook, "grant", lie)
+    monkeypatch.setattr(LeaseTable, "grant", lie)
     case.answer_from_memory()
     assert case.run()[0].failure == "the peer's grant is not what was claimed" and moves(case.d) == []
     assert [lease.state for lease in case.leases()] == ["released"]
@@ -509,15 +512,15 @@ def test_a_grant_is_taken_at_marks_and_at_the_end_that_was_named_alone(position,
 def test_an_answer_that_ends_between_two_marks_is_read_to_its_end(p, d, end):
     case = Case(p, d, positions=(128, 384, end))
     case.recent.remember(PLAIN, PROMPT[:end])
-    want = content_want_of(
-        case.p, PROMPT, range(case.d.pages_of(500)), checkpoint=range(90, 90 + case.d.pages_per_file)
+    spec = content_spec_of(
+        case.p, PROMPT, range(case.d.pages_of(500)), checkpoint=range(90, 90 + case.d.pages_per_file), end=end
     )
-    case.pull = case.d.connector.pull(dataclasses.replace(want, end=end))
+    case.pull = case.d.connector.pull(spec)
     case.run()
     (asked,) = case.asked
     assert asked.end == content_digest(LAYOUT, PLAIN, PROMPT[:end]) and asked.marks == marks_of(PROMPT)
-    _, held = case.recent.deepest(asked.marks, asked.end)
-    case.side.answer(asked.ask, case.held(len(held)))
+    _, held = case.recent.find_longest(asked.marks, asked.end)
+    case.side.answer_lookup(asked.lookup, case.held(len(held)))
     assert case.run()[0] == PullEnded(case.pull, None, end, end)
     for rank in case.d.ranks:
         rank.check_tokens(case.content, 0, end, [*range(case.d.pages_of(end))], only_these=False)
@@ -527,10 +530,10 @@ def test_an_answer_that_ends_between_two_marks_is_read_to_its_end(p, d, end):
 @pytest.mark.parametrize("end", [-1, 0, 501, 10**9])
 def test_an_end_that_is_no_position_of_the_prompt_is_as_none(end, monkeypatch):
     case = Case()
-    case.d.connector.pull(dataclasses.replace(content_want_of(case.p, PROMPT, range(32)), end=end))
+    case.d.connector.pull(content_spec_of(case.p, PROMPT, range(32), end=end))
     case.run()
     assert case.asked[0].end is None
-    grant = LeaseBook.grant
+    grant = LeaseTable.grant
 
     def lie(self, *args):
         reply = grant(self, *args)
@@ -539,7 +542,7 @@ def test_an_end_that_is_no_position_of_the_prompt_is_as_none(end, monkeypatch):
             reply, position=max(end, 0), pages=pages, checkpoint_position=None, checkpoint=b""
         )
 
-    monkeypatch.setattr(LeaseBook, "grant", lie)
+    monkeypatch.setattr(LeaseTable, "grant", lie)
     case.answer_from_memory()
     case.world.clock.advance(5.0)
     assert case.run()[0].failure is not None and moves(case.d) == []
@@ -547,11 +550,11 @@ def test_an_end_that_is_no_position_of_the_prompt_is_as_none(end, monkeypatch):
 
 def test_an_end_that_is_not_known_is_answered_at_a_mark():
     case = Case()
-    want = dataclasses.replace(content_want_of(case.p, PROMPT, range(32)), end=431)
-    case.d.connector.pull(want)
+    spec = content_spec_of(case.p, PROMPT, range(32), end=431)
+    case.d.connector.pull(spec)
     case.run()
-    _, held = case.recent.deepest(case.asked[0].marks, case.asked[0].end)
-    case.side.answer(case.asked[0].ask, case.held(len(held)))
+    _, held = case.recent.find_longest(case.asked[0].marks, case.asked[0].end)
+    case.side.answer_lookup(case.asked[0].lookup, case.held(len(held)))
     assert case.run()[0] == PullEnded(PullId(1), None, 384, None)
 
 
@@ -559,9 +562,9 @@ def test_an_end_that_is_not_known_is_answered_at_a_mark():
 def test_a_grant_of_another_lease_is_refused(changed, monkeypatch):
     case = Case()
     reference = case.p.connector.offer(case.held(384))
-    case.d.connector.pull(want_of(reference, case.p, PROMPT[:384], range(24)))
-    claim = LeaseBook.claim
-    monkeypatch.setattr(LeaseBook, "claim", lambda self, asked: msgspec.structs.replace(claim(self, asked), **changed))
+    case.d.connector.pull(leased_spec_of(reference, case.p, PROMPT[:384], range(24)))
+    claim = LeaseTable.claim
+    monkeypatch.setattr(LeaseTable, "claim", lambda self, asked: msgspec.structs.replace(claim(self, asked), **changed))
     assert case.run()[0].failure == "the peer's grant is not what was claimed" and moves(case.d) == []
 
 
@@ -569,6 +572,6 @@ def test_a_content_claim_is_answered_by_no_lease_that_was_offered_to_others():
     case = Case()
     case.p.connector.offer(case.held(384))
     case.ask()
-    assert case.p.producer.leases.num_held == 1 and case.answer_from_memory() is not None
+    assert case.p.producer.leases.num_active == 1 and case.answer_from_memory() is not None
     assert case.run()[0] == PullEnded(case.pull, None, 384, 384)
-    assert case.p.producer.leases.num_held == 1
+    assert case.p.producer.leases.num_active == 1

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cairn.transfer.contract import LeaseEnded, PagesFree, PullEnded
-from transfer.ranked_world import CANARY, World, moves, offer_of, want_of
+from transfer.ranked_world import CANARY, World, leased_spec_of, moves, offer_of
 from transfer.world import keys
 
 BLOCKS = pytest.mark.parametrize("block", [16, 128])
@@ -33,7 +33,7 @@ class Case:
         start = num_tokens if first_page is None else first_page * self.block
         self.local = [*range(10, 10 + (0 if first_page is None else len(self.pages) - first_page))]
         self.file = [*range(2, 2 + self.k)] if checkpoint else None
-        want = want_of(
+        want = leased_spec_of(
             self.reference,
             self.p,
             self.prompt,

@@ -3,13 +3,13 @@
 import random
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer
-from cairn.transfer.digest import content_digest
-from cairn.transfer.lease import TRANSITIONS, LeaseLimits, LeaseState
-from cairn.transfer.lease_book import LeaseBook
+from cairn.transfer.contract import ContentName, Offer, OfferedCheckpoint
+from cairn.transfer.digest import ContentDigest, content_digest
+from cairn.transfer.leases import TRANSITIONS, LeaseLimits, LeaseState, LeaseTable
 from cairn.transfer.wire import (
     Alive,
     Claim,
@@ -30,10 +30,10 @@ ME, OTHER = b"m" * 16, b"o" * 16
 PROMPT = keys(400)
 NAME = ContentName("", "salt")
 FILES = (
-    HeldCheckpoint(128, np.array([50], np.int32)),
-    HeldCheckpoint(256, np.array([51], np.int32)),
-    HeldCheckpoint(384, np.array([52], np.int32)),
-    HeldCheckpoint(400, np.array([53, 9], np.int32)),
+    OfferedCheckpoint(128, np.array([50], np.int32)),
+    OfferedCheckpoint(256, np.array([51], np.int32)),
+    OfferedCheckpoint(384, np.array([52], np.int32)),
+    OfferedCheckpoint(400, np.array([53, 9], np.int32)),
 )
 OFFER = Offer("cmpl-1", NAME, PROMPT, np.arange(25, dtype=np.int32) + 20, FILES)
 OTHERS = np.arange(30, dtype=np.int32) + 60
@@ -46,12 +46,12 @@ def clock():
 
 @pytest.fixture
 def book(clock):
-    return LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
+    return LeaseTable(LAYOUT, BLOCK, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
 
 
 def claim(nonce, *, mine=ME, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
     digest = content_digest(LAYOUT, name, prompt)
-    return Claim(mine, "", None, first * BLOCK, checkpoint, digest, len(prompt), request_id, nonce)
+    return Claim(mine, name.adapter, b"", first * BLOCK, checkpoint, digest, len(prompt), request_id, nonce)
 
 
 def reason(answer):
@@ -114,6 +114,20 @@ def test_what_does_not_fit_is_refused_and_spends_nothing(book, changed, why):
     assert isinstance(book.claim(claim(nonce)), Granted)
 
 
+def test_a_claim_under_a_lease_names_all_that_it_wants_by_its_end(book):
+    """Marks may come along; without an end, or with another adapter than its digest, nothing is granted."""
+    nonce = book.offer(OFFER)
+    whole = claim(nonce)
+    marks = ContentDigest(LAYOUT, NAME)
+    marks.append(PROMPT)
+    without_end = msgspec.structs.replace(whole, marks=marks.marks, end=None, position=0)
+    assert reason(book.claim(without_end)) is RefusalReason.OUT_OF_RANGE
+    assert reason(book.claim(msgspec.structs.replace(without_end, position=400))) is RefusalReason.OTHER_CONTENT
+    assert reason(book.claim(msgspec.structs.replace(whole, adapter="b"))) is RefusalReason.OTHER_CONTENT
+    granted = book.claim(msgspec.structs.replace(whole, marks=marks.marks))
+    assert isinstance(granted, Granted) and granted.position == 400
+
+
 def test_an_unknown_nonce_is_refused(book):
     nonce = book.offer(OFFER)
     wrong = bytes([nonce[0] ^ 1]) + nonce[1:]
@@ -146,7 +160,7 @@ def test_heartbeats_prolong_before_and_after_the_claim_up_to_the_greatest_age(bo
     while beats < 100 and isinstance(book.heartbeat(Heartbeat(ME, "cmpl-1", nonce)), Alive):
         clock.advance(19.0)
         beats += 1
-    assert clock.now() >= 600.0 and beats < 40 and book.num_held == 0
+    assert clock.now() >= 600.0 and beats < 40 and book.num_active == 0
 
 
 def test_confirm_ends_the_lease_and_may_be_repeated(book, clock):
@@ -164,7 +178,7 @@ def test_confirm_ends_the_lease_and_may_be_repeated(book, clock):
 def test_an_unclaimed_lease_cannot_be_confirmed(book):
     nonce = book.offer(OFFER)
     assert reason(book.confirm(Confirm(ME, "cmpl-1", nonce, 1))) is RefusalReason.FORGED
-    assert book.num_held == 1
+    assert book.num_active == 1
 
 
 def test_release_ends_the_lease_before_and_after_the_claim(book):
@@ -240,7 +254,7 @@ def test_a_page_counts_once_however_many_leases_share_it(book, clock):
 
 
 def test_one_offer_larger_than_the_cap_is_held_alone(clock):
-    book = LeaseBook(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
+    book = LeaseTable(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
     assert book.has_room(OTHERS, 10**6)
     nonce = book.offer(OFFER)
     assert book.num_pages == 30 and not book.has_room(OFFER.all_pages) and not book.has_room(OTHERS[:1])
@@ -268,7 +282,7 @@ def test_equal_request_ids_do_not_meet(book):
 
 def test_what_is_remembered_of_the_past_is_bounded(clock):
     limits = LeaseLimits(max_pages=60, max_remembered=3)
-    book = LeaseBook(LAYOUT, BLOCK, limits, clock, random.Random(1).randbytes)
+    book = LeaseTable(LAYOUT, BLOCK, limits, clock, random.Random(1).randbytes)
     nonces = []
     for _ in range(5):
         nonces.append(book.offer(OFFER))

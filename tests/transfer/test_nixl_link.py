@@ -19,7 +19,7 @@ from cairn.transfer.links.contract import LinkError, ReadState, Region
 from cairn.transfer.links.nixl import NixlLink
 from transfer.link_contract import NUM_PAGES, PAGE_BYTES, LinkContract, pages, pool, ranges
 from transfer.ranked_world import World as RankedWorld
-from transfer.ranked_world import offer_of, want_of
+from transfer.ranked_world import leased_spec_of, offer_of
 from transfer.world import World, keys
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
@@ -93,7 +93,7 @@ def test_a_whole_transfer_from_handshake_to_confirmation():
     prompt = np.arange(160)
     for round_ in range(2):
         ref = world.offer(prompt, range(10, 20), [(160, (40, 41))])
-        world.consumer.pull(world.want(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
+        world.consumer.pull(world.pull_spec(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
         events = []
         until = time.monotonic() + WAIT_SECONDS
         while not any(isinstance(event, PagesFree) for event in events) and time.monotonic() < until:
@@ -259,7 +259,7 @@ def test_several_ranks_and_other_block_sizes_over_real_links(p, d):
     offer = offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)})
     reference = world.p.connector.offer(offer)
     local, file = range(5, 5 + world.d.pages_of(400)), range(60, 60 + world.d.pages_per_file)
-    pull = world.d.connector.pull(want_of(reference, world.p, prompt, local, checkpoint=file))
+    pull = world.d.connector.pull(leased_spec_of(reference, world.p, prompt, local, checkpoint=file))
     events, until = [], time.monotonic() + WAIT_SECONDS
     while len(events) < 2:
         events += world.run(1)["d"]

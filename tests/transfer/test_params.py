@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.errors import InvalidRequest
-from cairn.transfer.params import RemoteDecode, RemotePrefill, parse_kv_transfer_params, remote_request_id
+from cairn.transfer.contract import KvSource
+from cairn.transfer.params import TransferRole, parse_kv_transfer_params, remote_request_id
 from cairn.transfer.peers import PeerPolicy
 
 NONCE = bytes(range(16))
@@ -36,7 +37,8 @@ TO_D = {
     "transfer_mode": "pull",
     "remote_prefill_cached_tokens": 32,
 }
-READ = RemotePrefill("0b1e6a4c", "cmpl-1", NONCE, "127.0.0.1", 5600, 1, 41, 32)
+SOURCE = KvSource("0b1e6a4c", "127.0.0.1", 5600, "cmpl-1", NONCE)
+READ = TransferRole(SOURCE, prefill_cached_tokens=32)
 
 
 def parse(value):
@@ -46,20 +48,20 @@ def parse(value):
 def test_the_three_kinds_of_the_protocol():
     assert parse(None) is None and parse({}) is None
     assert parse({"do_remote_decode": False, "do_remote_prefill": None}) is None
-    assert parse(TO_P) == RemoteDecode()
+    assert parse(TO_P) == TransferRole(kv_export=True)
     assert parse(TO_D) == READ
 
 
 def test_only_five_keys_must_be_there():
     kept = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
     params = {"do_remote_prefill": True, "of_another_kind": [1]} | {key: TO_D[key] for key in kept}
-    assert parse(params) == RemotePrefill("0b1e6a4c", "cmpl-1", NONCE, "127.0.0.1", 5600, 1, None, None)
+    assert parse(params) == TransferRole(SOURCE)
 
 
 @pytest.mark.parametrize("request_id", ["cmpl-1", "a~b", "~", "chat/é", "x" * 256])
 def test_the_nonce_survives_in_any_request_id(request_id):
     params = TO_D | {"remote_request_id": remote_request_id(request_id, NONCE)}
-    assert (parse(params).request_id, parse(params).nonce) == (request_id, NONCE)
+    assert (parse(params).source.request_id, parse(params).source.nonce) == (request_id, NONCE)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_something_else_than_an_object_is_refused(value):
 
 def test_a_listed_host_is_allowed_with_a_secret_only():
     params = TO_D | {"remote_host": "10.0.0.5"}
-    assert parse_kv_transfer_params(params, PeerPolicy(["10.0.0.0/8"], has_secret=True)).host == "10.0.0.5"
+    assert parse_kv_transfer_params(params, PeerPolicy(["10.0.0.0/8"], has_secret=True)).source.host == "10.0.0.5"
     with pytest.raises(InvalidRequest, match="kv-secret-file"):
         parse_kv_transfer_params(params, PeerPolicy(["10.0.0.0/8"]))
     with pytest.raises(InvalidRequest, match="allowlist"):
@@ -146,10 +148,10 @@ def test_hostile_json_is_refused_by_name_or_read_right(value):
     match parsed:
         case None:
             assert not asked.get("do_remote_decode") and not asked.get("do_remote_prefill")
-        case RemoteDecode():
+        case TransferRole(kv_export=True):
             assert asked["do_remote_decode"] is True
-        case RemotePrefill():
+        case TransferRole(source=source):
             assert asked["do_remote_prefill"] is True and not asked.get("do_remote_decode")
-            assert parsed.host == asked["remote_host"] and LOOPBACK.refusal(parsed.host) is None
-            assert parsed.port == asked["remote_port"] and 1 <= parsed.port <= 65535
-            assert remote_request_id(parsed.request_id, parsed.nonce) == asked["remote_request_id"]
+            assert source.host == asked["remote_host"] and LOOPBACK.refusal(source.host) is None
+            assert source.port == asked["remote_port"] and 1 <= source.port <= 65535
+            assert remote_request_id(source.request_id, source.nonce) == asked["remote_request_id"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
-from cairn.transfer.lease import LeaseState
+from cairn.transfer.leases import LeaseState
 from cairn.transfer.pull import TRANSITIONS, PullLimits, PullState
 from doubles.memory_link import Fault
 from transfer.world import BLOCK, HOST, PAGE_BYTES, PORT, STATE_PAGES, World, keys
@@ -31,7 +31,7 @@ def ended(events):
 def test_ssm_prefix_cold_start_moves_everything_once():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
     assert moved(world) == whole(*PAGES, 40, 41)
     assert np.array_equal(world.memory[[*range(10), 30, 31]], world.p.memory[[*PAGES, 40, 41]])
@@ -44,7 +44,7 @@ def test_mamba_align_only_the_deepest_checkpoint_moves():
     prompt = keys(400)
     files = [(128, (40,)), (256, (41,)), (384, (42,)), (400, (43,))]
     ref = world.offer(prompt, range(25), files)
-    world.consumer.pull(world.want(ref, prompt, range(25), checkpoint=(30,)))
+    world.consumer.pull(world.pull_spec(ref, prompt, range(25), checkpoint=(30,)))
     assert ended(world.run()) == (None, 400)
     assert moved(world) == whole(*range(25), 43)
 
@@ -52,7 +52,7 @@ def test_mamba_align_only_the_deepest_checkpoint_moves():
 def test_ssm_prefix_six_of_ten_pages_are_here():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(6, 10), start=6 * BLOCK, checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(6, 10), start=6 * BLOCK, checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
     assert moved(world) == whole(16, 17, 18, 19, 40, 41)
 
@@ -60,7 +60,7 @@ def test_ssm_prefix_six_of_ten_pages_are_here():
 def test_ssm_prefix_only_the_checkpoint_is_lacking():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, (), start=160, checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, (), start=160, checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
     assert moved(world) == whole(40, 41)
 
@@ -69,7 +69,7 @@ def test_ssm_prefix_only_the_checkpoint_is_lacking():
 def test_ssm_prefix_nothing_is_lacking_and_the_claim_is_confirmed_without_a_read(num_tokens):
     world = World()
     ref = world.offer(keys(num_tokens), PAGES[: -(-num_tokens // BLOCK)], [])
-    world.consumer.pull(world.want(ref, keys(num_tokens), (), start=num_tokens))
+    world.consumer.pull(world.pull_spec(ref, keys(num_tokens), (), start=num_tokens))
     assert ended(world.run()) == (None, None)
     assert moved(world) == []
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED.value]
@@ -78,7 +78,7 @@ def test_ssm_prefix_nothing_is_lacking_and_the_claim_is_confirmed_without_a_read
 def test_a_full_local_hit_sends_just_a_release():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, (), start=160, release_only=True))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, (), start=160, release_only=True))
     assert ended(world.run()) == (None, None)
     assert moved(world) == [] and world.sent == 2  # Hello, Release
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value]
@@ -88,7 +88,7 @@ def test_a_second_transfer_needs_no_second_handshake():
     world = World()
     for number in range(2):
         ref = world.offer(PROMPT, PAGES, [FILE])
-        world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+        world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
         assert ended(world.run())[0] is None
         assert world.sent == 3 + 2 * number  # Hello, then Claim and Confirm of each
 
@@ -112,16 +112,16 @@ def test_a_wrong_reference_moves_no_byte(changed, why):
         if key in changed:
             changed = dict(changed)
             ref = type(ref)(**{name: getattr(ref, name) for name in ref.__slots__} | {key: changed.pop(key)})
-    world.consumer.pull(world.want(ref, **args | changed))
+    world.consumer.pull(world.pull_spec(ref, **args | changed))
     assert why in ended(world.run())[0]
     assert moved(world) == [] and not world.memory.any()
-    assert world.leases.num_held == 1, "the rightful one can still claim it"
+    assert world.leases.num_active == 1, "the rightful one can still claim it"
 
 
 def test_a_foreign_host_is_never_sent_to():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), host="169.254.169.254"))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), host="169.254.169.254"))
     world.run()
     assert world.sent == 0
 
@@ -134,7 +134,7 @@ def test_a_foreign_host_is_never_sent_to():
 )
 def test_a_peer_that_does_not_fit_is_refused(world, why):
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert why in ended(world.run())[0]
     assert moved(world) == [] and world.p.producer.sessions.num_open == 0
 
@@ -142,9 +142,9 @@ def test_a_peer_that_does_not_fit_is_refused(world, why):
 def test_a_silent_peer_ends_the_transfer_and_the_next_one_greets_again():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert world.run() and world.consumer.num_open == 0
-    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     events = []
     for _ in range(12):
         events += world.consumer.tick()
@@ -154,7 +154,7 @@ def test_a_silent_peer_ends_the_transfer_and_the_next_one_greets_again():
     ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.clock.advance(10.0)
     sent = world.sent
-    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert ended(world.run())[0] is None and world.sent - sent == 3
 
 
@@ -177,7 +177,7 @@ def test_a_silent_peer_is_waited_for_once_and_then_probed_by_one_at_a_time():
 
     def pull(number):
         ref = world.offer(PROMPT, PAGES, [FILE], request_id=f"cmpl-{number}")
-        world.consumer.pull(world.want(ref, PROMPT, range(10)))
+        world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
 
     for number in range(48):
         pull(number)
@@ -204,7 +204,7 @@ def test_a_refused_connection_fails_at_once_and_the_next_transfer_tries_again():
     world = World()
     for _ in range(2):
         ref = world.offer(PROMPT, PAGES, [FILE])
-        world.consumer.pull(world.want(ref, PROMPT, range(10)))
+        world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
         sent = world.sent
         assert world.consumer.tick() == [] and world.sent == sent + 1
         world.to_producer.clear()
@@ -216,22 +216,22 @@ def test_a_refused_connection_fails_at_once_and_the_next_transfer_tries_again():
 def test_a_connection_that_took_long_to_be_refused_counts_as_silence():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert lost(world, 6) == []
     world.consumer.lose((HOST, PORT), "no route to host")
     assert failures(world.consumer.tick()) == ["no route to host"]
-    world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert "did not answer" in failures(world.consumer.tick())[0]
 
 
 def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     for _ in range(3):
         assert world.consumer.tick() == []
         world.deliver()
-    assert world.leases.num_held == 1
+    assert world.leases.num_active == 1
     world.consumer.lose((HOST, PORT), "the peer has closed the connection")
     assert failures(world.run()) == ["the peer has closed the connection"] and world.consumer.num_open == 0
 
@@ -239,17 +239,17 @@ def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
 def test_whatever_goes_wrong_with_one_peer_is_a_failed_transfer(monkeypatch):
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    broken = world.consumer.pull(world.want(ref, PROMPT, range(10)))
+    broken = world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
     monkeypatch.setattr(world.consumer._pulls[broken], "advance", lambda: 1 / 0)
     other = world.offer(keys(32, 5), PAGES[:2], request_id="cmpl-2")
-    world.consumer.pull(world.want(other, keys(32, 5), range(2)))
+    world.consumer.pull(world.pull_spec(other, keys(32, 5), range(2)))
     assert failures(world.run()) == ["ZeroDivisionError: division by zero", None]
 
 
 def test_a_lost_answer_is_asked_for_again():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     events = []
     for round_ in range(20):
         events += world.consumer.tick()
@@ -265,7 +265,7 @@ def test_a_lost_answer_is_asked_for_again():
 def test_a_lease_that_lapses_in_mid_read_is_never_accepted():
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.run(3)
     world.clock.advance(29.0)
     world.leases.expire()
@@ -280,7 +280,7 @@ def test_a_lease_that_lapses_in_mid_read_is_never_accepted():
 def test_heartbeats_keep_a_slow_read_alive():
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.clock.advance(29.0)
     events = world.run(3)
     for _ in range(12):
@@ -294,7 +294,7 @@ def reading(**fabric):
     """A world whose peer has frozen in mid read, and the pull."""
     world = World(descriptors_per_poll=1, **fabric)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.run(3)
     world.fabric.inject(world.p.name, Fault.FROZEN)
     return world, pull
@@ -331,7 +331,7 @@ def test_a_read_that_does_not_get_on_is_given_up():
 def test_nothing_more_is_read_once_it_is_given_up():
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.run(4)
     begun = len(world.link.moved)
     world.consumer.abort(pull)
@@ -343,7 +343,7 @@ def test_nothing_more_is_read_once_it_is_given_up():
 def test_a_frozen_peer_leaves_the_pages_in_quarantine_until_the_late_write_has_come():
     world = World(descriptors_per_poll=1, late_writes=True)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.run(3)
     world.fabric.inject(world.p.name, Fault.FROZEN)
     world.consumer.abort(pull)
@@ -362,7 +362,7 @@ def test_a_frozen_peer_leaves_the_pages_in_quarantine_until_the_late_write_has_c
 def test_a_producer_that_dies_in_mid_read_ends_it():
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.run(3)
     world.fabric.inject(world.p.name, Fault.DEAD)
     assert ended(world.run())[0] == "the link failed while reading"
@@ -374,12 +374,12 @@ def test_a_producer_that_dies_in_mid_read_ends_it():
 def test_a_producer_that_restarts_before_the_confirmation_ends_it():
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     world.run(3)
     world.restart()
     assert "restart" in ended(world.run())[0]
     other = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(other, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(other, PROMPT, range(10), checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
 
 
@@ -387,7 +387,7 @@ def test_a_producer_that_restarts_before_the_confirmation_ends_it():
 def test_an_abort_at_any_moment_ends_everything_on_both_sides(after):
     world = World(descriptors_per_poll=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    pull = world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     events = world.run(after)
     world.consumer.abort(pull)
     world.consumer.abort(pull)
@@ -400,7 +400,7 @@ def test_an_abort_at_any_moment_ends_everything_on_both_sides(after):
 def test_handles_hold_at_most_the_chunk():
     world = World(delay=1)
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     most = 0
     for _ in range(20):
         world.consumer.tick()
@@ -413,7 +413,7 @@ def test_handles_hold_at_most_the_chunk():
 def test_a_grant_of_other_sizes_than_expected_is_given_back():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
-    world.consumer.pull(world.want(ref, PROMPT, range(9), checkpoint=(30, 31)))
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(9), checkpoint=(30, 31)))
     assert "gives 10 pages where 9 were expected" in ended(world.run())[0]
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value]
 

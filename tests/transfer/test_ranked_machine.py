@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import ContentAsked, LeaseEnded, PagesFree, PullEnded
+from cairn.transfer.contract import LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.transfer.digest import ContentDigest
 from doubles.memory_link import Fault
-from transfer.ranked_world import CANARY, LAYOUT, PLAIN, World, content_want_of, offer_of, want_of
+from transfer.ranked_world import CANARY, LAYOUT, PLAIN, World, content_spec_of, leased_spec_of, offer_of
 from transfer.world import keys
 
 SIZES = (
@@ -97,11 +97,11 @@ class Lives:
                 for rank in self.p.ranks:
                     rank.memory[held.pages + held.file] = self.rng.randrange(256)
                 self.theirs |= set(held.pages + held.file)
-            case ContentAsked():
+            case LookupRequest():
                 self.answer(event)
 
     def answer(self, asked):
-        self.asks.append(asked.ask)
+        self.asks.append(asked.lookup)
         # A scheduler that is busy, holds nothing, or holds some of it.
         if self.rng.random() < 0.1 * self.trouble:
             return
@@ -111,12 +111,12 @@ class Lives:
         if asked.end is not None:
             positions += [self.ends[number]] * 3
         position = self.rng.choice(positions)
-        leased = self.lease(content, prompt[:position], f"answer-{asked.ask}") if position else None
+        leased = self.lease(content, prompt[:position], f"answer-{asked.lookup}") if position else None
         if leased is None:
-            assert self.p.connector.answer(asked.ask, None) is None
+            assert self.p.connector.answer_lookup(asked.lookup, None) is None
             return
         held, offer = leased
-        self.held[self.p.connector.answer(asked.ask, offer)] = held
+        self.held[self.p.connector.answer_lookup(asked.lookup, offer)] = held
 
     # -- D -------------------------------------------------------------------------------------------------------------
 
@@ -141,21 +141,21 @@ class Lives:
         if by_content:
             digest = ContentDigest(LAYOUT, PLAIN)
             digest.append(prompt)
-            want = content_want_of(self.p, prompt, pages, start=start, checkpoint=file or None)
+            spec = content_spec_of(self.p, prompt, pages, start=start, checkpoint=file or None)
             if rng.random() < 0.6:
                 self.ends[number] = rng.randrange(1, num_tokens + 1)
-                want = dataclasses.replace(want, end=self.ends[number])
+                spec = dataclasses.replace(spec, source=dataclasses.replace(spec.source, end=self.ends[number]))
         else:
             leased = self.lease(content, prompt, f"cmpl-{number}")
             if leased is None:
                 return
             reference = self.p.connector.offer(leased[1])
             self.held[reference] = leased[0]
-            want = want_of(reference, self.p, prompt, pages, start=start, checkpoint=file or None)
+            spec = leased_spec_of(reference, self.p, prompt, pages, start=start, checkpoint=file or None)
         self.known[number] = digest.marks if by_content else b"?"
         self.known_content[number] = content, prompt
         self.mine -= set(local)
-        self.pulls[self.d.connector.pull(want)] = Pulled(content, start, num_tokens, pages, file, by_content)
+        self.pulls[self.d.connector.pull(spec)] = Pulled(content, start, num_tokens, pages, file, by_content)
 
     def at_d(self, event):
         match event:

@@ -24,7 +24,7 @@ from cairn.transfer.ranks import (
 from doubles.memory_link import Fault
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer.rank_channel_contract import RankChannelContract
-from transfer.ranked_world import CANARY, World, offer_of, want_of
+from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.world import GEOMETRY, keys
 
 ONE = PullId(1)
@@ -327,7 +327,7 @@ class Transfer:
         self.reference = p.connector.offer(offer_of(p, self.content, self.prompt, range(count), files))
         self.own = range(d.pages_of(400) + d.pages_per_file)
         self.pages, self.file = self.own[: d.pages_of(400)], self.own[d.pages_of(400) :]
-        self.pull = d.connector.pull(want_of(self.reference, p, self.prompt, self.pages, checkpoint=self.file))
+        self.pull = d.connector.pull(leased_spec_of(self.reference, p, self.prompt, self.pages, checkpoint=self.file))
         self.events = {"p": [], "d": []}
 
     def run(self, rounds=40):
@@ -410,7 +410,7 @@ def test_the_confirmation_is_asked_for_after_the_last_rank():
     transfer.run(100)
     rank_0, rank_1 = transfer.world.d.ranks
     assert rank_0.worker.num_reads == 0 and rank_1.worker.num_reads == 1
-    assert transfer.world.p.producer.leases.num_held == 1 and transfer.events["d"] == []
+    assert transfer.world.p.producer.leases.num_active == 1 and transfer.events["d"] == []
     transfer.world.d.running.add(1)
     assert transfer.run(200)[0] == PullEnded(transfer.pull, None, 400, 400)
     for rank in transfer.world.d.ranks:

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from cairn.transfer.contract import Identity, Peer
-from cairn.transfer.producer import ConsumerSessions
-from cairn.transfer.producer_session import HANDSHAKE_SECONDS, TRANSITIONS, ProducerSession, SessionState
-from cairn.transfer.wire import Alive, Denied, Heartbeat, Hello, Welcome, replies, requests
+from cairn.transfer.session import HANDSHAKE_SECONDS, TRANSITIONS, ConsumerSessions, ProducerSession, SessionState
+from cairn.transfer.wire import VERSION, Alive, Denied, Heartbeat, Hello, Welcome, replies, requests
 from cairn.types import ManualClock
 from transfer.world import GEOMETRY, LAYOUT
 
@@ -86,12 +85,22 @@ def test_another_layout_is_refused_by_whoever_sees_it_first():
     assert wire.session.state is SessionState.CLOSED and "layouts differ" in wire.session.failure
 
 
-def test_another_version_is_refused_with_a_sentence():
+@pytest.mark.parametrize("version", [4, 99])
+def test_another_version_is_refused_with_a_sentence_and_its_claims_are_not_served(version):
     wire = Wire()
     wire.session.open()
-    hello = msgspec.structs.replace(requests().decode(wire.said[0]), version=99)
+    hello = msgspec.structs.replace(requests().decode(wire.said[0]), version=version)
     answer = wire.ask(requests().encode(hello))
-    assert isinstance(answer, Denied) and "version 99" in answer.text and wire.producer.num_open == 0
+    assert isinstance(answer, Denied) and f"version {version} here, {VERSION} there" in answer.text
+    assert wire.producer.num_open == 0
+    assert isinstance(wire.ask(requests().encode(BEAT)), Denied) and wire.served == []
+
+
+def test_a_producer_of_another_version_closes_the_session_with_its_own_sentence():
+    wire = Wire()
+    wire.session.open()
+    wire.session.receive(replies().encode(Denied(requests().decode(wire.said[0]).nonce, "protocol version 5 here")))
+    assert wire.session.state is SessionState.CLOSED and "protocol version 5 here" in wire.session.failure
 
 
 def test_silence_is_repeated_into_and_then_given_up():

@@ -12,7 +12,7 @@ from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.planner import PairedPages
 from cairn.transfer.staging import STAGING_BYTES, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
-from transfer.ranked_world import CANARY, World, offer_of, want_of
+from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.test_geometry import geometry, model
 from transfer.world import keys
 
@@ -152,7 +152,7 @@ def handed_over(world, num_tokens, number, *, pages):
     p, d = world.p, world.d
     held = np.arange(p.pages_of(num_tokens)) + number * p.pages_of(num_tokens)
     reference = p.connector.offer(offer_of(p, content, prompt, held, {}, request_id=f"cmpl-{number}"))
-    return d.connector.pull(want_of(reference, p, prompt, pages)), content
+    return d.connector.pull(leased_spec_of(reference, p, prompt, pages)), content
 
 
 def test_many_reads_share_one_bay_and_all_end_well():

@@ -4,7 +4,7 @@ used again, nothing leaks, and every transfer ends.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import event as note_event
@@ -152,12 +152,12 @@ class Transfers(RuleBasedStateMachine):
             case "longer":
                 prompt = np.append(prompt, prompt[:1]) if len(prompt) % BLOCK else prompt + 1
             case "nonce":
-                ref = type(ref)(ref.engine_id, ref.request_id, b"?" * 16, ref.host, ref.port, 1, None, None)
+                ref = replace(ref, nonce=b"?" * 16)
             case "request":
-                ref = type(ref)(ref.engine_id, "cmpl-9", ref.nonce, ref.host, ref.port, 1, None, None)
+                ref = replace(ref, request_id="cmpl-9")
         local = sorted(self.mine)[:num_local]
         self.mine -= set(local)
-        want = self.world.want(
+        spec = self.world.pull_spec(
             ref,
             prompt,
             local[: num_pages - first],
@@ -166,7 +166,7 @@ class Transfers(RuleBasedStateMachine):
             name=name,
             release_only=lie == "release",
         )
-        pull = self.world.consumer.pull(want)
+        pull = self.world.consumer.pull(spec)
         self.pulls[pull] = Pulled(offered, lie in (None, "release"), first, local, wants_state and lie is None)
         if lie == "release":
             self.pulls[pull].first_page = num_pages
@@ -238,9 +238,9 @@ class Transfers(RuleBasedStateMachine):
         if by_a_stranger:
             # a connection that has not said Hello
             if b"hello" not in frame:
-                before = self.world.leases.num_held, self.world.p.producer.sessions.num_open
+                before = self.world.leases.num_active, self.world.p.producer.sessions.num_open
                 self.world.p.producer.receive(b"stranger", frame)
-                assert (self.world.leases.num_held, self.world.p.producer.sessions.num_open) == before
+                assert (self.world.leases.num_active, self.world.p.producer.sessions.num_open) == before
         else:
             self.world.to_producer.append(frame)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.transfer.contract import LeaseEnded, PagesFree, PullEnded
-from transfer.ranked_world import CANARY, World, offer_of, want_of
+from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.world import keys
 
 SIZES, BLOCKS = (1, 2, 4), (16, 32, 64, 128)
@@ -22,7 +22,7 @@ def hand_over(world, num_tokens, start, *, seed=0):
     lacking = d.pages_of(num_tokens) - start // d.geometry.block_size if start < num_tokens else 0
     own = world.some_pages(d, lacking + d.pages_per_file)
     local, own_file = own[d.pages_per_file :], own[: d.pages_per_file]
-    pull = d.connector.pull(want_of(reference, p, prompt, local, start=start, checkpoint=own_file))
+    pull = d.connector.pull(leased_spec_of(reference, p, prompt, local, start=start, checkpoint=own_file))
     events = world.run(400, until=2)
     assert events["d"] == [PullEnded(pull, None, num_tokens, num_tokens), PagesFree(pull)]
     assert events["p"] + p.turn() == [LeaseEnded(reference, "confirmed")]
@@ -100,7 +100,7 @@ def test_equal_sizes_move_whole_pages_so_that_prepared_lists_serve(p, d):
     reference = world.p.connector.offer(
         offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)})
     )
-    world.d.connector.pull(want_of(reference, world.p, prompt, range(count), checkpoint=range(count, count + k)))
+    world.d.connector.pull(leased_spec_of(reference, world.p, prompt, range(count), checkpoint=range(count, count + k)))
     world.run(20)
     for rank in world.d.ranks:
         assert len(rank.link.moved) == count + k

@@ -35,18 +35,19 @@ from cairn.transfer.wire import (
 from transfer.world import GEOMETRY, World
 
 N16, N32 = bytes(range(16)), bytes(range(32))
-CLAIM = Claim(N16, "", None, 48, True, N32, 400, "cmpl-1", N32[:16])
+CLAIM = Claim(N16, "", b"", 48, True, N32, 400, "cmpl-1", N32[:16])
 REQUESTS = (
     CLAIM,
-    Claim(N16, "", N32 * 3, 128, False, N32),
+    Claim(N16, "", N32 * 3, 128, False, N32, 200),
     Heartbeat(N16, "cmpl-1", N16),
     Confirm(N16, "cmpl-1", N16, 7),
     Release(N16, "cmpl-1", N16),
+    Release(N16, None, None),
 )
 REPLIES = (
     Granted(N16, "cmpl-1", N16, 7, 400, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2))),
     Granted(N16, "cmpl-1", N16, 7, 400, b"", None, b""),
-    Refused(N16, "claim", RefusalReason.NOT_HELD),
+    Refused(N16, "claim", RefusalReason.NOT_CACHED),
     Refused(N16, "claim", RefusalReason.USED),
     Alive(N16),
     Confirmed(N16, 7),
@@ -104,8 +105,7 @@ def test_a_field_out_of_its_bounds_drops_the_record(changed):
         {"claim": N16[:15]},
         {"adapter": "x" * 1025},
         {"adapter": None},
-        {"marks": b""},
-        {"marks": N32[:31]},
+        {"marks": None},
         {"marks": b"x" * (MAX_MARK_BYTES + 1)},
         {"marks": [N32]},
         {"start": -1},
@@ -220,7 +220,7 @@ def test_flipped_bits_end_nobody():
         world = World()
         prompt = np.arange(40)
         ref = world.offer(prompt, (1, 2, 3))
-        world.consumer.pull(world.want(ref, prompt, (4, 5, 6)))
+        world.consumer.pull(world.pull_spec(ref, prompt, (4, 5, 6)))
         events = []
         for _ in range(40):
             events += world.consumer.tick()

@@ -4,6 +4,7 @@ The producer's page number p of epoch e is filled with bytes that no other (p, e
 arrived and when they were read.
 """
 
+import dataclasses
 import random
 from collections import deque
 
@@ -11,10 +12,10 @@ import numpy as np
 
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import ContentName, HeldCheckpoint, Offer, Peer, PeerGeometry, Want
-from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PeerGeometry, PullSpec
+from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
-from cairn.transfer.params import RemotePrefill, parse_kv_transfer_params
+from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.producer import Identity, Producer
@@ -115,16 +116,16 @@ class World:
             self.deliver()
         return events
 
-    def offer(self, prompt, pages, checkpoints=(), *, request_id="cmpl-1", name=PLAIN, num_shared=0) -> RemotePrefill:
+    def offer(self, prompt, pages, checkpoints=(), *, request_id="cmpl-1", name=PLAIN, num_shared=0) -> KvSource:
         """Lease pages of fresh content, but for the first `num_shared`, which are leased already; returns what a decode
         server parses of the reference."""
-        held = tuple(HeldCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
+        held = tuple(OfferedCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
         self.p.fill([*pages[num_shared:], *(page for _, file in checkpoints for page in file)], self.rng)
         offer = Offer(request_id, name, prompt, np.array(pages, np.int32), held)
         nonce = self.leases.offer(offer)
-        return RemotePrefill(self.p.name, request_id, nonce, HOST, PORT, 1, len(prompt), 0)
+        return KvSource(self.p.name, HOST, PORT, request_id, nonce)
 
-    def want(
+    def pull_spec(
         self,
         ref,
         prompt,
@@ -135,13 +136,10 @@ class World:
         name=PLAIN,
         host=None,
         release_only=False,
-    ) -> Want:
-        return Want(
-            ref.request_id,
-            ref.nonce,
-            ref.engine_id,
-            host or ref.host,
-            ref.port,
+    ) -> PullSpec:
+        return PullSpec(
+            "cmpl-2",
+            ref if host is None else dataclasses.replace(ref, host=host),
             name,
             prompt,
             start,
@@ -161,4 +159,4 @@ def parsed(reference: str, engine_id: str, **others):
         "remote_port": PORT,
         "remote_block_ids": [[0]],
     }
-    return parse_kv_transfer_params(params | others, PeerPolicy())
+    return parse_kv_transfer_params(params | others, PeerPolicy()).source

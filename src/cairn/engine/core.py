@@ -24,10 +24,11 @@ from cairn.engine.open_answers import OpenAnswers
 from cairn.engine.request_log.log import RequestLog
 from cairn.engine.specs import SpecMaker, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
-from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, terms_of
+from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import StepRunner
 from cairn.scheduler.scheduler import Scheduler
+from cairn.transfer.params import TransferRole
 
 if TYPE_CHECKING:
     from cairn.runner.contract import EncoderCounters
@@ -102,7 +103,7 @@ class Core:
         """What holds their answers to forms; None: `take_formed` will go on with them."""
         # what is handed over is answered by another server
         wanted = {
-            request.request_id: WantedGrammar(request.structure, self._terms(request).kv_export)
+            request.request_id: WantedGrammar(request.structure, self._role(request).kv_export)
             for request in requests
             if request.structure is not None
         }
@@ -112,19 +113,19 @@ class Core:
             raise InvalidRequest("structured_outputs: this engine holds no answer to a form", "structured_outputs")
         return {}
 
-    def _terms(self, request: GenerateRequest) -> TransferTerms:
-        return terms_of(transfer_params(request), self._transfer)
+    def _role(self, request: GenerateRequest) -> TransferRole:
+        return parse_role(transfer_params(request), self._transfer)
 
     def _take(self, requests: Sequence[GenerateRequest], forms: Forms) -> None:
         """All of them or none: nothing is begun before everything has been looked at."""
         taken = []
         for request in requests:
-            terms, form = self._terms(request), forms.get(request.request_id)
+            role, form = self._role(request), forms.get(request.request_id)
             form = None if isinstance(form, Tried) else form
-            taken.append((request, terms, self._specs.make(request, terms, form, self._scheduler.max_tokens_for)))
+            taken.append((request, role, self._specs.make(request, role, form, self._scheduler.max_tokens_for)))
         self._scheduler.submit_together([[spec for spec, _ in made] for _, _, made in taken])
-        for request, terms, made in taken:
-            self._answers.begin(request, terms, made)
+        for request, role, made in taken:
+            self._answers.begin(request, role, made)
 
     def take_formed(self) -> list[tuple[str, RequestError]]:
         """Called often: go on with the requests that have waited for their grammars. Those that are refused after all,

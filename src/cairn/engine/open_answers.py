@@ -8,10 +8,11 @@ from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest,
 from cairn.engine.contract.output import packed
 from cairn.engine.core_report import cache_report, timings
 from cairn.engine.grammars.constraint import GrammarConstraint
-from cairn.engine.transfers.kv_transfer import KvTransfer, TransferTerms, report
+from cairn.engine.transfers.kv_transfer import KvTransfer, report
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
+from cairn.transfer.params import TransferRole
 from cairn.types import RequestId
 
 _BAD_GATEWAY = 502
@@ -53,7 +54,7 @@ class StopStrings:
 
 
 class GrowingAnswer:
-    """Answer `index` of a request. `terms`: the request's part in a transfer; `constraint`: what holds it to a form;
+    """Answer `index` of a request. `role`: the request's part in a transfer; `constraint`: what holds it to a form;
     `failure_status`: the HTTP status if it fails."""
 
     def __init__(
@@ -61,13 +62,13 @@ class GrowingAnswer:
         request: GenerateRequest,
         index: int,
         stream: TextStream,
-        terms: TransferTerms,
+        role: TransferRole,
         constraint: GrammarConstraint | None,
     ) -> None:
         until = request.stop_conditions
         self.request_id = request.request_id
         self.index = index
-        self.terms = terms
+        self.role = role
         self.constraint = constraint
         self.failure_status = _BAD_GATEWAY
         self.stop_tokens = frozenset(until.stop_token_ids)
@@ -109,13 +110,13 @@ class OpenAnswers:
         self._ids: dict[str, list[RequestId]] = {}  # of a request's answers that have not ended
 
     def begin(
-        self, request: GenerateRequest, terms: TransferTerms, made: Sequence[tuple[Spec, GrammarConstraint | None]]
+        self, request: GenerateRequest, role: TransferRole, made: Sequence[tuple[Spec, GrammarConstraint | None]]
     ) -> None:
         """The scheduler has taken these specs, one for each answer to `request`."""
         self._ids[request.request_id] = [spec.request_id for spec, _ in made]
         for index, (spec, form) in enumerate(made):
             stream = self._tokenizer.stream(request.skip_special_tokens)
-            self._answers[spec.request_id] = GrowingAnswer(request, index, stream, terms, form)
+            self._answers[spec.request_id] = GrowingAnswer(request, index, stream, role, form)
 
     def abort(self, request_id: str) -> None:
         """End a request's answers; nothing more is put out for them. Unknown ids are ignored."""
@@ -191,7 +192,7 @@ class OpenAnswers:
         well = output.finish_reason in ("stop", "length")
         return msgspec.structs.replace(
             output,
-            cache=cache_report(request, answer.terms.prefill_cached_tokens) if answer.index == 0 else None,
+            cache=cache_report(request, answer.role.prefill_cached_tokens) if answer.index == 0 else None,
             timings=timings(request),
             error=request.outcome.failure,
             status=QueueFull.status if request.outcome.refused else answer.failure_status,

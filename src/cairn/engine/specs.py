@@ -18,10 +18,10 @@ from cairn.engine.contract import (
 )
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.multimodal_keys import ImageKeys
-from cairn.engine.transfers.kv_transfer import TransferTerms
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.step import Image
+from cairn.transfer.params import TransferRole
 from cairn.types import Keys, RequestId
 
 _INT64 = 1 << 63
@@ -133,19 +133,19 @@ class SpecMaker:
     def make(
         self,
         request: GenerateRequest,
-        terms: TransferTerms,
+        role: TransferRole,
         constraint: GrammarConstraint | None,
         room_behind: Callable[[int], int],
     ) -> list[tuple[Spec, GrammarConstraint | None]]:
         """The first answer's, then those of the others, each with what holds it to a form. `room_behind`: how many
         tokens an answer to so many can have. Raises InvalidRequest naming the field."""
-        spec = self._spec(request, terms, room_behind)
+        spec = self._spec(request, role, room_behind)
         forms = [constraint, *(None if constraint is None else constraint.start() for _ in range(1, request.n))]
         answers = answers_to(spec, request.n)
         return [(replace(own, constraint=form), form) for own, form in zip(answers, forms, strict=True)]
 
-    def _spec(self, request: GenerateRequest, terms: TransferTerms, room_behind: Callable[[int], int]) -> Spec:
-        if terms.kv_export and request.n > 1:
+    def _spec(self, request: GenerateRequest, role: TransferRole, room_behind: Callable[[int], int]) -> Spec:
+        if role.kv_export and request.n > 1:
             raise InvalidRequest("n: one answer is all that a prompt for another server can have here", "n")
         keys, images = self._keys(request)
         if any(not 1 <= boundary.position <= len(keys) for boundary in request.boundaries):
@@ -163,8 +163,8 @@ class SpecMaker:
             namespace=Namespace(cache_salt=request.cache_salt),
             boundaries=tuple(request.boundaries),
             images=images,
-            source=terms.source,
-            kv_export=terms.kv_export,
+            source=role.source,
+            kv_export=role.kv_export,
             client=request.client,
             min_tokens=until.min_tokens,
             logprobs=request.logprobs,

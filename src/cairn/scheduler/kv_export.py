@@ -10,7 +10,7 @@ from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.request import Offered, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import Leased, content_name
-from cairn.transfer.contract import HeldCheckpoint, LeaseEnded, Offer
+from cairn.transfer.contract import LeaseEnded, Offer, OfferedCheckpoint
 from cairn.types import Pages
 
 
@@ -104,7 +104,7 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
         name=content_name(request),
         keys=request.spec.prompt,
         pages=pages,
-        checkpoints=(HeldCheckpoint(length, checkpoint.pages),),
+        checkpoints=(OfferedCheckpoint(length, checkpoint.pages),),
     )
     reference = side.offer(made)
     request.transfer.offered = Offered(made, reference)

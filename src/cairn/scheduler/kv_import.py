@@ -14,10 +14,10 @@ import numpy as np
 
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.request import Phase, Request, Source
+from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import Fetch, content_name
-from cairn.transfer.contract import ContentWant, PagesFree, PullEnded, PullId, Want
+from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.types import Pages
 
 MAX_OVERTAKEN = 64
@@ -57,7 +57,7 @@ def _is_alone(state: SchedulerState, request: Request) -> bool:
     return next(state.waiting.plain.before(request), None) is None
 
 
-def _compute_here(state: SchedulerState, request: Request, source: Source) -> None:
+def _compute_here(state: SchedulerState, request: Request, source: KvSource) -> None:
     state.waiting.compute(request)
     release_source(state, request, source)
 
@@ -69,7 +69,7 @@ def count_overtaking(state: SchedulerState, request: Request) -> None:
         first.transfer.num_overtaken += 1
 
 
-def _start(state: SchedulerState, request: Request, source: Source) -> bool:
+def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
     """False if there is no room now. Otherwise the request is being fetched, or has nothing to fetch any more."""
     cache, length = state.cache, request.num_prompt_tokens
     if state.config.exact:
@@ -96,7 +96,7 @@ def _start(state: SchedulerState, request: Request, source: Source) -> bool:
     request.transfer.source, request.sequence = None, sequence
     request.to(Phase.FETCHING)
     assert state.transfers.side is not None
-    pull = state.transfers.side.pull(_want(request, source, sequence, file))
+    pull = state.transfers.side.pull(_pull_spec(request, source, sequence, file))
     state.transfers.fetching[pull] = Fetch(request, source, copies, state.clock.now())
     return True
 
@@ -111,25 +111,12 @@ def _pages_before(state: SchedulerState, request: Request) -> int:
     return num_pages
 
 
-def _want(request: Request, source: Source, sequence: SequenceBlocks, file: Pages) -> Want | ContentWant:
+def _pull_spec(request: Request, source: KvSource, sequence: SequenceBlocks, file: Pages) -> PullSpec:
     length, start = request.num_prompt_tokens, _fetch_start(sequence)
     pages = (
         sequence.blocks.span(start, length)[0] if sequence.blocks.groups and start < length else np.zeros(0, np.int32)
     )
-    if source.nonce is not None:
-        return _lease_want(request, source, source.nonce, start, pages, file)
-    return ContentWant(
-        request_id=request.id,
-        engine_id=source.engine_id,
-        host=source.host,
-        port=source.port,
-        name=content_name(request),
-        keys=request.spec.prompt,
-        start=start,
-        pages=pages,
-        checkpoint=file,
-        end=source.end,
-    )
+    return PullSpec(request.id, source, content_name(request), request.spec.prompt, start, pages, file)
 
 
 def _fetch_start(sequence: SequenceBlocks) -> int:
@@ -140,30 +127,14 @@ def _fetch_start(sequence: SequenceBlocks) -> int:
     return sequence.matched // tokens_per_page * tokens_per_page
 
 
-def release_source(state: SchedulerState, request: Request, source: Source) -> None:
+def release_source(state: SchedulerState, request: Request, source: KvSource) -> None:
     """Nothing is wanted: the other server need not keep it."""
     if source.nonce is None:
         return
     assert state.transfers.side is not None
-    nothing = np.zeros(0, np.int32)
-    state.transfers.side.pull(_lease_want(request, source, source.nonce, request.num_prompt_tokens, nothing, None))
-
-
-def _lease_want(request: Request, source: Source, nonce: bytes, start: int, pages: Pages, file: Pages | None) -> Want:
-    """From a lease there; without a `file` nothing but its release."""
-    return Want(
-        request_id=source.request_id,
-        nonce=nonce,
-        engine_id=source.engine_id,
-        host=source.host,
-        port=source.port,
-        name=content_name(request),
-        keys=request.spec.prompt,
-        start=start,
-        pages=pages,
-        checkpoint=file,
-        release_only=file is None,
-    )
+    prompt, nothing = request.spec.prompt, np.zeros(0, np.int32)
+    spec = PullSpec(request.id, source, content_name(request), prompt, len(prompt), nothing, None, release_only=True)
+    state.transfers.side.pull(spec)
 
 
 def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:

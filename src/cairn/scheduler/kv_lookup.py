@@ -12,7 +12,7 @@ from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import Leased, content_name
 from cairn.step import GRID
-from cairn.transfer.contract import ContentAsked, ContentName, HeldCheckpoint, Offer
+from cairn.transfer.contract import ContentName, LookupRequest, Offer, OfferedCheckpoint
 from cairn.types import Keys
 
 
@@ -24,38 +24,37 @@ def remember_sequence(state: SchedulerState, request: Request) -> None:
         sequences.remember(content_name(request), keys)
 
 
-def answer_lookup(state: SchedulerState, asked: ContentAsked) -> None:
-    """Offer the deepest state that is left of what is asked for, and the pages up to it; of a model without states the
-    pages."""
+def answer_lookup(state: SchedulerState, request: LookupRequest) -> None:
+    """Offer the deepest cached checkpoint of the claimed content and the pages up to it; for a model without states the
+    pages alone."""
     transfers = state.transfers
     assert transfers.side is not None
-    found = transfers.sequences.deepest(asked.marks, asked.end) if transfers.sequences is not None else None
-    if found is None or found[0].adapter != asked.adapter:
-        transfers.side.answer(asked.ask, None)
+    found = transfers.sequences.find_longest(request.marks, request.end) if transfers.sequences is not None else None
+    if found is None or found[0].adapter != request.adapter:
+        transfers.side.answer_lookup(request.lookup, None)
         return
-    _offer(state, asked, *found)
+    _offer(state, request, *found)
 
 
-def _offer(state: SchedulerState, asked: ContentAsked, name: ContentName, keys: Keys) -> None:
+def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, keys: Keys) -> None:
     cache, side = state.cache, state.transfers.side
     assert side is not None
-    purpose = f"content ask {asked.ask}"
+    purpose = f"lookup {request.lookup}"
     sequence = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose, probe=True)
     position = len(keys) if sequence.matched == len(keys) else sequence.matched // GRID * GRID
     checkpoint = sequence.restore if sequence.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
-    of_use = position > asked.start and (checkpoint is not None or cache.layout.state_bytes == 0)
+    of_use = position > request.start and (checkpoint is not None or cache.layout.state_bytes == 0)
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
-    offer = Offer(
-        purpose, name, keys[:position], pages, () if checkpoint is None else (HeldCheckpoint(sequence.hit, checkpoint),)
-    )
+    checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
+    offer = Offer(purpose, name, keys[:position], pages, checkpoints)
     promised, num_more = promised_pages(state)
     has_room = state.num_leases < state.transfers.quota.max_leases
     if not of_use or not has_room or not side.has_room(np.concatenate([promised, offer.all_pages]), num_more):
-        side.answer(asked.ask, None)
+        side.answer_lookup(request.lookup, None)
     else:
-        reference = side.answer(asked.ask, offer)
+        reference = side.answer_lookup(request.lookup, offer)
         if reference is not None:
-            hold = cache.pin(f"asked for by {purpose}", offer.all_pages)
+            hold = cache.pin(f"leased after {purpose}", offer.all_pages)
             state.transfers.offers[reference] = Leased(hold, client=None)
     cache.discard(sequence)

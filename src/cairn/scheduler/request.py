@@ -1,7 +1,7 @@
 """One request inside the scheduler: its life as a table of transitions, and what it has got so far."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -10,8 +10,8 @@ import numpy as np
 
 from cairn.cache.placement import PromptFacts
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
-from cairn.step import GRID, Image, Logprobs, TokenMask
-from cairn.transfer.contract import Offer, PullEnded
+from cairn.step import Image, Logprobs, TokenMask
+from cairn.transfer.contract import KvSource, Offer, PullEnded
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "RequestOutcome",
     "RequestStats",
     "RequestTransfer",
-    "Source",
     "Spec",
 ]
 
@@ -67,34 +66,6 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Which server may hold the beginning of a prompt. With a `nonce`, that of the lease of `request_id` there;
-    without one nothing is promised: it is asked for the content, of which it may have had the first `end` tokens."""
-
-    engine_id: str
-    host: str
-    port: int
-    request_id: str = ""
-    nonce: bytes | None = None
-    end: int | None = None
-
-    def reach(self, num_prompt_tokens: int) -> int:
-        """How many tokens of the prompt can come from there at most."""
-        if self.nonce is not None:
-            return num_prompt_tokens
-        if self.end is not None and self.end <= num_prompt_tokens:
-            return self.end
-        return num_prompt_tokens // GRID * GRID
-
-    def exact(self, num_prompt_tokens: int) -> "Source":
-        """What a server with `--exact` may ask for: off the 64-token grid a state is of use at its prompt's end alone,
-        so no other end is asked for."""
-        if self.end is None or self.end % GRID == 0 or self.end == num_prompt_tokens:
-            return self
-        return replace(self, end=None)
-
-
 class Constraint(Protocol):
     """What may come next in an answer that has to keep to a form. Kept by whoever makes the request; a function of the
     answer so far, so that preemption and several answers need no care."""
@@ -123,7 +94,7 @@ class Spec:
     namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
     boundaries: tuple[Boundary, ...] = ()
     images: tuple[Image, ...] = ()
-    source: Source | None = None
+    source: KvSource | None = None
     kv_export: bool = False
     client: str = ""
     min_tokens: int = 0
@@ -190,7 +161,7 @@ class RequestTransfer:
     `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
     """
 
-    source: Source | None = None
+    source: KvSource | None = None
     num_overtaken: int = 0
     pulled: PullEnded | None = None
     pull_seconds: float = 0.0

@@ -22,7 +22,7 @@ from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
 from cairn.step import Logprobs, SampledToken, StepPlan, StepResult, TokenMask
-from cairn.transfer.contract import ContentAsked, LeaseEnded, PagesFree, PullEnded
+from cairn.transfer.contract import LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.types import Clock, RequestId
 
 __all__ = ["Progress", "Scheduler"]
@@ -176,7 +176,7 @@ class Scheduler:
                     release_quarantine(state, event)
                 case LeaseEnded():
                     release_offer(state, event)
-                case ContentAsked():
+                case LookupRequest():
                     answer_lookup(state, event)
         refused = refuse_overdue(state)
         changed = start_pulls(state) or bool(events or refused)

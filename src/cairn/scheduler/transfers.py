@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin
-from cairn.scheduler.request import Request, Source
+from cairn.scheduler.request import Request
 from cairn.step import PageCopy
-from cairn.transfer.contract import ContentName, NamedImage, PullId, SchedulerSide
+from cairn.transfer.contract import ContentName, KvSource, NamedImage, PullId, SchedulerSide
 from cairn.types import Keys
 
 
@@ -21,12 +21,12 @@ class LeaseQuota:
 
 
 class Sequences(Protocol):
-    """Which sequences were here lately, by the digests of their beginnings: `cairn.transfer.recent.RecentContent`."""
+    """Sequences that ended here lately, by the digests of their prefixes: `cairn.transfer.digest.SequenceIndex`."""
 
     def remember(self, name: ContentName, keys: Keys) -> None: ...
 
-    def deepest(self, marks: bytes, end: bytes | None = None) -> tuple[ContentName, Keys] | None:
-        """The longest beginning that one of these digests names, or None. `end` is looked for first."""
+    def find_longest(self, marks: bytes, end: bytes | None = None) -> tuple[ContentName, Keys] | None:
+        """Name and key tokens of the longest known prefix with one of these digests, or None; `end` is preferred."""
         ...
 
 
@@ -43,7 +43,7 @@ class Fetch:
     than was there already. `began`: seconds."""
 
     request: Request
-    source: Source
+    source: KvSource
     copies: list[PageCopy]
     began: float
 

@@ -3,8 +3,8 @@
 import logging
 
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
-from cairn.transfer.lease import LeaseState
+from cairn.transfer.contract import Event, LeaseEnded, LookupId, Offer, PullId, PullSpec
+from cairn.transfer.leases import LeaseState
 from cairn.transfer.params import remote_request_id, split_reference
 from cairn.transfer.producer import Producer
 from cairn.types import Pages
@@ -52,19 +52,19 @@ class Connector:
         if (known := split_reference(remote_request_id)) is not None:
             self._leases.withdraw(known[1])
 
-    def answer(self, ask: AskId, offer: Offer | None, nonce: bytes | None = None) -> str | None:
+    def answer_lookup(self, lookup: LookupId, offer: Offer | None, nonce: bytes | None = None) -> str | None:
         """`nonce` as for `offer`. `Producer.take_frames` has the frame to send after this."""
         if offer is None:
-            self._producer.lookups.refuse(ask)
+            self._producer.lookups.refuse(lookup)
             return None
         nonce = self._leases.new_nonce() if nonce is None else nonce
-        if self._producer.lookups.grant(ask, offer, nonce):
+        if self._producer.lookups.grant(lookup, offer, nonce):
             return remote_request_id(offer.request_id, nonce)
         return self._ended_at_once(offer, nonce)
 
-    def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
+    def pull(self, spec: PullSpec, pull_id: PullId | None = None) -> PullId:
         """`pull_id`: a number that no other pull of this engine ever had."""
-        return self._consumer.pull(want, pull_id)
+        return self._consumer.pull(spec, pull_id)
 
     def abort(self, pull: PullId) -> None:
         self._consumer.abort(pull)
@@ -72,7 +72,7 @@ class Connector:
     def events(self) -> list[Event]:
         """Drives everything once; see also `Producer.take_frames`."""
         events: list[Event] = list(self._consumer.tick())
-        events += self._producer.lookups.take_asked()
+        events += self._producer.lookups.take_requests()
         events += self._ended
         self._ended.clear()
         return events + self._leases.take_ended()

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable
 
-from cairn.transfer.contract import ContentWant, Identity, PagesFree, PullEnded, PullId, Want, WorkerSide
+from cairn.transfer.contract import Identity, KvSource, PagesFree, PullEnded, PullId, PullSpec, WorkerSide
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
-from cairn.transfer.producer_session import ProducerSession, SessionState
 from cairn.transfer.pull import Pull, PullLimits, PullState, PullTools
+from cairn.transfer.session import ProducerSession, SessionState
 from cairn.transfer.wire import NONCE_BYTES, Denied
 from cairn.types import Clock
 
@@ -41,7 +41,7 @@ class Consumer:
         self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
         self._claims: dict[bytes, Pull] = {}
-        self._told: set[PullId] = set()
+        self._reported: set[PullId] = set()
         self._next = 0
         self._dropped = 0
 
@@ -65,14 +65,14 @@ class Consumer:
         """Frames that were ignored."""
         return self._dropped + sum(session.dropped for session in self._sessions.values())
 
-    def pull(self, want: Want | ContentWant, pull_id: PullId | None = None) -> PullId:
-        """Start a transfer; nothing is sent before the next `tick`. `pull_id`: a number that none had before, else the
-        next one."""
+    def pull(self, spec: PullSpec, pull_id: PullId | None = None) -> PullId:
+        """Start a pull; nothing is sent before the next `tick`. `pull_id`: a number that no other pull ever had, None
+        for the next one."""
         number = self._next + 1 if pull_id is None else pull_id
         if number in self._pulls:
             raise AssertionError(f"pull {number} is open already")
         self._next = max(self._next, number)
-        pull = Pull(PullId(number), want, self._random(NONCE_BYTES), self._tools)
+        pull = Pull(PullId(number), spec, self._random(NONCE_BYTES), self._tools)
         self._pulls[pull.id] = self._claims[pull.claim] = pull
         return pull.id
 
@@ -116,36 +116,37 @@ class Consumer:
                 pull.advance()
             except Exception as error:
                 # One peer's doing must not end the thread that serves all of them.
-                logger.exception("transfer %d of %s", pull.id, pull.want.request_id)
+                logger.exception("transfer %d of %s", pull.id, pull.spec.request_id)
                 pull.abort(f"{type(error).__name__}: {error}")
             events += self._ended(pull)
         return events
 
     def _ended(self, pull: Pull) -> list[PullEnded | PagesFree]:
         events: list[PullEnded | PagesFree] = []
-        if pull.is_over and pull.id not in self._told:
-            self._told.add(pull.id)
+        if pull.is_over and pull.id not in self._reported:
+            self._reported.add(pull.id)
             if pull.is_silent and pull.session is not None:
                 # The next transfer begins with a new handshake: the peer may have forgotten this session.
                 pull.session.close("the peer did not answer")
-                self._unresponsive.add((pull.want.host, pull.want.port))
+                self._unresponsive.add((pull.spec.source.host, pull.spec.source.port))
             events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
-        if pull.is_settled:
+        if pull.is_drained:
             del self._pulls[pull.id], self._claims[pull.claim]
-            self._told.discard(pull.id)
+            self._reported.discard(pull.id)
             events.append(PagesFree(pull.id))
         return events
 
-    def _session_with(self, host: str, port: int, engine_id: str) -> ProducerSession | str:
-        refusal = self._policy.refusal(host)
+    def _session_with(self, source: KvSource) -> ProducerSession | str:
+        """The session with this server, or why there is none."""
+        refusal = self._policy.refusal(source.host)
         if refusal is not None:
             return f"remote_host {refusal}"
-        address = (host, port)
+        address = (source.host, source.port)
         session = self._sessions.get(address)
         if (
             session is not None
             and session.peer is not None
-            and session.peer.engine_id != engine_id
+            and session.peer.engine_id != source.engine_id
             and self._is_idle(session)
         ):
             # Whoever listens there now has made the offer: the peer of this session has restarted, or never was.

@@ -7,16 +7,17 @@ The scheduler speaks in tokens and page numbers, a worker turns them into byte r
 No method of the two waits: all are called again and again by one owner, which may sleep while nothing is open.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, NewType, Protocol
 
 import msgspec
 import numpy as np
 
+from cairn.step import GRID
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
 
-AskId = NewType("AskId", int)
+LookupId = NewType("LookupId", int)
 PullId = NewType("PullId", int)
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -36,8 +37,8 @@ class NamedImage:
 
 @dataclass(frozen=True, slots=True)
 class ContentName:
-    """Under which root the key tokens stand: prompts of different names never share anything. `images`: in order, what
-    stands behind key tokens below 0."""
+    """Namespace of key tokens: sequences of different names never share anything. `images`: what the key tokens below 0
+    stand for, in order of position."""
 
     adapter: str = ""
     salt: str | None = None
@@ -80,7 +81,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldCheckpoint:
+class OfferedCheckpoint:
     """A checkpoint file that resumes the sequence at `position`."""
 
     position: int
@@ -89,34 +90,62 @@ class HeldCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a prefill server holds for one decode server: pages that cover `keys`, and checkpoints on the way."""
+    """What a server leases to another: pages that cover `keys`, and checkpoints of their prefixes."""
 
     request_id: str
     name: ContentName
     keys: Keys
     pages: Pages
-    checkpoints: tuple[HeldCheckpoint, ...]
+    checkpoints: tuple[OfferedCheckpoint, ...]
 
     @property
     def all_pages(self) -> Pages:
-        """Those of the tokens and of the checkpoints."""
+        """Pages of the tokens and of the checkpoints, shape [n]."""
         return np.concatenate([self.pages, *(checkpoint.pages for checkpoint in self.checkpoints)])
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """What a decode server lacks of one offer.
+class KvSource:
+    """A server that may have the KV pages of a prompt. With the `nonce` of its lease `request_id` it has promised all
+    of the prompt. Without one it has promised nothing: it is asked what it still caches of this content; its sequence
+    had `end` tokens, where that is known (answers seldom end at a multiple of 64)."""
 
-    Tokens [start, len(keys)) are to land in `pages`; `start` is a multiple of the own block size, or len(keys) when
-    no page is lacking. `checkpoint`: the file that is to receive the state, None when the own one is deep enough.
-    `release_only`: nothing is lacking at all; the offer is given back unused.
-    """
-
-    request_id: str
-    nonce: bytes
     engine_id: str
     host: str
     port: int
+    request_id: str | None = None
+    nonce: bytes | None = None
+    end: int | None = None
+
+    def reach(self, num_prompt_tokens: int) -> int:
+        """How many tokens of the prompt it may provide at most."""
+        if self.nonce is not None:
+            return num_prompt_tokens
+        if self.end is not None and self.end <= num_prompt_tokens:
+            return self.end
+        return num_prompt_tokens // GRID * GRID
+
+    def exact(self, num_prompt_tokens: int) -> "KvSource":
+        """The same without an `end` that is of no use under `--exact`: off the 64-token grid a state can only be used
+        at the end of the prompt."""
+        if self.end is None or self.end % GRID == 0 or self.end == num_prompt_tokens:
+            return self
+        return replace(self, end=None)
+
+
+@dataclass(frozen=True, slots=True)
+class PullSpec:
+    """What to pull of `keys` from `source`, and where to.
+
+    `pages` cover the tokens [start, len(keys)), or are empty when no page is needed; `start` is a multiple of the own
+    block size, or len(keys). `checkpoint`: the file for the state, None when none is needed. A lease delivers all of
+    it. Without a lease the source may deliver less: tokens up to its `end` or a multiple of 64 beyond `start`, and a
+    state only where it has one.
+    `release_only`: nothing is needed; the lease is given back unused. `request_id`: the own request's, for messages.
+    """
+
+    request_id: str
+    source: KvSource
     name: ContentName
     keys: Keys
     start: int
@@ -126,34 +155,10 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class ContentWant:
-    """What a server lacks of `keys` and another one may hold, without a lease: a hint says where.
-
-    Tokens [start, position) land in the first of `pages`. `position` is the other side's word: a multiple of 64 or
-    `end`, greater than `start`, at most len(keys). `end`: how many tokens the other side's sequence had, where the hint
-    says so: answers, and the checkpoints at their ends, seldom end at a multiple of 64. `start` is a multiple of the
-    own block size; `pages` cover all of [start, len(keys)), or are empty when no page is lacking. `checkpoint`: the
-    file that may receive a state, None when none is wanted; it stays as it is where the other side has none.
-    `request_id`: the own request's, for messages alone.
-    """
-
-    request_id: str
-    engine_id: str
-    host: str
-    port: int
-    name: ContentName
-    keys: Keys
-    start: int
-    pages: Pages
-    checkpoint: Pages | None
-    end: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PullEnded:
-    """The pull's outcome is known. `failure` None: tokens up to `position` may be used, and the checkpoint at
-    `checkpoint_position` where one was wanted (of a ContentWant: where there was one, else None). Otherwise nothing of
-    it may be, and the text says why. `volume`: what was read."""
+    """The outcome of a pull. `failure` None: tokens up to `position` may be used, and the checkpoint at
+    `checkpoint_position`, None where there is none. Otherwise nothing may be used, and `failure` says why. `volume`:
+    what was read."""
 
     pull: PullId
     failure: str | None
@@ -164,72 +169,69 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class PagesFree:
-    """No write of this pull can come any more: the pages of its `Want` are their owner's again. Comes with or after
-    `PullEnded`, never before it."""
+    """No write of this pull can come any more: the pages of its `PullSpec` may be used again. Comes after `PullEnded`,
+    or together with it."""
 
     pull: PullId
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The pages of an offer need not be held any longer. `state`: how it ended."""
+    """The pages of an offer need not be kept any longer. `state`: how the lease ended, a `leases.LeaseState`."""
 
     remote_request_id: str
     state: str
 
 
 @dataclass(frozen=True, slots=True)
-class ContentAsked:
-    """Another server asks what is held of a sequence that it knows by digests alone: `marks` are those of its first 64,
-    128, ... tokens, 32 bytes each (`digest.ContentDigest`), `end` is that of one more prefix, or None. It lacks tokens
-    from `start` on, and a checkpoint when `checkpoint`. To be answered by `SchedulerSide.answer` within
-    `content_lookups.LookupLimits.seconds`."""
+class LookupRequest:
+    """Another server claims content without a lease: what is cached of it? `marks`: the digests of its first 64, 128,
+    ... tokens, 32 bytes each (`digest.ContentDigest`); `end`: the digest of one more prefix, or None. The other server
+    needs tokens from `start` on. Answer with `SchedulerSide.answer_lookup` within `LookupLimits.seconds`."""
 
-    ask: AskId
+    lookup: LookupId
     adapter: str
     marks: bytes
     start: int
-    checkpoint: bool
     end: bytes | None = None
 
 
-Event = PullEnded | PagesFree | LeaseEnded | ContentAsked
+Event = PullEnded | PagesFree | LeaseEnded | LookupRequest
 
 
 class SchedulerSide(Protocol):
     """The connector as the scheduler sees it."""
 
     def has_room(self, pages: Pages, num_more: int = 0) -> bool:
-        """Whether leases of these pages, and of `num_more` that nobody leases, stay within the share of the pool that
-        leases may hold. Pages that are leased already count once. `offer` takes one that is larger than all of it,
-        too, while nothing else is leased: a long prompt must be handed over some time."""
+        """Whether leases of `pages` and of `num_more` other pages fit under the cap of all leases. A page that is
+        leased already counts once. While nothing is leased, one offer may exceed the cap: a long prompt must be served,
+        too."""
         ...
 
     def offer(self, offer: Offer) -> str:
-        """Lease pages that must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
+        """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
         ...
 
     def withdraw(self, remote_request_id: str) -> None:
-        """End an offer early. Unknown or ended ones are left as they are."""
+        """End a lease early. Does nothing for unknown or ended ones."""
         ...
 
-    def answer(self, ask: AskId, offer: Offer | None) -> str | None:
-        """Answer a `ContentAsked`; None: nothing is held. Otherwise `offer.keys` are the tokens held, up to a mark or
-        the end of the ask; `has_room` is to be asked first. The offer is leased to whoever asked, and ends in exactly
-        one `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, which is
-        `offer.request_id`, "~" and a nonce, as for offers."""
+    def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
+        """Answer a `LookupRequest`; None: nothing is cached. `offer.keys` are the cached tokens up to a mark or the end
+        of the request; call `has_room` first. The offer is leased to the server that asked, and ends in exactly one
+        `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, as `offer` does."""
         ...
 
-    def pull(self, want: Want | ContentWant) -> PullId:
-        """Start a transfer. Ends in exactly one `PullEnded` and one `PagesFree`."""
+    def pull(self, spec: PullSpec) -> PullId:
+        """Start a pull. It ends in exactly one `PullEnded` and one `PagesFree`."""
         ...
 
     def abort(self, pull: PullId) -> None:
-        """Give a transfer up. Its `PagesFree` may come much later. Ended ones are left as they are."""
+        """Abort a pull. Its `PagesFree` may come much later. Does nothing for ended ones."""
         ...
 
     def events(self) -> list[Event]:
-        """What has ended or was asked since the last call, in order."""
+        """Events since the last call, in order."""
         ...
 
 

@@ -1,13 +1,12 @@
 """`kv_transfer_params` of a request, as proxies send them: strict, pure, and never trusted as an address.
 
-    {"do_remote_decode": true, ...}    prefill here; somebody else will decode      -> RemoteDecode
-        "cairn_decode_hint": {...}     who may still hold the last turn's answer
-    {"do_remote_prefill": true, ...}   decode here what somebody else has prefilled -> RemotePrefill
-    null, or both false                an ordinary request                          -> None
+    {"do_remote_decode": true, ...}    prefill here; another server will decode        -> kv_export
+        "cairn_decode_hint": {...}     who may still have the last turn's answer       -> source without a lease
+    {"do_remote_prefill": true, ...}   decode here what another server has prefilled   -> source with a lease
+    null, or both false                an ordinary request                             -> None
 
-Keys that are not listed here are ignored, and null is the same as missing. The block ids are checked for their form
-and then forgotten: which pages are read is the producer's word, in exchange for the nonce that is part of
-`remote_request_id`.
+Keys that are not listed here are ignored, and null is the same as missing. Only the form of the block ids is checked:
+which pages are read is the producer's answer to a claim with the nonce that is part of `remote_request_id`.
 """
 
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cairn.errors import InvalidRequest
+from cairn.transfer.contract import KvSource
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.wire import NONCE_BYTES
 
@@ -34,38 +34,17 @@ _MAX_RANKS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeHint:
-    """A server that may be asked for content. It has promised nothing. `num_tokens`: how many its sequence had."""
+class TransferRole:
+    """A request's part in a transfer. `source`: a server to pull from. `kv_export`: lease the prompt to another server.
+    `prefill_cached_tokens`: what the prefilling server had cached, None where that is not known."""
 
-    engine_id: str
-    host: str
-    port: int
-    num_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteDecode:
-    """Keep what this request computes under a lease. `hint` None: compute all that is not here."""
-
-    hint: DecodeHint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePrefill:
-    """Where what this request needs may lie. `num_tokens` and `cached_tokens` are None where the proxy lost them."""
-
-    engine_id: str
-    request_id: str
-    nonce: bytes
-    host: str
-    port: int
-    tp_size: int
-    num_tokens: int | None
-    cached_tokens: int | None
+    source: KvSource | None = None
+    kv_export: bool = False
+    prefill_cached_tokens: int | None = None
 
 
 def remote_request_id(request_id: str, nonce: bytes) -> str:
-    """The reference that goes to the client. The nonce is in it, so no proxy can lose it."""
+    """The lease's name in `kv_transfer_params`. The nonce is part of it, so no proxy can lose it."""
     return f"{request_id}{_MARK}{nonce.hex()}"
 
 
@@ -78,7 +57,7 @@ def split_reference(reference: str) -> tuple[str, bytes] | None:
     return None
 
 
-def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> RemoteDecode | RemotePrefill | None:
+def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> TransferRole | None:
     """Raises InvalidRequest that names the key, for everything that is not exactly what the protocol says."""
     if value is None:
         return None
@@ -89,25 +68,25 @@ def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> RemoteDecode 
         raise _wrong("do_remote_decode", "and do_remote_prefill must not both be true")
     if prefill:
         return _remote_prefill(value, policy)
-    return RemoteDecode(_hint(value.get(HINT), policy)) if decode else None
+    return TransferRole(_hint(value.get(HINT), policy), kv_export=True) if decode else None
 
 
-def _hint(hint: object, policy: PeerPolicy) -> DecodeHint | None:
+def _hint(hint: object, policy: PeerPolicy) -> KvSource | None:
     """A server that may not be spoken to is as good as no hint: whoever sent it does not know this server's peers."""
     if hint is None:
         return None
     if not isinstance(hint, Mapping):
         raise _wrong(HINT, f"must be an object or null, not {type(hint).__name__}")
-    found = DecodeHint(
+    found = KvSource(
         engine_id=_text(hint, "engine", _MAX_ENGINE_ID, f"{HINT}.engine"),
         host=_text(hint, "host", _MAX_HOST, f"{HINT}.host"),
         port=_required(_integer(hint, "port", 1, 65535, name=f"{HINT}.port"), f"{HINT}.port"),
-        num_tokens=_integer(hint, "num_tokens", 0, _MAX_TOKENS, name=f"{HINT}.num_tokens"),
+        end=_integer(hint, "num_tokens", 0, _MAX_TOKENS, name=f"{HINT}.num_tokens"),
     )
     return None if policy.refusal(found.host) is not None else found
 
 
-def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> RemotePrefill:
+def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> TransferRole:
     host = _text(params, "remote_host", _MAX_HOST)
     refusal = policy.refusal(host)
     if refusal is not None:
@@ -119,16 +98,16 @@ def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> Remo
         raise _wrong("transfer_mode", "must be 'pull'")
     _check_block_ids(params)
     request_id, nonce = _reference(params)
-    return RemotePrefill(
+    _integer(params, "tp_size", 1, _MAX_RANKS)
+    _integer(params, "remote_num_tokens", 0, _MAX_TOKENS)
+    source = KvSource(
         engine_id=_text(params, "remote_engine_id", _MAX_ENGINE_ID),
-        request_id=request_id,
-        nonce=nonce,
         host=host,
         port=_required(_integer(params, "remote_port", 1, 65535), "remote_port"),
-        tp_size=_required(_integer(params, "tp_size", 1, _MAX_RANKS, default=1), "tp_size"),
-        num_tokens=_integer(params, "remote_num_tokens", 0, _MAX_TOKENS),
-        cached_tokens=_integer(params, "remote_prefill_cached_tokens", 0, _MAX_TOKENS),
+        request_id=request_id,
+        nonce=nonce,
     )
+    return TransferRole(source, prefill_cached_tokens=_integer(params, "remote_prefill_cached_tokens", 0, _MAX_TOKENS))
 
 
 def _reference(params: Mapping[object, object]) -> tuple[str, bytes]:

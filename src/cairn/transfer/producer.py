@@ -1,97 +1,172 @@
-"""The producer as one piece: frames in, frames out, leases kept. Whoever asks has to serve the same layout."""
+"""The producer's side of transfers: frames in, frames out; leases, and lookups for claims without one.
+
+    claim with a lease      --> LeaseTable: Granted or Refused
+    claim without a lease   --> LookupRequest --> an offer: leased to the sender, Granted
+                                             +--> nothing, or no answer in time: Refused(NOT_CACHED)
+
+The cache belongs to the scheduler, which answers when it can. Meanwhile the consumer repeats its claim: that is one
+lookup, and an answer that was lost is sent again.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
 
-from cairn.transfer.content_lookups import ContentLookups, LookupLimits
-from cairn.transfer.contract import Identity
-from cairn.transfer.lease import LeaseLimits
-from cairn.transfer.lease_book import LeaseBook
+from cairn.transfer.claim import match_claim
+from cairn.transfer.contract import Identity, LookupId, LookupRequest, Offer
+from cairn.transfer.digest import DIGEST_BYTES
+from cairn.transfer.leases import LeaseLimits, LeaseTable
+from cairn.transfer.session import ConsumerSessions
 from cairn.transfer.wire import (
-    VERSION,
     Claim,
     Confirm,
-    Denied,
-    FromProducer,
+    Granted,
     Heartbeat,
-    Hello,
+    RefusalReason,
+    Refused,
     Release,
+    Released,
     Reply,
     Request,
-    Welcome,
-    replies,
-    requests,
+    refusal,
 )
 from cairn.types import Clock
 
-Serve: TypeAlias = Callable[[bytes, Request], Reply | None]
-"""Answers a record that came by this connection; None when the answer comes later, by `ConsumerSessions.encode`."""
 
-_MAX_OPEN = 1024
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupLimits:
+    """`max_open`: lookups that wait for an answer at a time; more are refused. `seconds`: how long one waits, well
+    below the time after which a consumer gives up. `max_remembered`: answers that can be repeated."""
+
+    max_open: int = 64
+    seconds: float = 2.0
+    max_remembered: int = 1024
 
 
-class ConsumerSessions:
-    """`sender` names a connection whose other end has proved that it holds the secret. `dropped` counts frames that
-    were no record."""
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    sender: bytes
+    claim: Claim
+    until: float
 
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-        self._requests = requests()
-        self._replies = replies()
-        self._greeted: OrderedDict[bytes, None] = OrderedDict()
 
-    @property
-    def dropped(self) -> int:
-        return self._requests.dropped
+class ContentLookups:
+    """Claims without a lease: those that wait for the cache to be looked up, and the latest answers. `layout` is
+    `digest.layout_hash`."""
+
+    def __init__(self, leases: LeaseTable, layout: bytes, clock: Clock, limits: LookupLimits) -> None:
+        self._leases = leases
+        self._layout = layout
+        self._clock = clock
+        self._limits = limits
+        self._open: dict[LookupId, _Lookup] = {}
+        self._by_claim: dict[bytes, LookupId] = {}
+        self._answered: OrderedDict[bytes, bytes | None] = OrderedDict()
+        self._requests: list[LookupRequest] = []
+        self._replies: list[tuple[bytes, Reply]] = []
+        self._last_id = 0
 
     @property
     def num_open(self) -> int:
-        """Connections that have been welcomed."""
-        return len(self._greeted)
+        """Lookups without an answer."""
+        return len(self._open)
 
-    def receive(self, sender: bytes, frame: bytes, serve: Serve) -> bytes | None:
-        """The answer to a frame, or None when there is none (yet). `serve` is asked on welcomed connections alone."""
-        match self._requests.decode(frame):
-            case None:
-                return None
-            case Hello() as hello:
-                answer: FromProducer | None = self._greet(sender, hello)
-            case request if sender in self._greeted:
-                self._greeted.move_to_end(sender)
-                answer = serve(sender, request)
-            case request:
-                answer = Denied(request.claim, "no such session: it is too old, or from before a restart")
-        return None if answer is None else self.encode(answer)
+    @property
+    def next_end(self) -> float | None:
+        """When the next lookup is refused for want of an answer, or None if there is none."""
+        return min((lookup.until for lookup in self._open.values()), default=None)
 
-    def encode(self, reply: FromProducer) -> bytes:
-        """A record as a frame."""
-        return self._replies.encode(reply)
+    def claim(self, sender: bytes, claim: Claim) -> Granted | Refused | None:
+        """The answer, or None while there is none: then `take_replies` returns it later."""
+        self.expire()
+        if claim.claim in self._answered:
+            nonce = self._answered[claim.claim]
+            return self._leases.repeat_grant(claim, nonce) if nonce else refusal(claim, RefusalReason.NOT_CACHED)
+        if (open_id := self._by_claim.get(claim.claim)) is not None:
+            first = self._open[open_id]
+            return None if (first.sender, first.claim) == (sender, claim) else refusal(claim, RefusalReason.USED)
+        if not claim.marks or len(claim.marks) % DIGEST_BYTES:
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+        if len(self._open) >= self._limits.max_open:
+            return refusal(claim, RefusalReason.NOT_CACHED)
+        self._last_id += 1
+        lookup = LookupId(self._last_id)
+        self._open[lookup] = _Lookup(sender, claim, self._clock.now() + self._limits.seconds)
+        self._by_claim[claim.claim] = lookup
+        self._requests.append(LookupRequest(lookup, claim.adapter, claim.marks, claim.start, claim.end))
+        return None
 
-    def forget(self, sender: bytes) -> None:
-        """The connection has ended."""
-        self._greeted.pop(sender, None)
+    def release(self, release: Release) -> Released:
+        """The sender does not need the answer any more; it may or may not have been given it."""
+        if (lookup := self._by_claim.get(release.claim)) is not None:
+            self._close(lookup, None)
+        elif nonce := self._answered.get(release.claim):
+            self._leases.withdraw(nonce)
+        else:
+            # The claim may arrive after its release.
+            self._remember(release.claim, None)
+        return Released(release.claim)
 
-    def _greet(self, sender: bytes, hello: Hello) -> Welcome | Denied:
-        own = self._identity
-        if hello.version != VERSION:
-            return Denied(
-                hello.nonce, f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
-            )
-        if hello.layout != own.layout:
-            return Denied(
-                hello.nonce,
-                "the layouts differ: both sides must serve the same model with the same dtype and quantization",
-            )
-        self._greeted[sender] = None
-        if len(self._greeted) > _MAX_OPEN:
-            self._greeted.popitem(last=False)
-        return Welcome(hello.nonce, own.me.engine_id, own.layout, own.me.geometry, list(own.me.ranks))
+    def refuse(self, lookup: LookupId) -> None:
+        """Nothing is cached of what was claimed. Does nothing for unknown and ended lookups."""
+        if (found := self._open.get(lookup)) is not None:
+            self._close(lookup, None)
+            self._replies.append((found.sender, refusal(found.claim, RefusalReason.NOT_CACHED)))
+
+    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> bool:
+        """Lease the offer to the sender of the claim. False, and nothing is leased, when the lookup has ended, when the
+        claim contradicts itself, when the offer has nothing beyond `start`, or when it does not fit under the leases'
+        cap. Raises AssertionError for an offer of other content than was claimed."""
+        self.expire()
+        found = self._open.get(lookup)
+        if found is None:
+            return False
+        fits = len(offer.keys) > found.claim.start and self._leases.has_room(offer.all_pages)
+        if fits and match_claim(found.claim, offer, self._layout) != len(offer.keys):
+            if found.claim.end is None:
+                raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
+            # Found by an end that the marks do not lead to: the claim contradicts itself, which is the peer's fault.
+            fits = False
+        if not fits:
+            self.refuse(lookup)
+            return False
+        granted = self._leases.grant(found.claim, offer, nonce)
+        self._close(lookup, nonce)
+        self._replies.append((found.sender, granted))
+        return True
+
+    def expire(self) -> None:
+        """Refuse the lookups that have waited for too long."""
+        now = self._clock.now()
+        for lookup in [lookup for lookup, found in self._open.items() if found.until <= now]:
+            self.refuse(lookup)
+
+    def take_requests(self) -> list[LookupRequest]:
+        """Lookups since the last call that still wait for an answer."""
+        self.expire()
+        requests, self._requests = [each for each in self._requests if each.lookup in self._open], []
+        return requests
+
+    def take_replies(self) -> list[tuple[bytes, Reply]]:
+        """Answers since the last call, each with the connection it goes to."""
+        self.expire()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _close(self, lookup: LookupId, nonce: bytes | None) -> None:
+        claim = self._open.pop(lookup).claim.claim
+        del self._by_claim[claim]
+        self._remember(claim, nonce)
+
+    def _remember(self, claim: bytes, nonce: bytes | None) -> None:
+        self._answered[claim] = nonce
+        if len(self._answered) > self._limits.max_remembered:
+            self._answered.popitem(last=False)
 
 
 class Producer:
-    """Answers the side channel of one engine. `leases` and `lookups` are also the engine's own doors to what it has
-    offered and is asked for. Send what `take_frames` returns whenever something was received, answered or timed."""
+    """Answers the side channel of one engine. Through `leases` and `lookups` the engine leases its own pages and
+    answers lookups. Send the frames of `take_frames` whenever something was received, answered or timed out."""
 
     def __init__(
         self,
@@ -101,17 +176,13 @@ class Producer:
         random: Callable[[int], bytes],
         lookup_limits: LookupLimits | None = None,
     ) -> None:
-        self.leases = LeaseBook(identity.layout, identity.me.geometry.block_size, limits, clock, random)
+        self.leases = LeaseTable(identity.layout, identity.me.geometry.block_size, limits, clock, random)
         self.lookups = ContentLookups(self.leases, identity.layout, clock, lookup_limits or LookupLimits())
         self.sessions = ConsumerSessions(identity)
 
     def receive(self, sender: bytes, frame: bytes) -> bytes | None:
         """The answer to a frame that came by connection `sender`, or None. Never raises on what a peer sent."""
         return self.sessions.receive(sender, frame, self._serve)
-
-    def forget(self, sender: bytes) -> None:
-        """The connection has ended: what is leased to whoever was there runs out by itself."""
-        self.sessions.forget(sender)
 
     def take_frames(self) -> list[tuple[bytes, bytes]]:
         """Answers that took their time, as (sender, frame), each once."""
@@ -127,7 +198,7 @@ class Producer:
                 return self.leases.heartbeat(request)
             case Confirm():
                 return self.leases.confirm(request)
-            case Release(claim=claim, nonce=nonce) if claim == nonce:
+            case Release(nonce=None):
                 return self.lookups.release(request)
             case Release():
                 return self.leases.release(request)

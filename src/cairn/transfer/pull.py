@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from cairn.transfer.claim_policy import ClaimPolicy
-from cairn.transfer.contract import ContentWant, PullId, Volume, Want, WorkerSide
+from cairn.transfer.claim import make_claim, plan_read
+from cairn.transfer.contract import KvSource, PullId, PullSpec, Volume, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.producer_session import ProducerSession, SessionState
+from cairn.transfer.session import ProducerSession, SessionState
 from cairn.transfer.wire import (
     Asked,
     Claim,
@@ -45,17 +45,17 @@ class PullState(Enum):
     HANDSHAKING = "handshaking"
     """The peer may be spoken to; it has not proved itself."""
     CLAIMING = "claiming"
-    """The claim is out; the lease may be ours or not."""
+    """The claim is sent; the lease may be ours or not."""
     READING = "reading"
-    """The lease is ours; bytes arrive in the wanted pages."""
+    """The lease is ours; bytes arrive in the own pages."""
     CONFIRMING = "confirming"
-    """All bytes are there; whether they are the right ones is not known."""
+    """All bytes have arrived; the producer has to confirm that the lease never lapsed."""
     DONE = "done"
-    """They are. The pages are their owner's."""
+    """Confirmed. The pages may be used."""
     FAILED = "failed"
-    """Nothing may be used. The pages are their owner's."""
+    """Nothing may be used. No write can come; the pages are free."""
     ABANDONED = "abandoned"
-    """Nothing may be used, and bytes may still arrive: the pages are nobody's."""
+    """Nothing may be used, and bytes may still arrive: the pages are in quarantine."""
 
 
 TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
@@ -95,10 +95,10 @@ _ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PullTools:
-    """What a transfer works with. `session_with` gives the session with (host, port), where an engine of this id is
-    expected, or why there is none. `layout` and `block_size` are the own ones."""
+    """What all transfers of an engine share. `session_with` returns the session with a server, or why there is none.
+    `layout` and `block_size` are the own ones."""
 
-    session_with: Callable[[str, int, str], ProducerSession | str]
+    session_with: Callable[[KvSource], ProducerSession | str]
     worker: WorkerSide
     clock: Clock
     layout: bytes
@@ -109,9 +109,9 @@ class PullTools:
 class Pull:
     """`claim`: 16 random bytes that name this transfer to the producer. Drive it with `advance`."""
 
-    def __init__(self, pull: PullId, want: Want | ContentWant, claim: bytes, tools: PullTools) -> None:
+    def __init__(self, pull: PullId, spec: PullSpec, claim: bytes, tools: PullTools) -> None:
         self.id = pull
-        self.want = want
+        self.spec = spec
         self.claim = claim
         self.state = PullState.RESOLVING
         self.failure: str | None = None
@@ -119,15 +119,16 @@ class Pull:
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
-        self._policy = ClaimPolicy(want, claim, tools.layout, tools.block_size)
         self._until = self._repeat_at = tools.clock.now()
-        self._said: Claim | Confirm | None = None
+        self._unanswered: Claim | Confirm | None = None
         self._grant: Granted | None = None
 
     @property
     def position(self) -> int:
-        """Tokens that may be used after a success."""
-        return self._policy.position if self._grant is None else self._grant.position
+        """Tokens that may be used after a success. Before a grant: those that the lease promises."""
+        if self._grant is not None:
+            return self._grant.position
+        return 0 if self.spec.source.nonce is None else len(self.spec.keys)
 
     @property
     def checkpoint_position(self) -> int | None:
@@ -135,21 +136,17 @@ class Pull:
         return None if self._grant is None else self._grant.checkpoint_position
 
     @property
-    def _lease(self) -> tuple[str, bytes]:
-        return self._policy.lease if self._grant is None else (self._grant.request_id, self._grant.nonce)
-
-    @property
     def is_over(self) -> bool:
         """Whether the outcome is known."""
         return self.state in (PullState.DONE, PullState.FAILED, PullState.ABANDONED)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no write can come any more, and the outcome is known."""
+    def is_drained(self) -> bool:
+        """Whether the outcome is known, and no write can come any more."""
         return self.state in (PullState.DONE, PullState.FAILED)
 
     def advance(self) -> None:
-        """One look at clock, connection and link. To be called again and again until `is_settled`."""
+        """One look at clock, connection and link. To be called again and again until `is_drained`."""
         match self.state:
             case PullState.RESOLVING:
                 self._resolve()
@@ -179,7 +176,7 @@ class Pull:
                 self._give_up(f"refused by the peer: {reason.value}", release=False)
 
     def _resolve(self) -> None:
-        session = self._tools.session_with(self.want.host, self.want.port, self.want.engine_id)
+        session = self._tools.session_with(self.spec.source)
         if isinstance(session, str):
             self._give_up(session)
             return
@@ -193,13 +190,13 @@ class Pull:
         if self.session is None or self.session.state is not SessionState.OPEN:
             self._check_peer()
             return
-        peer, want = self.session.peer, self.want
-        if peer is None or peer.engine_id != want.engine_id:
+        peer = self.session.peer
+        if peer is None or peer.engine_id != self.spec.source.engine_id:
             self._give_up("the peer is another engine than the one that made the offer: it has restarted")
-        elif isinstance(want, Want) and want.release_only:
+        elif self.spec.release_only:
             self._release()
             self._to(PullState.DONE)
-        elif (record := self._policy.record()) is None:
+        elif (record := make_claim(self.spec, self.claim, self._tools.layout)) is None:
             self._give_up("there is too little to ask for")
         else:
             self._to(PullState.CLAIMING)
@@ -207,13 +204,13 @@ class Pull:
 
     def _granted(self, granted: Granted) -> None:
         peer = self.session.peer if self.session is not None else None
-        order = self._policy.order(self.id, peer, granted) if peer is not None else None
+        order = plan_read(self.spec, self.id, peer, granted, self._tools.block_size) if peer is not None else None
         if order is None:
             self._give_up("the peer's grant is not what was claimed")
             return
         self._grant = granted
         if not len(order.remote_pages) and order.remote_checkpoint is None:
-            self._confirm()
+            self._confirm(granted)
             return
         try:
             self._tools.worker.start(order)
@@ -226,11 +223,12 @@ class Pull:
         self._read()
 
     def _read(self) -> None:
+        assert self._grant is not None
         state = self._tools.worker.poll(self.id)
         now = self._tools.clock.now()
         if state is ReadState.DONE:
             self.volume = self._tools.worker.take_volume(self.id)
-            self._confirm()
+            self._confirm(self._grant)
         elif state is not ReadState.READING:
             self._release()
             self._fail("the link failed while reading")
@@ -238,29 +236,31 @@ class Pull:
             self._give_up(f"the read took longer than {self._tools.limits.read:g} s")
         elif self.session is None or self.session.state is not SessionState.OPEN:
             self._check_peer()
-        elif now >= self._repeat_at:
-            self._repeat_at = now + self._tools.limits.heartbeat
-            self._send(Heartbeat(self.claim, *self._lease))
+        else:
+            self._heartbeat(self._grant, now)
 
     def _drain(self) -> None:
-        """Some links end a read only with the peer's help: it is told that somebody still reads."""
-        now = self._tools.clock.now()
+        """Some links end a read only with the peer's help, so the heartbeats go on."""
+        assert self._grant is not None
         if self._tools.worker.poll(self.id) is not ReadState.READING:
             self._to(PullState.FAILED)
-        elif now >= self._repeat_at:
-            self._repeat_at = now + self._tools.limits.heartbeat
-            self._send(Heartbeat(self.claim, *self._lease))
+        else:
+            self._heartbeat(self._grant, self._tools.clock.now())
 
-    def _confirm(self) -> None:
-        assert self._grant is not None
+    def _heartbeat(self, grant: Granted, now: float) -> None:
+        if now >= self._repeat_at:
+            self._repeat_at = now + self._tools.limits.heartbeat
+            self._send(Heartbeat(self.claim, grant.request_id, grant.nonce))
+
+    def _confirm(self, grant: Granted) -> None:
         self._to(PullState.CONFIRMING)
-        self._ask(Confirm(self.claim, *self._lease, self._grant.generation))
+        self._ask(Confirm(self.claim, grant.request_id, grant.nonce, grant.generation))
 
     def _wait_for_answer(self) -> None:
         now = self._tools.clock.now()
-        if self._check_peer() and now >= self._repeat_at and self._said is not None:
+        if self._check_peer() and now >= self._repeat_at and self._unanswered is not None:
             self._repeat_at = now + self._tools.limits.repeat
-            self._send(self._said)
+            self._send(self._unanswered)
 
     def _check_peer(self) -> bool:
         """Whether there is still hope for an answer; gives up when there is not."""
@@ -277,7 +277,7 @@ class Pull:
 
     def _ask(self, record: Claim | Confirm) -> None:
         now = self._tools.clock.now()
-        self._said = record
+        self._unanswered = record
         self._until, self._repeat_at = now + self._tools.limits.answer, now + self._tools.limits.repeat
         self._send(record)
 
@@ -287,7 +287,8 @@ class Pull:
 
     def _release(self) -> None:
         """A courtesy, sent once: when it is lost, the lease ends by itself."""
-        self._send(Release(self.claim, *self._lease))
+        lease = self.spec.source if self._grant is None else self._grant
+        self._send(Release(self.claim, lease.request_id, lease.nonce))
 
     def _give_up(self, failure: str, *, release: bool = True) -> None:
         """End without a result, as soon as nothing can be written any more."""
@@ -308,5 +309,5 @@ class Pull:
     def _to(self, state: PullState) -> None:
         """The only place where the state changes."""
         if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"{self.want.request_id}: {self.state.value} -> {state.value} is not a transition")
+            raise AssertionError(f"{self.spec.request_id}: {self.state.value} -> {state.value} is not a transition")
         self.state = state

@@ -4,7 +4,7 @@
     producer -> consumer   Welcome, Denied, Granted, Refused, Alive, Confirmed, Released
 
 Both have proved to each other that they hold the same secret before the first record (`credentials`).
-A Claim without a lease is answered when the producer's cache has been asked, everything else at once.
+A Claim without a lease is answered once the producer's cache has been looked up, everything else at once.
 
 Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
 answers a repetition as it answered the first time.
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from cairn.transfer.contract import PeerGeometry
 from cairn.types import Keys, Pages
 
-VERSION = 4
-"""Both sides must speak the same one. History: 1, the first; 2, content claims are granted; 3, TLS below them; 4, one
-kind of claim."""
+VERSION = 5
+"""Both sides must speak the same one. History: 1, the first; 2, claims without a lease are granted; 3, TLS below them;
+4, one record for all claims; 5, every claim names prefixes by marks and an end."""
 
 NONCE_BYTES = 16
 """Random bytes that name a handshake, a claim or a lease."""
@@ -60,7 +60,7 @@ class RefusalReason(Enum):
     """Why a producer refuses."""
 
     UNKNOWN = "unknown"
-    """No lease has this nonce: never given, forged, long over, or from before a restart."""
+    """No lease has this nonce: forged, ended long ago, or from before a restart."""
     FORGED = "forged"
     """The nonce is that of another request."""
     EXPIRED = "expired"
@@ -69,9 +69,9 @@ class RefusalReason(Enum):
     OTHER_CONTENT = "other_content"
     """The digest differs: another prompt, image, adapter or salt."""
     OUT_OF_RANGE = "out_of_range"
-    """Tokens, pages or a checkpoint are wanted that were not offered."""
-    NOT_HELD = "not_held"
-    """A claim without a lease names nothing that is still held."""
+    """Tokens or a checkpoint are claimed that were not offered."""
+    NOT_CACHED = "not_cached"
+    """A claim without a lease names nothing that is still cached."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -102,17 +102,17 @@ class Denied(msgspec.Struct, frozen=True, tag="denied"):
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
-    """I want what you hold of this content: its pages from token `start` on, and the deepest checkpoint where one is
-    wanted. `claim`: the transfer's own name, equal in all its repetitions.
+    """I want the pages of this content from token `start` on, as far as you have it, and its deepest checkpoint if
+    `checkpoint`. `claim`: 16 random bytes that name the transfer, equal in all repetitions.
 
-    With `nonce` I want what was offered under this lease: `end` is the digest of the first `position` tokens, all that
-    I want, and there are no `marks`. Without one I want what you still have: `marks` are the digests of the first 64,
-    128, ... tokens, 32 bytes each, and `end` is that of one more prefix, or None.
+    The content is named by digests of its prefixes (`digest`): `marks` of the first 64, 128, ... tokens, 32 bytes each;
+    `end` of the first `position` tokens, None and 0 if there is no such prefix. `request_id` and `nonce` are those of
+    the lease, which delivers all of `position`; None if there is no lease.
     """
 
     claim: Nonce
     adapter: Text
-    marks: Annotated[bytes, msgspec.Meta(min_length=32, max_length=MAX_MARK_BYTES)] | None
+    marks: Annotated[bytes, msgspec.Meta(max_length=MAX_MARK_BYTES)]
     start: Number
     checkpoint: bool
     end: Hash | None = None
@@ -139,12 +139,12 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """I want nothing of the lease, or nothing more. As long as a claim without a lease is not granted, `nonce` is
-    the claim itself."""
+    """I need nothing of the lease, or nothing more. `request_id` and `nonce` are None for a claim without a lease that
+    has not been granted."""
 
     claim: Nonce
-    request_id: Name
-    nonce: Nonce
+    request_id: Name | None
+    nonce: Nonce | None
 
 
 Request: TypeAlias = Claim | Heartbeat | Confirm | Release

@@ -21,14 +21,14 @@ from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Identity, Peer
 from cairn.transfer.credentials import check_secret, derive_credentials
+from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
-from cairn.transfer.lease import LeaseLimits
+from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankChannel, RankedWorker
-from cairn.transfer.recent import RecentContent
 from cairn.transfer.staging import StagingArea
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
@@ -102,7 +102,7 @@ def build_transfer(
     consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
     port = TransferPort(int(memory.num_pages * config.lease_share), os.urandom, channel.wake)
     loop = TransferLoop(port, channel, producer, consumer, link, worker)
-    sequences = RecentContent(layout_hash)
+    sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(
         max_leases=config.max_leases,
         max_leases_per_client=config.max_leases_per_client,

@@ -13,9 +13,9 @@ import msgspec
 from cairn.engine.contract import TransferReport
 from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.errors import EngineDead, InvalidRequest
-from cairn.scheduler.request import Offered, Request, Source
+from cairn.scheduler.request import Offered, Request
 from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers
-from cairn.transfer.params import HINT, RemoteDecode, RemotePrefill, parse_kv_transfer_params
+from cairn.transfer.params import HINT, TransferRole, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 
 _NAME = "kv_transfer_params"
@@ -23,15 +23,6 @@ _NAME = "kv_transfer_params"
 
 def _nothing() -> None:
     """There is nothing to close."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTerms:
-    """One request's part in a transfer. `prefill_cached_tokens`: what the prefilling server had cached."""
-
-    source: Source | None = None
-    kv_export: bool = False
-    prefill_cached_tokens: int | None = None
 
 
 @dataclass(eq=False)
@@ -103,23 +94,15 @@ class KvTransfer:
         }
 
 
-def terms_of(params: object, transfer: KvTransfer | None) -> TransferTerms:
+def parse_role(params: object, transfer: KvTransfer | None) -> TransferRole:
     """`params`: see `specs.transfer_params`. Raises InvalidRequest that names the key; also where this server takes no
     part in transfers and is asked to."""
-    asked = parse_kv_transfer_params(params, PeerPolicy() if transfer is None else transfer.policy)
-    if asked is None:
-        return TransferTerms()
-    if transfer is None:
+    role = parse_kv_transfer_params(params, PeerPolicy() if transfer is None else transfer.policy)
+    if role is not None and transfer is None:
         raise InvalidRequest(
             f"{_NAME}: this server takes no part in transfers: start it with --kv-transfer-config", _NAME
         )
-    match asked:
-        case RemotePrefill():
-            source = Source(asked.engine_id, asked.host, asked.port, asked.request_id, asked.nonce)
-            return TransferTerms(source, prefill_cached_tokens=asked.cached_tokens)
-        case RemoteDecode(hint=hint):
-            asked_too = None if hint is None else Source(hint.engine_id, hint.host, hint.port, end=hint.num_tokens)
-            return TransferTerms(asked_too, kv_export=True)
+    return role or TransferRole()
 
 
 def report(request: Request) -> TransferReport | None:

@@ -18,8 +18,8 @@ from typing import TypeAlias
 from cairn.engine.transfers.side_channel import Incoming, TlsSideChannel
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import AskId, ContentWant, Event, LeaseEnded, Offer, PullId, Want
-from cairn.transfer.lease import LeasedPages
+from cairn.transfer.contract import Event, LeaseEnded, LookupId, Offer, PullId, PullSpec
+from cairn.transfer.leases import LeasedPages
 from cairn.transfer.links.contract import Link
 from cairn.transfer.params import remote_request_id
 from cairn.transfer.producer import Producer
@@ -74,15 +74,15 @@ class TransferPort:
     def withdraw(self, remote_request_id: str) -> None:
         self._post(lambda connector: connector.withdraw(remote_request_id))
 
-    def answer(self, ask: AskId, offer: Offer | None) -> str | None:
+    def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         nonce = self._random(NONCE_BYTES)
-        self._post(lambda connector: connector.answer(ask, offer, nonce))
+        self._post(lambda connector: connector.answer_lookup(lookup, offer, nonce))
         return None if offer is None else self._lease(offer, nonce)
 
-    def pull(self, want: Want | ContentWant) -> PullId:
+    def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
         pull = PullId(self._pulls)
-        self._post(lambda connector: connector.pull(want, pull))
+        self._post(lambda connector: connector.pull(spec, pull))
         return pull
 
     def abort(self, pull: PullId) -> None:
@@ -212,7 +212,7 @@ class TransferLoop:
                 if reply is not None:
                     self._channel.reply(sender, reply)
             case Incoming(sender=bytes(sender)):
-                self._producer.forget(sender)
+                self._producer.sessions.forget(sender)
             case Incoming(address=(_, _) as address, lost=None):
                 self._consumer.receive(address, incoming.frame)
             case Incoming(address=(_, _) as address, lost=str(reason)):

@@ -1,14 +1,16 @@
-"""One connection to one producer, as its consumer sees it.
+"""Both ends of a session on the side channel: one connection to a producer, and all those of a producer's consumers.
 
-NEW --open--> GREETING --Welcome--> OPEN
-                 +---- Denied, lost, time is up ----> CLOSED
+    NEW --open--> GREETING --Welcome--> OPEN
+                     +---- Denied, lost, time is up ----> CLOSED
 
-Whoever speaks to us by the connection holds the secret: the channel has seen to that before it sent anything.
+The other end of a connection has proved that it holds the secret before any frame arrives here.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
+from typing import TypeAlias
 
 from cairn.transfer.contract import Identity, Peer
 from cairn.transfer.wire import (
@@ -18,6 +20,7 @@ from cairn.transfer.wire import (
     FromProducer,
     Hello,
     Reply,
+    Request,
     ToProducer,
     Welcome,
     replies,
@@ -26,12 +29,17 @@ from cairn.transfer.wire import (
 from cairn.types import Clock
 
 HANDSHAKE_SECONDS = 5.0
-"""How long a producer has to be connected to and to answer Hello."""
-
-_SILENT_SECONDS = 1.0
+"""How long connecting and the answer to Hello may take."""
 
 REPEAT_SECONDS = 0.5
-"""What was not answered by then is said again."""
+"""How long an answer may take before a record is repeated."""
+
+Serve: TypeAlias = Callable[[bytes, Request], Reply | None]
+"""Answers a record that came by this connection; None when the answer comes later, by `ConsumerSessions.encode`."""
+
+_SILENT_SECONDS = 1.0
+_MAX_OPEN = 1024
+_OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
 
 
 class SessionState(Enum):
@@ -82,7 +90,7 @@ class ProducerSession:
         return self._replies.dropped + self._num_ignored
 
     def open(self) -> None:
-        """Begin; later calls do nothing."""
+        """Send Hello; later calls do nothing."""
         if self.state is SessionState.NEW:
             self._to(SessionState.GREETING)
             self._until = self._clock.now() + HANDSHAKE_SECONDS
@@ -102,7 +110,7 @@ class ProducerSession:
         return False
 
     def close(self, failure: str) -> None:
-        """Give the connection up; later calls do nothing."""
+        """End the session; later calls do nothing."""
         if self.state is not SessionState.CLOSED:
             self.failure = failure
             self._to(SessionState.CLOSED)
@@ -121,29 +129,22 @@ class ProducerSession:
 
     def receive(self, frame: bytes) -> Reply | Denied | None:
         """Take a frame; returns the record in it, if it answers a claim."""
-        record: FromProducer | None = self._replies.decode(frame)
-        match record:
-            case Welcome(answers=answers) if self.state is SessionState.GREETING and answers == self._hello.nonce:
+        record = self._replies.decode(frame)
+        is_answer = isinstance(record, Welcome | Denied) and record.answers == self._hello.nonce
+        if self.state is SessionState.GREETING and is_answer:
+            if isinstance(record, Welcome):
                 self._welcome(record)
-                return None
-            case Denied(answers=answers, text=text) if (
-                self.state is SessionState.GREETING and answers == self._hello.nonce
-            ):
-                self.close(f"refused by the peer: {text}")
-                return None
-            case Welcome():
-                # Hello is repeated, so its answer may be, too.
-                return None
-            case None:
-                return None
-            case _ if self.state is SessionState.OPEN:
+            elif isinstance(record, Denied):
+                self.close(f"refused by the peer: {record.text}")
+        elif record is not None and not isinstance(record, Welcome):  # Hello is repeated, so its answer may be, too
+            if self.state is SessionState.OPEN:
                 return record
-        self._num_ignored += 1
+            self._num_ignored += 1
         return None
 
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.layout != self._layout:
-            self.close("the layouts differ: both sides must serve the same model with the same dtype and quantization")
+            self.close(_OTHER_LAYOUT)
             return
         self.peer = Peer(welcome.engine_id, welcome.geometry, tuple(welcome.ranks))
         self._to(SessionState.OPEN)
@@ -157,3 +158,58 @@ class ProducerSession:
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.state.value} -> {state.value} is not a transition")
         self.state = state
+
+
+class ConsumerSessions:
+    """The sessions of a producer, by connection (`sender`), at most 1,024. `dropped` counts frames that were no
+    record."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._requests = requests()
+        self._replies = replies()
+        self._greeted: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def dropped(self) -> int:
+        return self._requests.dropped
+
+    @property
+    def num_open(self) -> int:
+        """Connections that have been welcomed."""
+        return len(self._greeted)
+
+    def receive(self, sender: bytes, frame: bytes, serve: Serve) -> bytes | None:
+        """The answer to a frame, or None when there is none (yet). `serve` is asked on welcomed connections alone."""
+        match self._requests.decode(frame):
+            case None:
+                return None
+            case Hello() as hello:
+                answer: FromProducer | None = self._greet(sender, hello)
+            case request if sender in self._greeted:
+                self._greeted.move_to_end(sender)
+                answer = serve(sender, request)
+            case request:
+                answer = Denied(request.claim, "no such session: it is too old, or from before a restart")
+        return None if answer is None else self.encode(answer)
+
+    def encode(self, reply: FromProducer) -> bytes:
+        """A record as a frame."""
+        return self._replies.encode(reply)
+
+    def forget(self, sender: bytes) -> None:
+        """The connection has ended."""
+        self._greeted.pop(sender, None)
+
+    def _greet(self, sender: bytes, hello: Hello) -> Welcome | Denied:
+        own = self._identity
+        if hello.version != VERSION:
+            return Denied(
+                hello.nonce, f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
+            )
+        if hello.layout != own.layout:
+            return Denied(hello.nonce, _OTHER_LAYOUT)
+        self._greeted[sender] = None
+        if len(self._greeted) > _MAX_OPEN:
+            self._greeted.popitem(last=False)
+        return Welcome(hello.nonce, own.me.engine_id, own.layout, own.me.geometry, list(own.me.ranks))

@@ -1,0 +1,79 @@
+"""What a claim says, and what follows from it: made by the consumer, matched by the producer, checked by the consumer.
+
+A claim names content by digests of its prefixes. Under a lease it names one: all of the prompt, which the lease has to
+deliver. Without a lease it names every 64th token, and the end of the other server's sequence where that is known.
+"""
+
+import hmac
+
+from cairn.step import GRID
+from cairn.transfer.contract import Offer, Peer, PullId, PullSpec, ReadOrder, num_range_pages
+from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
+from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, unpack_pages
+
+
+def make_claim(spec: PullSpec, claim: bytes, layout: bytes) -> Claim | None:
+    """The claim for a pull; None when there is no prefix to name. `layout` is `digest.layout_hash`."""
+    source, end = spec.source, _end(spec)
+    marks = ContentDigest(layout, spec.name)
+    if source.nonce is None:
+        marks.append(spec.keys[: MAX_MARK_BYTES // DIGEST_BYTES * GRID])
+        if not marks.marks:
+            return None
+    digest = content_digest(layout, spec.name, spec.keys[:end]) if end or source.nonce is not None else None
+    wants_state = spec.checkpoint is not None
+    lease = (source.request_id, source.nonce)
+    return Claim(claim, spec.name.adapter, marks.marks, spec.start, wants_state, digest, end, *lease)
+
+
+def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
+    """Number of tokens of the longest prefix that the offer has and the claim can name: its end, or else its last mark
+    within the offer. None if the claim names other content there."""
+    position, expected = claim.position, claim.end
+    if not 0 < position <= len(offer.keys):
+        position = len(offer.keys) // GRID * GRID
+        at = position // GRID * DIGEST_BYTES
+        expected = claim.marks[at - DIGEST_BYTES : at] if at else None
+    if not expected or claim.adapter != offer.name.adapter:
+        return None
+    digest = content_digest(layout, offer.name, offer.keys[:position])
+    return position if hmac.compare_digest(digest, expected) else None
+
+
+def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_size: int) -> ReadOrder | None:
+    """What to read by a grant, in own pages of `block_size` tokens; None when the grant does not follow from the claim
+    or contradicts itself."""
+    source, end, start = spec.source, granted.position, spec.start
+    pages, file = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
+    has_state = granted.checkpoint_position is not None
+    if pages is None or file is None or has_state != bool(len(file)):
+        return None
+    if granted.checkpoint_position is not None and not 0 < granted.checkpoint_position <= end:
+        return None
+    if source.nonce is not None:
+        # the lease that was claimed, and all of it
+        if (granted.request_id, granted.nonce, end) != (source.request_id, source.nonce, len(spec.keys)):
+            return None
+        if has_state != (spec.checkpoint is not None):
+            return None
+    else:
+        is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)
+        if end <= start or not (is_mark or end == _end(spec)) or (has_state and spec.checkpoint is None):
+            return None
+        if not len(spec.pages):
+            # No page is needed here, or the model has no attention: what the peer grants beyond the state is ignored.
+            start, pages = end, pages[:0]
+    if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
+        return None
+    own = spec.pages[: num_range_pages(start, end, block_size)]
+    files = (file, spec.checkpoint) if has_state else (None, None)
+    return ReadOrder(pull, peer, start, end, pages, own, *files)
+
+
+def _end(spec: PullSpec) -> int:
+    """Tokens of the prefix that is named besides the marks, 0 for none. Without a lease the number came through a
+    client, so it counts only if the prompt has so many tokens."""
+    if spec.source.nonce is not None:
+        return len(spec.keys)
+    end = spec.source.end or 0
+    return end if 0 < end <= len(spec.keys) else 0

@@ -1,0 +1,344 @@
+"""Leases: pages that a producer has promised to keep, for whom and until when.
+
+    OFFERED --claim--> CLAIMED --confirm--> CONFIRMED
+       |                  |
+       +---- release, ----+----> RELEASED
+       +---- time is up --+----> EXPIRED
+
+A lease is named by a random nonce that only the client's reference carries. It is used once, by the transfer that
+claims it first; a lease made for a claim that came without one is CLAIMED from the start. Its pages stay as they are
+while it is OFFERED or CLAIMED. When its time is up it is EXPIRED for good, so CONFIRMED proves that whatever was read
+until then was the right bytes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.transfer.claim import match_claim
+from cairn.transfer.contract import LeaseEnded, Offer, OfferedCheckpoint, num_range_pages
+from cairn.transfer.params import remote_request_id
+from cairn.transfer.wire import (
+    NONCE_BYTES,
+    Alive,
+    Claim,
+    Confirm,
+    Confirmed,
+    Granted,
+    Heartbeat,
+    RefusalReason,
+    Refused,
+    Release,
+    Released,
+    Request,
+    pack_pages,
+    refusal,
+)
+from cairn.types import Clock, Pages
+
+
+class LeaseState(Enum):
+    """Where a lease is. In the last three it has ended."""
+
+    OFFERED = "offered"
+    """The pages are pinned; nobody has claimed them yet."""
+    CLAIMED = "claimed"
+    """The pages are pinned; one transfer reads them."""
+    CONFIRMED = "confirmed"
+    """Everything was read while the pages were pinned."""
+    RELEASED = "released"
+    """Given back by the consumer, or withdrawn by the producer."""
+    EXPIRED = "expired"
+    """Its time ran out. The pages may have other contents by now."""
+
+
+TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
+    {
+        LeaseState.OFFERED: frozenset({LeaseState.CLAIMED, LeaseState.RELEASED, LeaseState.EXPIRED}),
+        LeaseState.CLAIMED: frozenset({LeaseState.CONFIRMED, LeaseState.RELEASED, LeaseState.EXPIRED}),
+        LeaseState.CONFIRMED: frozenset(),
+        LeaseState.RELEASED: frozenset(),
+        LeaseState.EXPIRED: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLimits:
+    """Times in seconds. `max_pages`: how many distinct pages all leases may pin. `duration`: until an offer expires;
+    `extension`: what a claim or a heartbeat adds from now; `max_age`: no lease gets older. `remember`: how long the end
+    of a lease is remembered, and `max_remembered` of how many. `linger`: how long a peer's link may go on reading after
+    its lease has ended, or after its last heartbeat."""
+
+    max_pages: int
+    duration: float = 30.0
+    extension: float = 20.0
+    max_age: float = 600.0
+    remember: float = 120.0
+    max_remembered: int = 4096
+    linger: float = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """`offer` and, once claimed, `claim` with the answer `granted`; all but the claim's id are dropped at the end."""
+
+    request_id: str
+    nonce: bytes
+    born: float
+    until: float
+    offer: Offer | None
+    state: LeaseState = LeaseState.OFFERED
+    claim_id: bytes | None = None
+    generation: int = 0
+    granted: tuple[Claim, Granted] | None = None
+    ended: float = 0.0
+
+    def to(self, state: LeaseState) -> None:
+        """Change the state; the only place that does."""
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"{self.request_id}: {self.state.value} -> {state.value} is not a transition")
+        self.state = state
+
+
+class LeasedPages:
+    """Number of leases by page. A page that several leases share counts once."""
+
+    def __init__(self) -> None:
+        self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._num_pages = 0
+
+    def __len__(self) -> int:
+        """Distinct pages that are leased."""
+        return self._num_pages
+
+    def num_with(self, pages: Pages) -> int:
+        """How many distinct pages would be leased if `pages` (any shape [n], in any order) were leased as well."""
+        distinct = np.unique(pages)
+        known = distinct[distinct < len(self._counts)]
+        return self._num_pages + len(distinct) - int(np.count_nonzero(self._counts[known]))
+
+    def add(self, pages: Pages) -> None:
+        """A lease of `pages` begins."""
+        self._num_pages = self.num_with(pages)
+        distinct = np.unique(pages)
+        if len(distinct) and distinct[-1] >= len(self._counts):
+            more = int(distinct[-1]) + 1 - len(self._counts)
+            self._counts = np.concatenate([self._counts, np.zeros(more, np.int32)])
+        self._counts[distinct] += 1
+
+    def remove(self, pages: Pages) -> None:
+        """A lease of `pages` has ended."""
+        distinct = np.unique(pages)
+        self._counts[distinct] -= 1
+        self._num_pages -= int(np.count_nonzero(self._counts[distinct] == 0))
+
+
+class LeaseTable:
+    """All leases of one engine, and the answers to whoever claims one. What is pinned stays within a cap; an ended
+    lease is remembered for a while, to say how it ended. Every method looks at the clock first. `random(n)`: n
+    unpredictable bytes."""
+
+    def __init__(
+        self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
+    ) -> None:
+        self._layout = layout
+        self._tokens_per_page = tokens_per_page
+        self._limits = limits
+        self._clock = clock
+        self._random = random
+        self._active: dict[bytes, Lease] = {}
+        self._past: dict[bytes, Lease] = {}
+        self._ended: list[LeaseEnded] = []
+        self._generation = 0
+        self._pages = LeasedPages()
+        self._read_until = clock.now()
+
+    @property
+    def num_pages(self) -> int:
+        """Distinct pages under leases that have not ended."""
+        self.expire()
+        return len(self._pages)
+
+    @property
+    def num_active(self) -> int:
+        """Leases that have not ended."""
+        self.expire()
+        return len(self._active)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no lease is active and `take_ended` has nothing to return."""
+        return not (self._active or self._ended)
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next lease expires, or None if there is none."""
+        return min((lease.until for lease in self._active.values()), default=None)
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether a peer's link may be reading from here. Also for a while after a lease has ended: a consumer that has
+        given up cannot reuse its own pages before its reads have ended, and some links need this side for that."""
+        return bool(self._active) or self._clock.now() < self._read_until
+
+    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+        """See `contract.SchedulerSide.has_room`."""
+        self.expire()
+        return self._pages.num_with(pages) + num_more <= self._limits.max_pages or not self._active
+
+    def new_nonce(self) -> bytes:
+        """A nonce for `offer`, for whoever must know it before."""
+        return self._random(NONCE_BYTES)
+
+    def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
+        """Lease these pages from now on. `nonce`: 16 unpredictable bytes that were never used before; None makes them.
+        Returns the nonce. Call `has_room` first."""
+        if not self.has_room(offer.all_pages):
+            raise AssertionError(f"{offer.request_id}: {len(offer.all_pages)} pages do not fit under the leases' cap")
+        nonce = self.new_nonce() if nonce is None else nonce
+        if len(nonce) != NONCE_BYTES or nonce in self._active or nonce in self._past:
+            raise AssertionError(f"{offer.request_id}: a nonce is {NONCE_BYTES} bytes that no other lease has")
+        now = self._clock.now()
+        self._active[nonce] = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer)
+        self._pages.add(offer.all_pages)
+        return nonce
+
+    def grant(self, claim: Claim, offer: Offer, nonce: bytes | None = None) -> Granted:
+        """Lease an offer to a claim that came without a lease and matches all of it. Call `has_room` first."""
+        return self._grant(self._active[self.offer(offer, nonce)], claim, offer, len(offer.keys))
+
+    def repeat_grant(self, claim: Claim, nonce: bytes) -> Granted | Refused:
+        """The answer that this claim was given; refused once the lease has ended."""
+        self.expire()
+        lease = self._active.get(nonce)
+        if lease is None or lease.granted is None:
+            return refusal(claim, RefusalReason.EXPIRED)
+        first, granted = lease.granted
+        return granted if claim == first else refusal(claim, RefusalReason.USED)
+
+    def withdraw(self, nonce: bytes) -> None:
+        """End a lease from the producer's side, if it has not ended."""
+        self.expire()
+        if (lease := self._active.get(nonce)) is not None:
+            self._end(lease, LeaseState.RELEASED)
+
+    def expire(self) -> None:
+        """End the leases whose time is up, and forget those that ended long ago."""
+        now = self._clock.now()
+        for lease in [lease for lease in self._active.values() if lease.until <= now]:
+            self._end(lease, LeaseState.EXPIRED)
+        while self._past:
+            oldest = next(iter(self._past.values()))
+            if len(self._past) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
+                break
+            del self._past[oldest.nonce]
+
+    def take_ended(self) -> list[LeaseEnded]:
+        """Leases that have ended since the last call, each once."""
+        self.expire()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def claim(self, claim: Claim) -> Granted | Refused:
+        """Answer a claim under a lease: all or nothing of the prefix that it names."""
+        lease = self._find(claim)
+        if isinstance(lease, Refused):
+            return lease
+        if lease.granted is not None:
+            # Only the very same claim is a repetition; its digest was right the first time.
+            return self.repeat_grant(claim, lease.nonce)
+        offer = lease.offer
+        if offer is None or not claim.start <= claim.position or not 0 < claim.position <= len(offer.keys):
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+        if claim.checkpoint and _deepest(offer, claim.position) is None:
+            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+        if (position := match_claim(claim, offer, self._layout)) is None:
+            return refusal(claim, RefusalReason.OTHER_CONTENT)
+        return self._grant(lease, claim, offer, position)
+
+    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Granted:
+        """Make the lease the claim's own."""
+        self._generation += 1
+        lease.to(LeaseState.CLAIMED)
+        self._extend(lease)
+        first = claim.start // self._tokens_per_page
+        count = num_range_pages(claim.start, position, self._tokens_per_page)
+        checkpoint = _deepest(offer, position) if claim.checkpoint else None
+        granted = Granted(
+            claim.claim,
+            lease.request_id,
+            lease.nonce,
+            self._generation,
+            position,
+            pack_pages(offer.pages[first : first + count]),
+            checkpoint.position if checkpoint else None,
+            pack_pages(checkpoint.pages) if checkpoint else b"",
+        )
+        lease.claim_id, lease.generation, lease.granted = claim.claim, self._generation, (claim, granted)
+        return granted
+
+    def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
+        lease = self._find(beat)
+        if isinstance(lease, Refused):
+            self._read_until = self._clock.now() + self._limits.linger
+            return lease
+        self._extend(lease)
+        return Alive(beat.claim)
+
+    def confirm(self, confirm: Confirm) -> Confirmed | Refused:
+        lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
+        if isinstance(lease, Refused):
+            return lease
+        if lease.generation != confirm.generation:
+            return refusal(confirm, RefusalReason.FORGED)
+        if lease.state is LeaseState.CLAIMED:
+            self._end(lease, LeaseState.CONFIRMED)
+        return Confirmed(confirm.claim, confirm.generation)
+
+    def release(self, release: Release) -> Released | Refused:
+        lease = self._find(release, repeatable=LeaseState.RELEASED)
+        if isinstance(lease, Refused):
+            return lease
+        if lease.state is not LeaseState.RELEASED:
+            self._end(lease, LeaseState.RELEASED)
+        return Released(release.claim)
+
+    def _find(self, request: Request, repeatable: LeaseState | None = None) -> Lease | Refused:
+        """The lease that a request names, if its sender may use it. `repeatable`: an end after which it still may."""
+        self.expire()
+        nonce = request.nonce or b""
+        lease = self._active.get(nonce) or self._past.get(nonce)
+        if lease is None:
+            return refusal(request, RefusalReason.UNKNOWN)
+        if lease.request_id != request.request_id:
+            return refusal(request, RefusalReason.FORGED)
+        if lease.state is LeaseState.EXPIRED:
+            return refusal(request, RefusalReason.EXPIRED)
+        is_owner = lease.claim_id in (None, request.claim)
+        if not is_owner or (nonce in self._past and lease.state is not repeatable):
+            return refusal(request, RefusalReason.USED)
+        return lease
+
+    def _extend(self, lease: Lease) -> None:
+        until = self._clock.now() + self._limits.extension
+        lease.until = max(lease.until, min(until, lease.born + self._limits.max_age))
+
+    def _end(self, lease: Lease, state: LeaseState) -> None:
+        lease.to(state)
+        del self._active[lease.nonce]
+        assert lease.offer is not None
+        self._pages.remove(lease.offer.all_pages)
+        lease.offer, lease.granted, lease.ended = None, None, self._clock.now()
+        if lease.claim_id is not None:
+            self._read_until = lease.ended + self._limits.linger
+        self._past[lease.nonce] = lease
+        self._ended.append(LeaseEnded(remote_request_id(lease.request_id, lease.nonce), state.value))
+
+
+def _deepest(offer: Offer, position: int) -> OfferedCheckpoint | None:
+    usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position]
+    return max(usable, key=lambda checkpoint: checkpoint.position, default=None)
