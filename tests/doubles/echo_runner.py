@@ -7,11 +7,11 @@ import numpy as np
 
 from cairn.engine.contract import GenerateRequest
 from cairn.engine.grammars.constraint import GrammarConstraint
-from cairn.engine.specs import SpecMaker
+from cairn.engine.specs import SpecBuilder
 from cairn.runner.input_batch import InputBatch, SamplingMetadata
 from cairn.scheduler.request import Spec
 from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult, TokenMasks
-from cairn.transfer.params import TransferRole
+from cairn.transfer.contract import TransferRole
 from cairn.types import SamplingParams
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE
 
@@ -30,18 +30,18 @@ class _EchoParams(SamplingParams):
         return True
 
 
-class EchoSpecs(SpecMaker):
+class EchoSpecs(SpecBuilder):
     """Asks the scheduler to tell the runner of every request's prompt."""
 
-    def make(
+    def build(
         self,
         request: GenerateRequest,
-        terms: TransferRole,
+        role: TransferRole,
         constraint: GrammarConstraint | None,
-        room_behind: Callable[[int], int],
-    ) -> list[tuple[Spec, GrammarConstraint | None]]:
-        made = super().make(request, terms, constraint, room_behind)
-        return [(replace(spec, sampling=_echo(spec.sampling, i)), form) for i, (spec, form) in enumerate(made)]
+        max_tokens_for: Callable[[int], int],
+    ) -> list[Spec]:
+        specs = super().build(request, role, constraint, max_tokens_for)
+        return [replace(spec, sampling=_echo(spec.sampling, index)) for index, spec in enumerate(specs)]
 
 
 def _echo(params: SamplingParams, index: int) -> _EchoParams:

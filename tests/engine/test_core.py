@@ -9,12 +9,12 @@ from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import EngineInfo, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.open_answers import StopStrings
-from cairn.engine.specs import SpecMaker
+from cairn.engine.output_processor import StopStringChecker
+from cairn.engine.specs import SpecBuilder
 from cairn.errors import AuditError, InvalidRequest, Overloaded
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
-from cairn.transfer.params import TransferRole
+from cairn.transfer.contract import TransferRole
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.engine_requests import generate_request
@@ -124,14 +124,14 @@ def test_a_stop_string_across_tokens_ends_and_is_cut_off():
 def test_stop_strings_in_any_pieces(stops, text):
     places = [(text.index(stop), stop) for stop in stops if stop in text]
     for size in range(1, 4):
-        found, given, met = StopStrings(stops), "", None
+        found, given, met = StopStringChecker(stops), "", None
         for start in range(0, len(text), size):
             piece, met = found.push(text[start : start + size])
             given += piece
             if met is not None:
                 break
         if met is None:
-            given += found.finish()
+            given += found.flush()
             assert not places and given == text
         else:
             # whatever stop string is completed first by the pieces ends the text where it begins
@@ -147,11 +147,10 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them():
 
 
 def test_the_scheduler_is_told_who_asks_for_every_answer():
-    specs = SpecMaker(VOCAB, frozenset(), 0, None).make(
-        request(n=3, client="key:1"), TransferRole(), None, lambda length: 9
-    )
-    assert [spec.client for spec, _ in specs] == ["key:1"] * 3
-    ((spec, _),) = SpecMaker(VOCAB, frozenset(), 0, None).make(request(), TransferRole(), None, lambda length: 9)
+    builder = SpecBuilder(VOCAB, frozenset(), 0, None)
+    specs = builder.build(request(n=3, client="key:1"), TransferRole(), None, lambda length: 9)
+    assert [spec.client for spec in specs] == ["key:1"] * 3
+    (spec,) = builder.build(request(), TransferRole(), None, lambda length: 9)
     assert spec.client == ""
 
 

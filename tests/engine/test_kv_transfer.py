@@ -4,8 +4,7 @@ import pytest
 
 from cairn.engine.transfers.kv_transfer import parse_role
 from cairn.errors import InvalidRequest
-from cairn.transfer.contract import KvSource
-from cairn.transfer.params import TransferRole
+from cairn.transfer.contract import KvSource, TransferRole
 from cairn.transfer.peers import PeerPolicy
 
 DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -21,13 +20,13 @@ PREFILLED = {
 
 
 class Part:
-    """As much of a transfer as terms need."""
+    """As much of a transfer as parsing needs."""
 
     policy = PeerPolicy()
 
 
 @pytest.mark.parametrize(
-    ("params", "terms"),
+    ("params", "expected"),
     [
         (None, TransferRole()),
         ({}, TransferRole()),

@@ -13,7 +13,7 @@ from cairn.engine.build import build_core
 from cairn.engine.client import OutputQueue
 from cairn.engine.contract import EngineConfig, GenerateOutput
 from cairn.engine.contract.output import packed
-from cairn.engine.open_answers import StopStrings
+from cairn.engine.output_processor import StopStringChecker
 from cairn.engine.specs import seed_of
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
@@ -311,13 +311,13 @@ def test_a_stop_string_across_tokens_with_and_without_itself():
 
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_stop_that_ends_too_early_is_never_met_later(cut):
-    stops = StopStrings(["ab", "xxabyyyy"])
+    stops = StopStringChecker(["ab", "xxabyyyy"])
     text = "xxaby"
     said, met = stops.push(text[:cut], heed=False)
     rest, met = stops.push(text[cut:], heed=False)
     more, met = stops.push("z")
-    assert met is None and said + rest + more + stops.finish() == "xxabyz"
-    stops = StopStrings(["ab"])
+    assert met is None and said + rest + more + stops.flush() == "xxabyz"
+    stops = StopStringChecker(["ab"])
     assert stops.push("a", heed=False)[1] is None
     assert stops.push("b") == ("", "ab")
 

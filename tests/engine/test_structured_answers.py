@@ -46,7 +46,7 @@ class Turned:
         self._together = {requests[0].request_id: list(asked)}
 
     def turn(self):
-        refused = dict(self.core.take_formed())
+        refused = dict(self.core.poll_ready())
         self.refused |= refused
         for first in refused:
             self._open |= dict.fromkeys(self._together[first], 0)

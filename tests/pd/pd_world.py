@@ -145,15 +145,13 @@ class Server:
     def spec(self, prompt, max_tokens=4, params=None, namespace=None, name=None, seed=0, images=(), **fields) -> Spec:
         self.count += 1
         name = name or f"{self.engine_id}-r{self.count}"
-        role = parse_role(params, self.kv)
         named = {} if namespace is None else {"namespace": namespace}
         return Spec(
             request_id=RequestId(name),
             prompt=np.array(prompt, np.int64),
             max_tokens=max_tokens,
             images=images,
-            source=role.source,
-            kv_export=role.kv_export,
+            role=parse_role(params, self.kv),
             **named,
             **({"sampling": SamplingParams(seed=seed)} | fields),
         )
@@ -199,7 +197,9 @@ class Server:
         pages = {page for each in leased for page in each.hold.pages.tolist()}
         assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
-        coming = [request.spec for request in requests if request.spec.kv_export and request.transfer.offered is None]
+        coming = [
+            request.spec for request in requests if request.spec.role.kv_export and request.transfer.offered is None
+        ]
         assert len(leased) + len(coming) <= transfers.quota.max_leases
         clients = Counter([each.client for each in leased if each.client is not None] + [s.client for s in coming])
         assert max(clients.values(), default=0) <= transfers.quota.max_leases_per_client

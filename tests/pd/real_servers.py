@@ -62,7 +62,7 @@ class RealServer:
         return self.count
 
     def turn(self) -> list[GenerateOutput]:
-        assert not self.core.take_formed(), "a request was refused for its form"
+        assert not self.core.poll_ready(), "a request was refused for its form"
         outputs = self.core.poll()
         if self.core.has_work:
             outputs += self.core.step()

@@ -14,6 +14,7 @@ from cairn.engine.step_pipeline import StepPipeline
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.scheduler.state import SchedulerConfig
+from cairn.transfer.contract import TransferRole
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.simulated_runner import SimulatedRunner
 
@@ -75,6 +76,7 @@ class Driver:
         stop=(),
         n=1,
         sampling=SamplingParams(),  # noqa: B008 - frozen
+        source=None,
         **fields,
     ) -> str:
         """With `n` answers those behind the first are called NAME.1, NAME.2, ..., and their seeds count up."""
@@ -88,6 +90,7 @@ class Driver:
             stop_token_ids=frozenset(stop),
             namespace=namespace,
             boundaries=tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries),
+            role=TransferRole(source),
             **fields,
         )
         names = [name, *(f"{name}.{i}" for i in range(1, n))]

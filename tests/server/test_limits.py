@@ -463,7 +463,7 @@ def test_a_request_that_finds_no_room_later_is_told_when_to_come_back(serve):
         return refused
 
     server.core.submit = lambda *requests: server.requests.extend(requests)
-    server.core.take_formed = full
+    server.core.poll_ready = full
     for stream in (False, True):
         refused = server.post("/v1/completions", {"prompt": "x", "stream": stream})
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.errors import InvalidRequest
-from cairn.transfer.contract import KvSource
-from cairn.transfer.params import TransferRole, parse_kv_transfer_params, remote_request_id
+from cairn.transfer.contract import KvSource, TransferRole
+from cairn.transfer.params import parse_kv_transfer_params, remote_request_id
 from cairn.transfer.peers import PeerPolicy
 
 NONCE = bytes(range(16))

@@ -90,7 +90,7 @@ def _merged(old: GenerateOutput, new: GenerateOutput) -> GenerateOutput:
         new,
         token_ids=old.token_ids + new.token_ids,
         text=old.text + new.text,
-        logprobs=new.logprobs if old.logprobs is None else old.logprobs.then(new.logprobs),
+        logprobs=new.logprobs if old.logprobs is None else old.logprobs.concat(new.logprobs),
         prompt_logprobs=new.prompt_logprobs if old.prompt_logprobs is None else old.prompt_logprobs,
     )
 

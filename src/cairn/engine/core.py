@@ -20,15 +20,15 @@ from cairn.engine.core_report import StepSizes, engine_stats, tokens_of
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
 from cairn.engine.multimodal_keys import ImageKeys
-from cairn.engine.open_answers import OpenAnswers
+from cairn.engine.output_processor import OutputProcessor
 from cairn.engine.request_log.log import RequestLog
-from cairn.engine.specs import SpecMaker, check_request, transfer_params
+from cairn.engine.specs import SpecBuilder, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import StepRunner
 from cairn.scheduler.scheduler import Scheduler
-from cairn.transfer.params import TransferRole
+from cairn.transfer.contract import TransferRole
 
 if TYPE_CHECKING:
     from cairn.runner.contract import EncoderCounters
@@ -64,8 +64,8 @@ class Core:
         self._scheduler = scheduler
         self._runner = runner
         self._steps = StepPipeline(scheduler, runner)
-        self._specs = SpecMaker(info.vocab_size, frozenset(eos_token_ids), seed, image_keys)
-        self._answers = OpenAnswers(scheduler, tokenizer, transfer)
+        self._specs = SpecBuilder(info.vocab_size, frozenset(eos_token_ids), seed, image_keys)
+        self._outputs = OutputProcessor(scheduler, tokenizer, transfer)
         self._audits = 0
         self._step_sizes = StepSizes()
         self._transfer = transfer
@@ -88,7 +88,7 @@ class Core:
 
     def submit(self, *requests: GenerateRequest) -> None:
         """Queue requests, all of them or none. Raises InvalidRequest naming the field, or Overloaded; then nothing was
-        taken. Requests whose answers have a form may be refused later: see `take_formed`."""
+        taken. Requests whose answers have a form may be refused later: see `poll_ready`."""
         for request in requests:
             check_request(request)
         if len({request.request_id for request in requests}) < len(requests):
@@ -100,7 +100,7 @@ class Core:
             self._take(requests, forms)
 
     def _forms(self, requests: Sequence[GenerateRequest]) -> Forms | None:
-        """What holds their answers to forms; None: `take_formed` will go on with them."""
+        """What holds their answers to forms; None: `poll_ready` will go on with them."""
         # what is handed over is answered by another server
         wanted = {
             request.request_id: WantedGrammar(request.structure, self._role(request).kv_export)
@@ -118,16 +118,17 @@ class Core:
 
     def _take(self, requests: Sequence[GenerateRequest], forms: Forms) -> None:
         """All of them or none: nothing is begun before everything has been looked at."""
-        taken = []
+        groups = []
         for request in requests:
-            role, form = self._role(request), forms.get(request.request_id)
-            form = None if isinstance(form, Tried) else form
-            taken.append((request, role, self._specs.make(request, role, form, self._scheduler.max_tokens_for)))
-        self._scheduler.submit_together([[spec for spec, _ in made] for _, _, made in taken])
-        for request, role, made in taken:
-            self._answers.begin(request, role, made)
+            form = forms.get(request.request_id)
+            constraint = None if isinstance(form, Tried) else form
+            role = self._role(request)
+            groups.append(self._specs.build(request, role, constraint, self._scheduler.max_tokens_for))
+        self._scheduler.submit_together(groups)
+        for request, specs in zip(requests, groups, strict=True):
+            self._outputs.add_request(request, specs)
 
-    def take_formed(self) -> list[tuple[str, RequestError]]:
+    def poll_ready(self) -> list[tuple[str, RequestError]]:
         """Called often: go on with the requests that have waited for their grammars. Those that are refused after all,
         the first one's id of what came together, and why; then nothing of it was taken."""
         refused = []
@@ -144,7 +145,7 @@ class Core:
         """Forget a request; unknown ids are ignored, nothing more is put out for it."""
         if self._pending is not None:
             self._pending.forget(request_id)
-        self._answers.abort(request_id)
+        self._outputs.abort(request_id)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Core:
         """Send out what may go, then take in the oldest step; the outputs of the requests that moved."""
         while self._steps.can_launch:
             self._step_sizes.add(tokens_of(self._steps.launch()))
-        outputs = self._answers.outputs(self._steps.collect())
+        outputs = self._outputs.process_outputs(self._steps.collect())
         if self._events is not None:
             self._events.flush()
         return outputs
@@ -162,7 +163,7 @@ class Core:
         if self._transfer is None:
             return []
         self._transfer.check()
-        return self._answers.outputs(self._scheduler.poll())
+        return self._outputs.process_outputs(self._scheduler.poll())
 
     def start(self, wake: Callable[[], None]) -> None:
         """Called once before anything else, by the thread that owns the core: from now on other servers are answered.

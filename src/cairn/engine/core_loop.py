@@ -100,7 +100,7 @@ def _turn(core: Core, link: CoreLink, clock: Clock) -> None:
                 audited, changed = False, clock.now()
             taken += 1
             message = link.receive(0.0) if taken < _MESSAGES_PER_TURN else None
-        for request_id, error in core.take_formed():
+        for request_id, error in core.poll_ready():
             _refuse(link, request_id, error)
         if outputs := core.poll():
             link.send(Outputs(outputs))

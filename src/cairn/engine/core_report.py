@@ -98,12 +98,13 @@ def engine_stats(
     )
 
 
-def cache_report(request: Request, prefill_cached_tokens: int | None) -> CacheReport | None:
-    """None for a request that was never admitted. `prefill_cached_tokens`: see `CacheReport`. It came by a client: more
-    than the prompt has is nothing that a server would say."""
+def cache_report(request: Request) -> CacheReport | None:
+    """None for a request that was never admitted."""
     first = request.stats.first_sequence
     if first is None:
         return None
+    prefill_cached_tokens = request.spec.role.prefill_cached_tokens
+    # it came by the client: more tokens than the prompt has are nothing that a server would report
     believed = prefill_cached_tokens is not None and prefill_cached_tokens <= request.num_prompt_tokens
     return CacheReport(
         prompt_tokens=request.num_prompt_tokens,

@@ -21,7 +21,7 @@ from cairn.engine.multimodal_keys import ImageKeys
 from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.step import Image
-from cairn.transfer.params import TransferRole
+from cairn.transfer.contract import TransferRole
 from cairn.types import Keys, RequestId
 
 _INT64 = 1 << 63
@@ -103,8 +103,7 @@ def seed_of(seed: int, index: int) -> int:
 
 
 def answers_to(spec: Spec, n: int) -> list[Spec]:
-    """`spec` and n - 1 more of it, with seeds of their own. What the first one tells of the prompt, or fetches, they do
-    not."""
+    """`spec` and n - 1 more of it, with seeds of their own. Only the first one reports on the prompt, or fetches it."""
     seed = spec.sampling.seed
     assert seed is not None
     more = [
@@ -113,14 +112,14 @@ def answers_to(spec: Spec, n: int) -> list[Spec]:
             request_id=RequestId(f"{spec.request_id}/{index}"),
             sampling=replace(spec.sampling, seed=seed_of(seed, index)),
             prompt_logprobs=None,
-            source=None,
+            role=replace(spec.role, source=None),
         )
         for index in range(1, n)
     ]
     return [spec, *more]
 
 
-class SpecMaker:
+class SpecBuilder:
     """Knows the model's vocabulary, and draws the seeds of requests that name none from `seed`. `image_keys`: None for
     a model that reads no images."""
 
@@ -130,21 +129,15 @@ class SpecMaker:
         self._seeds = np.random.default_rng(seed)
         self._image_keys = image_keys
 
-    def make(
+    def build(
         self,
         request: GenerateRequest,
         role: TransferRole,
         constraint: GrammarConstraint | None,
-        room_behind: Callable[[int], int],
-    ) -> list[tuple[Spec, GrammarConstraint | None]]:
-        """The first answer's, then those of the others, each with what holds it to a form. `room_behind`: how many
-        tokens an answer to so many can have. Raises InvalidRequest naming the field."""
-        spec = self._spec(request, role, room_behind)
-        forms = [constraint, *(None if constraint is None else constraint.start() for _ in range(1, request.n))]
-        answers = answers_to(spec, request.n)
-        return [(replace(own, constraint=form), form) for own, form in zip(answers, forms, strict=True)]
-
-    def _spec(self, request: GenerateRequest, role: TransferRole, room_behind: Callable[[int], int]) -> Spec:
+        max_tokens_for: Callable[[int], int],
+    ) -> list[Spec]:
+        """A spec for each answer. `constraint`: what the first answer is held to; the others get copies of it.
+        `max_tokens_for`: how many tokens the answer to so many can have. Raises InvalidRequest naming the field."""
         if role.kv_export and request.n > 1:
             raise InvalidRequest("n: one answer is all that a prompt for another server can have here", "n")
         keys, images = self._keys(request)
@@ -154,23 +147,25 @@ class SpecMaker:
         if sampling.seed is None:
             sampling = replace(sampling, seed=int(self._seeds.integers(1 << 63)))
         stops = frozenset(until.stop_token_ids)
-        return Spec(
+        spec = Spec(
             request_id=RequestId(request.request_id),
             prompt=keys,
             sampling=sampling,
-            max_tokens=max(1, room_behind(len(keys))) if until.max_tokens is None else until.max_tokens,
+            max_tokens=max(1, max_tokens_for(len(keys))) if until.max_tokens is None else until.max_tokens,
             stop_token_ids=stops if until.ignore_eos else stops | self._eos,
             namespace=Namespace(cache_salt=request.cache_salt),
             boundaries=tuple(request.boundaries),
             images=images,
-            source=role.source,
-            kv_export=role.kv_export,
+            role=role,
             client=request.client,
             min_tokens=until.min_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
+            constraint=constraint,
         )
+        first, *others = answers_to(spec, request.n)
+        return [first, *(replace(each, constraint=constraint and constraint.start()) for each in others)]
 
     def _keys(self, request: GenerateRequest) -> tuple[Keys, tuple[Image, ...]]:
         """The prompt's key tokens and images. Raises InvalidRequest for a token that the model does not have."""

@@ -33,7 +33,7 @@ def _may_go_first(state: SchedulerState, request: Request) -> bool:
     """Whether nobody before it could have its slot, and the leases leave room for it."""
     if any(state.in_flight.can_go(other) for other in state.waiting.plain.before(request)):
         return False
-    if not request.spec.kv_export:
+    if not request.spec.role.kv_export:
         return True
     return next(state.waiting.kv_exports.before(request), None) is None and has_room(state, request)
 
@@ -46,7 +46,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
     state.in_flight.refresh()
     num_reserved_slots, leases_full, last = 0, False, None
     while len(state.free_slots) > num_reserved_slots and (request := _next(state, last, leases_full)) is not None:
-        if request.spec.kv_export and (leases_full or not has_room(state, request)):
+        if request.spec.role.kv_export and (leases_full or not has_room(state, request)):
             wait_for_lease_room(state, request)
             leases_full, last = True, request
             continue
@@ -108,7 +108,7 @@ def _should_wait(state: SchedulerState, builder: PlanBuilder, request: Request) 
 def _try_admit(state: SchedulerState, builder: PlanBuilder, request: Request) -> bool:
     sequence = state.parallel_sampling.branch(request) or _lookup(state, request)
     request.sequence, request.num_scheduled = sequence, sequence.hit
-    by_prompt = state.config.exact or request.spec.kv_export
+    by_prompt = state.config.exact or request.spec.role.kv_export
     request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
     if _first_step(state, builder, request, sequence):
         return True
@@ -121,7 +121,7 @@ def _lookup(state: SchedulerState, request: Request) -> SequenceBlocks:
     spec = request.spec
     resumed_from = request.num_prompt_tokens if request.resumed else None
     # what is handed over is the state at the prompt's end: a deeper one would pass it by
-    keys = spec.prompt if spec.kv_export else request.keys()
+    keys = spec.prompt if spec.role.kv_export else request.keys()
     bypass = spec.prompt_logprobs is not None and not request.output
     sequence = state.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)
     for token in request.output[len(keys) - request.num_prompt_tokens :]:
@@ -205,7 +205,7 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     if sequence.restore is not None:
         builder.restores.append(Restore(request.slot, sequence.restore))
     if sequence.hit == request.num_prompt_tokens:
-        if request.spec.kv_export:
+        if request.spec.role.kv_export:
             pin_prompt_checkpoint(state, request)
         if parallel_sampling.is_leader(request):
             parallel_sampling.pin_checkpoint(request)

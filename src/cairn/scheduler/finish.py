@@ -19,9 +19,9 @@ def finish(state: SchedulerState, request: Request, reason: Finish) -> bool:
         _forget(state, request)
         return True
     if reason in ("stop", "length"):
-        if request.spec.kv_export:
+        if request.spec.role.kv_export:
             offer_prompt(state, request)
-        elif request.spec.source is not None:
+        elif request.spec.role.source is not None:
             remember_sequence(state, request)
     if request.phase is Phase.RUNNING:
         state.running.remove(request)

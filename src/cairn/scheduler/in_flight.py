@@ -183,7 +183,7 @@ class InFlight:
         found: list[tuple[Request, int]] = []
         least = MIN_SHARED
         new = [leader for leader, leading in self._leading.items() if leading.number > past.looked]
-        keys = request.spec.prompt if self._exact or request.spec.kv_export or not new else request.keys()
+        keys = request.spec.prompt if self._exact or request.spec.role.kv_export or not new else request.keys()
         for leader in new:
             assert leader.sequence is not None
             theirs = leader.sequence.keys[: leader.prefill_until]
@@ -242,7 +242,8 @@ class InFlight:
     def _wait(self, request: Request, past: _Past, leader: Request, position: int, hit: int) -> None:
         layout = self._cache.layout
         pages = layout.pages_for(request.num_known) - layout.pages_for(position) + len(layout.groups)
-        pages += layout.pages_per_checkpoint * (request.spec.kv_export and position < request.num_prompt_tokens)
+        if request.spec.role.kv_export and position < request.num_prompt_tokens:
+            pages += layout.pages_per_checkpoint
         self._waits[request] = _Wait(leader, position, pages, leader.num_scheduled)
         past.leaders.add(leader.arrival)
         past.hit = hit if past.hit is None else past.hit

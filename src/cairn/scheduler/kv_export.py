@@ -19,7 +19,7 @@ def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
     more. What of it is leased already needs none, and a prompt that is larger than the share itself goes alone."""
     side = state.transfers.side
     assert side is not None
-    if not (besides or state.transfers.offers or any(other.spec.kv_export for other in state.running)):
+    if not (besides or state.transfers.offers or any(other.spec.role.kv_export for other in state.running)):
         return True
     promised, num_more = promised_pages(state)
     num_more += besides
@@ -37,7 +37,7 @@ def promised_pages(state: SchedulerState) -> tuple[Pages, int]:
     spoken for, though nothing is leased yet."""
     pages, num_more = [np.zeros(0, np.int32)], 0
     for request in state.running:
-        if request.spec.kv_export and request.sequence is not None:
+        if request.spec.role.kv_export and request.sequence is not None:
             own, num_new = _pages_to_lease(state, request, request.sequence)
             pages.append(own)
             num_more += num_new
@@ -70,7 +70,7 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
 
 def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
     """Whether a file for the state at the prompt's end has to be set aside."""
-    return request.spec.kv_export and sequence.hit < request.num_prompt_tokens
+    return request.spec.role.kv_export and sequence.hit < request.num_prompt_tokens
 
 
 def reserve_prompt_checkpoint(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> bool:

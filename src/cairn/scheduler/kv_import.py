@@ -105,7 +105,7 @@ def _pages_before(state: SchedulerState, request: Request) -> int:
     """Pages that the plain requests before it are going to need, at most; no more are counted than there are."""
     layout, num_pages = state.cache.layout, 0
     for other in state.waiting.plain.before(request):
-        num_pages += layout.pages_for(other.num_known) + layout.pages_per_checkpoint * other.spec.kv_export
+        num_pages += layout.pages_for(other.num_known) + layout.pages_per_checkpoint * other.spec.role.kv_export
         if num_pages > state.cache.pool.num_pages:
             break
     return num_pages

@@ -18,7 +18,7 @@ from cairn.scheduler.state import SchedulerState
 
 def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
     """Whether these requests may come in together. Raises InvalidRequest if they never may, QueueFull if not now."""
-    new = Counter(spec.client for spec in specs if spec.kv_export)
+    new = Counter(spec.client for spec in specs if spec.role.kv_export)
     if not new:
         return
     quota = state.transfers.quota

@@ -11,7 +11,7 @@ import numpy as np
 from cairn.cache.placement import PromptFacts
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.step import Image, Logprobs, TokenMask
-from cairn.transfer.contract import KvSource, Offer, PullEnded
+from cairn.transfer.contract import KvSource, Offer, PullEnded, TransferRole
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
 __all__ = [
@@ -78,13 +78,12 @@ class Constraint(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
-    `images`: what stands behind negative key tokens. `source`: where to look for the prompt before computing it.
-    `kv_export`: keep the prompt for another server. `client`: who asks, the API key's digest or the peer's address,
+    `images`: what stands behind negative key tokens. `client`: who asks, the API key's digest or the peer's address,
     empty when that is not known: leases are bounded per client.
 
-    `min_tokens`: no stop token comes before so many have. `logprobs`: tell how likely each token was held, and of so
-    many of the best; `prompt_logprobs`: the same of the prompt's, all of which is computed for it. `priority`: a
-    smaller one comes before. `constraint`: what may come next."""
+    `min_tokens`: no stop token comes before so many have. `logprobs`: give the log-probability of each token, and of so
+    many of the most likely ones; `prompt_logprobs`: the same of the prompt, all of which is computed for it.
+    `priority`: a smaller one comes before. `constraint`: which tokens may come next."""
 
     request_id: RequestId
     prompt: Keys
@@ -94,8 +93,7 @@ class Spec:
     namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
     boundaries: tuple[Boundary, ...] = ()
     images: tuple[Image, ...] = ()
-    source: KvSource | None = None
-    kv_export: bool = False
+    role: TransferRole = TransferRole()  # noqa: RUF009 - frozen, so one for all is right
     client: str = ""
     min_tokens: int = 0
     logprobs: int | None = None
@@ -220,7 +218,7 @@ class Request:
     @property
     def is_to_be_leased(self) -> bool:
         """Whether its prompt is going to be leased to another server: once it is, the lease counts."""
-        return self.spec.kv_export and self.transfer.offered is None
+        return self.spec.role.kv_export and self.transfer.offered is None
 
     @property
     def resumed(self) -> bool:

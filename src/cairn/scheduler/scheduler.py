@@ -100,9 +100,9 @@ class Scheduler:
         limit = self.max_tokens_for(length)
         if limit < 1 or spec.max_tokens > limit:
             raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
-        if (spec.source is not None or spec.kv_export) and self.state.transfers.side is None:
+        if (spec.role.source is not None or spec.role.kv_export) and self.state.transfers.side is None:
             raise InvalidRequest("this server takes no part in transfers: start it with --kv-transfer-config", "source")
-        if spec.kv_export and not self._can_export_kv(length + spec.max_tokens):
+        if spec.role.kv_export and not self._can_export_kv(length + spec.max_tokens):
             raise InvalidRequest(
                 f"{length} prompt tokens and the state at their end do not fit the cache together: raise "
                 "--kv-cache-memory-bytes",
@@ -126,7 +126,7 @@ class Scheduler:
         state = self.state
         self._arrivals += 1
         request = Request(spec, RequestStats(state.clock.now()), self._arrivals)
-        request.transfer.source = spec.source
+        request.transfer.source = spec.role.source
         state.requests[request.id] = request
         if state.observer is not None:
             state.observer.submitted(request)
@@ -275,7 +275,7 @@ class Scheduler:
                 state.counters.computed_prompt_tokens += num_prompt_computed
             request.num_computed = scheduled.end
         if num_prompt in scheduled.kept:
-            if request.spec.kv_export:
+            if request.spec.role.kv_export:
                 pin_prompt_checkpoint(state, request)
             state.parallel_sampling.pin_checkpoint(request)
         if scheduled.end <= request.prefill_until or (scheduled.kept and known):

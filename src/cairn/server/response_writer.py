@@ -35,7 +35,7 @@ class Choice:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         if output.logprobs is not None:
-            self.logprobs = output.logprobs if self.logprobs is None else self.logprobs.then(output.logprobs)
+            self.logprobs = output.logprobs if self.logprobs is None else self.logprobs.concat(output.logprobs)
 
     @property
     def truncated(self) -> bool:

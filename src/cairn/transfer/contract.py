@@ -134,6 +134,16 @@ class KvSource:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferRole:
+    """A request's part in a transfer. `source`: a server to pull from. `kv_export`: lease the prompt to another server.
+    `prefill_cached_tokens`: what the prefilling server had cached, None where that is not known."""
+
+    source: KvSource | None = None
+    kv_export: bool = False
+    prefill_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PullSpec:
     """What to pull of `keys` from `source`, and where to.
 

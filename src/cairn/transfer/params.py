@@ -10,11 +10,10 @@ which pages are read is the producer's answer to a claim with the nonce that is 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from cairn.errors import InvalidRequest
-from cairn.transfer.contract import KvSource
+from cairn.transfer.contract import KvSource, TransferRole
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.wire import NONCE_BYTES
 
@@ -31,16 +30,6 @@ _MAX_BLOCKS: Final = 1 << 20
 _MAX_NUMBER: Final = (1 << 31) - 1
 _MAX_TOKENS: Final = 1 << 26
 _MAX_RANKS: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRole:
-    """A request's part in a transfer. `source`: a server to pull from. `kv_export`: lease the prompt to another server.
-    `prefill_cached_tokens`: what the prefilling server had cached, None where that is not known."""
-
-    source: KvSource | None = None
-    kv_export: bool = False
-    prefill_cached_tokens: int | None = None
 
 
 def remote_request_id(request_id: str, nonce: bytes) -> str:

@@ -12,8 +12,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Logarithms of probabilities before any transform, for n tokens. `token_ids`: int32 [n, width], the token itself
-    and then the best, falling; `values`: float32, theirs; `ranks`: int32 [n], 1 for the most likely token."""
+    """Log-probabilities of n tokens, before any transform of the logits. `token_ids`: int32 [n, width], the token
+    itself and then the most likely ones, best first; `values`: float32 [n, width]; `ranks`: int32 [n], 1 for the most
+    likely."""
 
     width: int
     token_ids: bytes
@@ -31,8 +32,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         for rank, own_ids, own_values in zip(ranks, ids, values, strict=True):
             yield rank, list(zip(own_ids, own_values, strict=True))
 
-    def then(self, other: "TokenLogprobs | None") -> "TokenLogprobs":
-        """These, and behind them the others, of the same width."""
+    def concat(self, other: "TokenLogprobs | None") -> "TokenLogprobs":
+        """These and the others, which have the same width."""
         if other is None:
             return self
         return TokenLogprobs(
@@ -43,8 +44,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def packed(parts: Sequence[Logprobs], top: int) -> TokenLogprobs:
-    """`parts` one behind the other; each tells of `top` tokens, or of a whole vocabulary that is smaller."""
+def pack_logprobs(parts: Sequence[Logprobs], top: int) -> TokenLogprobs:
+    """`parts` concatenated; each has `top` tokens besides the token itself, or a whole vocabulary that is smaller."""
     return TokenLogprobs(
         width=parts[0].token_ids.shape[1] if parts else 1 + top,
         token_ids=b"".join(part.token_ids.astype("<i4").tobytes() for part in parts),

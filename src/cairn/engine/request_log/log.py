@@ -114,7 +114,7 @@ class RequestLog:
             "out": len(request.output),
             "finish": request.outcome.finish_reason or "error",
             "timings": _timings(request),
-            **_reported(cache_report(request, None)),
+            **_reported(cache_report(request)),
             "boundaries": [(each.position, each.kind, each.hold_seconds) for each in spec.boundaries],
             "steps": [(_rounded(when), end) for when, end in steps.steps],
         }
@@ -147,7 +147,9 @@ def _reported(report: CacheReport | None) -> dict[str, object]:
         return {}
     fields = msgspec.to_builtins(report)
     assert isinstance(fields, dict)
-    return {name: value for name, value in fields.items() if name != "prompt_tokens" and value is not None}
+    for name in ("prompt_tokens", "prefill_cached_tokens"):
+        del fields[name]
+    return fields
 
 
 def _timings(request: Request) -> dict[str, float]:

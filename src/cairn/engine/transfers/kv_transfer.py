@@ -15,7 +15,8 @@ from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.errors import EngineDead, InvalidRequest
 from cairn.scheduler.request import Offered, Request
 from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers
-from cairn.transfer.params import HINT, TransferRole, parse_kv_transfer_params
+from cairn.transfer.contract import TransferRole
+from cairn.transfer.params import HINT, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 
 _NAME = "kv_transfer_params"
@@ -63,7 +64,7 @@ class KvTransfer:
         """`kv_transfer_params` of the response, as JSON."""
         if request.transfer.offered is not None:
             return msgspec.json.encode(self._reference(request, request.transfer.offered))
-        if request.spec.source is not None and request.spec.source.nonce is not None:
+        if request.spec.role.source is not None and request.spec.role.source.nonce is not None:
             hint = {
                 "engine": self.engine_id,
                 "host": self.host,
