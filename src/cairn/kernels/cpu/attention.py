@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, row_args
 from cairn.kernels.cpu.metadata import CpuMetadata
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
 from cairn.kernels.cpu.vectors import (
@@ -77,15 +77,12 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
         _write[x.dtype, cache.dtype](
             metadata.writes.count,
             x.numel() // 16,
-            x.data_ptr(),
-            x.stride(0),
+            *row_args(x),
             x.stride(1),
-            cache.data_ptr(),
-            cache.stride(0),
+            *row_args(cache),
             cache.stride(1),
             cache.stride(2),
-            table.data_ptr(),
-            table.stride(0),
+            *row_args(table),
             metadata.writes.address,
             cache.shape[2],
             cache.shape[1],
@@ -303,15 +300,13 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     _attend[q.dtype, keys.dtype](
         metadata.tiles.count * keys.shape[1],
         metadata.num_pairs * heads * dim // 6,
-        q.data_ptr(),
-        q.stride(0),
+        *row_args(q),
         q.stride(1),
         keys.data_ptr(),
         *keys.stride()[:3],
         values.data_ptr(),
         *values.stride()[:3],
-        table.data_ptr(),
-        table.stride(0),
+        *row_args(table),
         metadata.tiles.address,
         metadata.most_rows,
         keys.shape[2],

@@ -7,7 +7,8 @@
 
 A kernel does items [begin, end) of some count, each a result of its own: how the range is cut must not show.
 Operands come as addresses; `scalars.load(x, i)` is float32 for float32 and bfloat16 alike, and `scalars.store(x, i,
-value)` rounds to nearest even.
+value)` rounds to nearest even. An argument whose type is a `record` is a named tuple in the kernel's body, for which
+a call has the fields one after the other.
 
 Not `parallel=True`, which brings a second team of threads that fights with torch's for the cores, and not
 `fastmath=True`, which promises that there is no NaN and no infinity: recycled pages and masks have both.
@@ -15,7 +16,7 @@ Not `parallel=True`, which brings a second team of threads that fights with torc
 
 import ctypes
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numba
@@ -70,9 +71,28 @@ def intrinsic(function: Callable[..., Any]) -> Any:
     return numba.extending.intrinsic(function)
 
 
-def kernel(variants: Mapping[Hashable, tuple[types.Type, ...]]) -> Callable[[Callable[..., None]], "Kernel"]:
-    """A kernel of the function below: for each key the types of its arguments behind `begin` and `end`."""
-    return lambda function: Kernel(function, variants)
+def record(fields: type[tuple[Any, ...]], *kinds: types.Type) -> types.NamedTuple:
+    """The type of a named tuple whose fields are of these kinds."""
+    return types.NamedTuple(kinds, fields)
+
+
+def row_args(x: torch.Tensor) -> tuple[int, int]:
+    """Two arguments of a kernel: the address of x and how many numbers its rows are apart."""
+    return x.data_ptr(), x.stride(0)
+
+
+def optional_arg(x: torch.Tensor | None) -> tuple[int, bool]:
+    """Two arguments of a kernel: an address, and whether there is such a tensor."""
+    return (0, False) if x is None else (x.data_ptr(), True)
+
+
+def kernel(
+    variants: Mapping[Hashable, tuple[types.Type, ...]], needs: bool = True
+) -> Callable[[Callable[..., None]], "Kernel"]:
+    """A kernel of the function below: for each key the types of its arguments behind `begin` and `end`. `needs`:
+    whether this processor has the instructions in its body; without them it has no variants, since LLVM ends the
+    process where it is given an instruction that the processor has not."""
+    return lambda function: Kernel(function, variants if needs else {})
 
 
 class Variant:
@@ -80,7 +100,7 @@ class Variant:
 
     def __init__(self, function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> None:
         self.name = function.__name__
-        codes = "".join("f" if kind == FLOAT else "q" for kind in argument_types)
+        codes = "".join("f" if kind == FLOAT else "q" for kind in _fields(argument_types))
         self._pack = struct.Struct("@qqq" + codes).pack
         self._compiled = _compile(function, argument_types)
         self._native = _NATIVE(int(self._compiled.address))
@@ -121,6 +141,12 @@ class Kernel(dict[Hashable, Variant]):
         firsts = {key: key[0] if isinstance(key, tuple) else key for key in self._argument_types}
         single = len(firsts) == 1
         return [self[key] for key, first in firsts.items() if dtype is None or single or first == dtype]
+
+
+def _fields(argument_types: Iterable[types.Type]) -> Iterator[types.Type]:
+    """The types with each record's fields in its place."""
+    for kind in argument_types:
+        yield from kind.types if isinstance(kind, types.NamedTuple) else (kind,)
 
 
 def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:
@@ -195,7 +221,7 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
         return body
 
     def _unpack(context: Any, builder: Any, packed: Any) -> list[Any]:
-        kinds = (types.int64,) * 3 + argument_types
+        kinds = (types.int64,) * 3 + tuple(_fields(argument_types))
         fields = [ir.FloatType() if kind == FLOAT else i64 for kind in kinds]
         record = builder.bitcast(packed, ir.LiteralStructType(fields).as_pointer())
         values = [builder.load(cgutils.gep_inbounds(builder, record, 0, index)) for index in range(len(fields))]
@@ -206,10 +232,17 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
 
     def _call(context: Any, builder: Any, values: list[Any]) -> Any:
         """Calls `work` and gives back whether it failed."""
+        fields = iter(values)
+        arguments = [
+            context.make_tuple(builder, kind, [next(fields) for _ in kind])
+            if isinstance(kind, types.NamedTuple)
+            else next(fields)
+            for kind in wanted
+        ]
         compiled = work.get_compile_result(types.void(*wanted))
         context.active_code_library.add_linking_library(compiled.library)
         function = context.declare_function(builder.module, compiled.fndesc)
-        status, _ = context.call_conv.call_function(builder, function, types.void, wanted, values)
+        status, _ = context.call_conv.call_function(builder, function, types.void, wanted, arguments)
         return status.is_error
 
     @intrinsic

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, INT, kernel
+from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, INT, kernel, row_args
 from cairn.kernels.cpu.scalars import advance, load, sigmoid, silu, store
 
 
@@ -28,14 +28,7 @@ def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
     """See `Kernels.silu_mul`."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _silu_mul[gate.dtype, x.dtype](
-        x.shape[0],
-        x.numel() // 2,
-        gate.data_ptr(),
-        gate.stride(0),
-        x.data_ptr(),
-        x.stride(0),
-        out.data_ptr(),
-        x.shape[1],
+        x.shape[0], x.numel() // 2, *row_args(gate), *row_args(x), out.data_ptr(), x.shape[1]
     )
     return out
 
@@ -61,10 +54,8 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     _sigmoid_mul[x.dtype, gate.dtype](
         x.shape[0],
         x.numel() // 2,
-        x.data_ptr(),
-        x.stride(0),
-        gate.data_ptr(),
-        gate.stride(0),
+        *row_args(x),
+        *row_args(gate),
         gate.shape[1],
         out.data_ptr(),
         x.shape[1],
@@ -85,7 +76,7 @@ def _squared_relu(begin: int, end: int, x: Any, row: int, out: Any, width: int) 
 def squared_relu(x: Tensor) -> Tensor:
     """See `Kernels.squared_relu`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _squared_relu[x.dtype](x.shape[0], x.numel() // 8, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[1])
+    _squared_relu[x.dtype](x.shape[0], x.numel() // 8, *row_args(x), out.data_ptr(), x.shape[1])
     return out
 
 
@@ -123,8 +114,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     _rope[x.dtype](
         rows,
         x.numel() // 4,
-        x.data_ptr(),
-        x.stride(0),
+        *row_args(x),
         x.stride(1),
         cos.data_ptr(),
         sin.data_ptr(),

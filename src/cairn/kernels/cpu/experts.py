@@ -43,15 +43,7 @@ def _mixed(
     ends = torch.zeros(down.shape[0], dtype=torch.int64)
     order, places = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
     _sort_by_expert[topk_ids.dtype](
-        1,
-        0,
-        topk_ids.data_ptr(),
-        num_rows,
-        top_k,
-        ends.data_ptr(),
-        down.shape[0],
-        order.data_ptr(),
-        places.data_ptr(),
+        1, 0, topk_ids.data_ptr(), num_rows, top_k, ends.data_ptr(), down.shape[0], order.data_ptr(), places.data_ptr()
     )
     rows = ExpertRows(order, ends, cut_rows(ends, num_rows))
     inner = activation(expert_products(x, up, rows, num_rows))

@@ -16,7 +16,7 @@ from numba.core import types as numba_types
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, I64, INT, jit, kernel
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, I64, INT, jit, kernel, optional_arg, row_args
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
     PANEL,
@@ -104,8 +104,7 @@ def int8_product(
         0,
         0,
         0,
-        x.data_ptr(),
-        x.stride(0),
+        *row_args(x),
         numbers.data_ptr(),
         scales.data_ptr(),
         x.shape[1],
@@ -113,14 +112,7 @@ def int8_product(
     )
     sums = scaled_int8_sums(numbers, weight.matrices[expert], weight.scales[expert])
     _scale_rows[x.dtype, out.dtype](
-        rows,
-        out.numel() // 4,
-        sums.data_ptr(),
-        scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        bias is not None,
-        out.data_ptr(),
-        outputs,
+        rows, out.numel() // 4, sums.data_ptr(), scales.data_ptr(), *optional_arg(bias), out.data_ptr(), outputs
     )
     return out
 
@@ -143,10 +135,8 @@ def int8_product_of_panels(
         numbers.numel() // 4,
         parts.groups.data_ptr(),
         True,
-        0 if order is None else order.data_ptr(),
-        order is not None,
-        x.data_ptr(),
-        x.stride(0),
+        *optional_arg(order),
+        *row_args(x),
         numbers.data_ptr(),
         scales.data_ptr(),
         inputs,
@@ -162,8 +152,7 @@ def int8_product_of_panels(
         scales.data_ptr(),
         weight.scales[expert].data_ptr(),
         weight.zeros[expert].data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        bias is not None,
+        *optional_arg(bias),
         out.data_ptr(),
         panels.shape[1],
         out.shape[1],

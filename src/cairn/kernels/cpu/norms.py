@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, jit, kernel
+from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, jit, kernel, row_args
 from cairn.kernels.cpu.scalars import ONE, advance, load, silu, store
 
 _DTYPES: Mapping[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {
@@ -46,8 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _rms_norm[x.dtype, weight.dtype](
         counts[0] * heads,
         x.numel() // 8,
-        x.data_ptr(),
-        x.stride(0),
+        *row_args(x),
         head,
         heads,
         weight.data_ptr(),
@@ -78,8 +77,7 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
         x.shape[0],
         x.numel() // 4,
         residual.data_ptr(),
-        x.data_ptr(),
-        x.stride(0),
+        *row_args(x),
         weight.data_ptr(),
         out.data_ptr(),
         x.shape[1],
@@ -123,10 +121,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
     _gated_rms_norm[gate.dtype, weight.dtype](
         x.shape[0] * groups,
         x.numel() // 2,
-        x.data_ptr(),
-        x.stride(0),
-        gate.data_ptr(),
-        gate.stride(0),
+        *row_args(x),
+        *row_args(gate),
         weight.data_ptr(),
         out.data_ptr(),
         groups,
@@ -165,11 +161,9 @@ def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> T
     _rms_norm_then_gate[gate.dtype](
         x.shape[0] * x.shape[1],
         x.numel() // 2,
-        x.data_ptr(),
-        x.stride(0),
+        *row_args(x),
         x.stride(1),
-        gate.data_ptr(),
-        gate.stride(0),
+        *row_args(gate),
         weight.data_ptr(),
         out.data_ptr(),
         x.shape[1],

@@ -26,7 +26,19 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, I32, I64, INT, intrinsic, jit, kernel
+from cairn.kernels.cpu.compiled import (
+    BF16,
+    ELEMENTS,
+    F32,
+    I32,
+    I64,
+    INT,
+    intrinsic,
+    jit,
+    kernel,
+    optional_arg,
+    row_args,
+)
 from cairn.kernels.cpu.scalars import advance, load, store
 from cairn.kernels.cpu.vectors import LANES, aligned, prefetch_line
 
@@ -167,10 +179,8 @@ def product_of_panels(
             parts.groups.shape[0],
             grouped.numel(),
             parts.groups.data_ptr(),
-            0 if order is None else order.data_ptr(),
-            order is not None,
-            x.data_ptr(),
-            x.stride(0),
+            *optional_arg(order),
+            *row_args(x),
             grouped.data_ptr(),
             inputs,
         )
@@ -181,8 +191,7 @@ def product_of_panels(
         panels.shape[0],
         grouped.data_ptr(),
         panels.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        bias is not None,
+        *optional_arg(bias),
         out.data_ptr(),
         words,
         out.shape[1],

@@ -1,17 +1,15 @@
-"""What the compiled loops over sequences share: operands as addresses, snapshots, gates, moving blocks of numbers."""
+"""What the compiled loops over sequences share: the sequences and their snapshots, gates, copies of blocks."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.batch import HostBatch
-from cairn.kernels.cpu.compiled import jit
-
-ZERO: Any = np.float32(0)
-ONE: Any = np.float32(1)
+from cairn.kernels.batch import Batch
+from cairn.kernels.cpu.compiled import I32, INT, jit, record
+from cairn.kernels.cpu.scalars import ZERO, advance
 
 
 def empty(*shape: int) -> Tensor:
@@ -20,7 +18,7 @@ def empty(*shape: int) -> Tensor:
     return torch.from_numpy(np.empty(shape, np.float32))
 
 
-def by_row(x: Tensor) -> Tensor:
+def with_contiguous_rows(x: Tensor) -> Tensor:
     """x itself if each of its rows x[i] is one piece of memory, a copy if not."""
     if x.is_contiguous():
         return x
@@ -34,26 +32,55 @@ def by_row(x: Tensor) -> Tensor:
 
 def check_states(states: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raises ValueError unless each slot's state is one piece of memory of this shape and dtype."""
-    if states.shape[1:] != shape or states.dtype != dtype or by_row(states) is not states:
+    if states.shape[1:] != shape or states.dtype != dtype or with_contiguous_rows(states) is not states:
         raise ValueError(
             f"states are {states.dtype} {list(states.shape)} with strides {list(states.stride())}, "
             f"wanted are {dtype} [slots, {', '.join(map(str, shape))}], each slot's contiguous"
         )
 
 
-def snapshot_addresses(host: HostBatch) -> tuple[int, int, int]:
-    """Addresses of the snapshots' rows and offsets, and how many there are."""
-    count = host.num_snapshots
-    return (host.snapshot_rows.ctypes.data, host.snapshot_offsets.ctypes.data, count) if count else (0, 0, 0)
+class Sequences(NamedTuple):
+    """The sequences of a batch with their states, as kernels see them: arrays as in `Batch` and `HostBatch`.
+
+    `states` [slots, state_size]: the live ones, of which two are `slot_stride` numbers apart. `snapshots`
+    [num_snapshots, state_size].
+    """
+
+    cu_seqlens: Any
+    slots: Any
+    seq_starts: Any
+    num_decodes: int
+    snapshot_rows: Any
+    snapshot_offsets: Any
+    num_snapshots: int
+    states: Any
+    slot_stride: int
+    snapshots: Any
+    state_size: int
+
+
+def sequences_type(state: Any) -> Any:
+    """The type of `Sequences` whose states are numbers behind pointers of type `state`."""
+    return record(Sequences, I32, I32, I32, INT, I32, I32, INT, state, INT, state, INT)
+
+
+def sequence_arguments(batch: Batch, states: Tensor, snapshots: Tensor, state_size: int) -> tuple[int, ...]:
+    """The fields of `Sequences`."""
+    host, count = batch.host, batch.host.num_snapshots
+    rows, offsets = (host.snapshot_rows.ctypes.data, host.snapshot_offsets.ctypes.data) if count else (0, 0)
+    return (
+        *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr(), host.num_decodes),
+        *(rows, offsets, count, states.data_ptr(), states.stride(0), snapshots.data_ptr(), state_size),
+    )
 
 
 @jit
-def first_snapshot(rows: Any, count: int, sequence: int) -> int:
-    """Index of the first of `count` snapshots, in the order of the rows, that is of this sequence or a later one."""
-    low, high = 0, count
+def first_snapshot(s: Any, sequence: int) -> int:
+    """Index of the first snapshot of this sequence or a later one, by binary search."""
+    low, high = 0, s.num_snapshots
     while low < high:
         middle = (low + high) // 2
-        if rows[middle] < sequence:
+        if s.snapshot_rows[middle] < sequence:
             low = middle + 1
         else:
             high = middle
@@ -61,11 +88,27 @@ def first_snapshot(rows: Any, count: int, sequence: int) -> int:
 
 
 @jit
-def snapshots_until(rows: Any, offsets: Any, first: int, count: int, sequence: int, offset: int) -> int:
-    """Index behind those from `first` on that are of this sequence and wanted after at most `offset` of its tokens."""
-    while first < count and rows[first] == sequence and offsets[first] <= offset:
+def end_of_snapshots(s: Any, first: int, sequence: int, num_tokens: int) -> int:
+    """Index behind those snapshots from `first` on that are of the sequence's first `num_tokens` tokens of the pass."""
+    while first < s.num_snapshots and s.snapshot_rows[first] == sequence and s.snapshot_offsets[first] <= num_tokens:
         first += 1
     return first
+
+
+@jit
+def store_decode_snapshots(s: Any, row: int, begin: int, part: Any, count: int) -> None:
+    """Copies a part of a decode row's new state, `count` numbers from `begin` on, into the row's snapshots."""
+    index = first_snapshot(s, row)
+    while index < s.num_snapshots and s.snapshot_rows[index] == row:
+        copy(part, advance(s.snapshots, index * s.state_size + begin), count)
+        index += 1
+
+
+@jit
+def copy(source: Any, target: Any, count: int) -> None:
+    """target[:count] = source[:count], of one dtype."""
+    for j in range(count):
+        target[j] = source[j]
 
 
 @jit

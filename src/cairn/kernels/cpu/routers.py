@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import F32, FLOAT, I64, INT, jit, kernel
+from cairn.kernels.cpu.compiled import F32, FLOAT, I64, INT, jit, kernel, row_args
 from cairn.kernels.cpu.scalars import advance, exp, sigmoid
 
 
@@ -63,8 +63,7 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
     _softmax_router[logits.dtype](
         rows,
         logits.numel() * top_k,
-        logits.data_ptr(),
-        logits.stride(0),
+        *row_args(logits),
         experts,
         top_k,
         normalize,
@@ -123,13 +122,7 @@ def _sigmoid_router(
 
 
 def sigmoid_router(
-    logits: Tensor,
-    correction: Tensor,
-    top_k: int,
-    num_groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
+    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.sigmoid_router`."""
     rows, experts = logits.shape
@@ -138,8 +131,7 @@ def sigmoid_router(
     _sigmoid_router[logits.dtype](
         rows,
         logits.numel() * (top_k + 2),
-        logits.data_ptr(),
-        logits.stride(0),
+        *row_args(logits),
         correction.data_ptr(),
         experts,
         top_k,

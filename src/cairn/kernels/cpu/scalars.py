@@ -11,7 +11,8 @@ from numba import types
 
 from cairn.kernels.cpu.compiled import BF16, F32, exact_jit, intrinsic, jit
 
-ONE = np.float32(1)
+ZERO: Any = np.float32(0)
+ONE: Any = np.float32(1)
 _I32 = ir.IntType(32)
 
 

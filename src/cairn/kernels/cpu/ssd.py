@@ -5,32 +5,60 @@ mask, between chunks the state. A thread goes through a whole sequence with some
 product of b and c, so that all it works on stays in its core's own cache.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, I32, INT, jit, kernel
+from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.recurrence import (
-    ONE,
-    ZERO,
-    by_row,
     check_states,
     copy_block,
     empty,
+    end_of_snapshots,
     first_snapshot,
-    snapshot_addresses,
-    snapshots_until,
+    sequence_arguments,
+    sequences_type,
     softplus,
+    store_decode_snapshots,
     transpose,
+    with_contiguous_rows,
 )
-from cairn.kernels.cpu.scalars import advance, exp, load
+from cairn.kernels.cpu.scalars import ONE, ZERO, advance, exp, load
 from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
-MOST_HEADS = 8
+MAX_HEADS_AT_ONCE = 8
 """Heads that a thread takes at once: their states have to stay in its core's cache."""
+
+
+class _Operands(NamedTuple):
+    """What has a row for each token, and the result y [T, heads, dim]."""
+
+    x: Any
+    x_row: int
+    dt: Any
+    dt_row: int
+    b: Any
+    b_row: int
+    c: Any
+    c_row: int
+    y: Any
+
+
+class _Parameters(NamedTuple):
+    """A layer's own: see `Kernels.ssd`. `per_group`: heads that share b and c."""
+
+    a: Any
+    d: Any
+    dt_bias: Any
+    dt_min: float
+    dt_max: float
+    heads: int
+    per_group: int
+    dim: int
+    size: int
 
 
 def ssd(
@@ -52,274 +80,231 @@ def ssd(
     check_states(states, (heads, dim, size), torch.float32)
     y, snapshots = empty(*x.shape), empty(host.num_snapshots, heads, dim, size)
     num_prefills = host.num_seqs - host.num_decodes
-    x, b, c, dt = by_row(x), by_row(b), by_row(c), by_row(dt)
-
-    def operands(dt: Tensor) -> tuple[float, ...]:
-        return (
-            *(x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0)),
-            *(b.data_ptr(), b.stride(0), c.data_ptr(), c.stride(0)),
-            *(a.data_ptr(), d.data_ptr(), dt_bias.data_ptr(), *dt_limit, states.data_ptr(), states.stride(0)),
-            *(y.data_ptr(), snapshots.data_ptr()),
-            *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr()),
-            *snapshot_addresses(host),
-            *(host.num_decodes, groups, heads // groups, dim, size),
-        )
-
+    x, dt = with_contiguous_rows(x), with_contiguous_rows(dt)
+    b, c = with_contiguous_rows(b), with_contiguous_rows(c)
+    parameters = a.data_ptr(), d.data_ptr(), dt_bias.data_ptr(), *dt_limit, heads, heads // groups, dim, size
+    sequences = sequence_arguments(batch, states, snapshots, heads * dim * size)
     if host.num_decodes:
         # In dt's own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those of one
         # variant.
+        operands = (
+            *row_args(x),
+            *row_args(dt),
+            *row_args(b),
+            *row_args(c),
+            y.data_ptr(),
+        )
         items = host.num_decodes * heads
-        _ssd_decode[dt.dtype](items, items * size * dim // 4, *operands(dt))
+        _ssd_decode[dt.dtype](items, items * size * dim // 4, *operands, *parameters, *sequences)
     if num_prefills:
         wide_dt = dt.float()
+        operands = (
+            *row_args(x),
+            *row_args(wide_dt),
+            *row_args(b),
+            *row_args(c),
+            y.data_ptr(),
+        )
         at_once = _heads_at_once(heads // groups, groups * num_prefills)
-        work = (host.num_rows - host.num_decodes) * heads * size * dim // 16
-        _ssd_prefill[torch.float32](num_prefills * heads // at_once, work, *operands(wide_dt), at_once)
+        items, cost = num_prefills * heads // at_once, (host.num_rows - host.num_decodes) * heads * size * dim // 16
+        _ssd_prefill[torch.float32](items, cost, *operands, *parameters, *sequences, at_once)
     return y, snapshots
 
 
 def _heads_at_once(per_group: int, num_groups: int) -> int:
-    """As many heads of a group as leave each thread two times something to do."""
-    wanted = 2 * torch.get_num_threads()
-    fitting = (count for count in range(MOST_HEADS, 1, -1) if per_group % count == 0)
-    return next((count for count in fitting if num_groups * per_group // count >= wanted), 1)
+    """As many heads of a group as leave each thread two items at least."""
+    min_items = 2 * torch.get_num_threads()
+    divisors = (count for count in range(MAX_HEADS_AT_ONCE, 1, -1) if per_group % count == 0)
+    return next((count for count in divisors if num_groups * per_group // count >= min_items), 1)
 
 
 def _types(gate: Any) -> tuple[Any, ...]:
     return (
-        *(F32, INT, gate, INT, F32, INT, F32, INT),
-        *(F32, F32, F32, FLOAT, FLOAT, F32, INT),
-        *(F32, F32),
-        *(I32, I32, I32),
-        *(I32, I32, INT),
-        *(INT, INT, INT, INT, INT),
+        record(_Operands, F32, INT, gate, INT, F32, INT, F32, INT, F32),
+        record(_Parameters, F32, F32, F32, FLOAT, FLOAT, INT, INT, INT, INT),
+        sequences_type(F32),
     )
 
 
 @jit
-def _time_step(dt: float, bias: float, low: float, high: float) -> float:
-    return min(max(softplus(dt + bias), low), high)
+def _time_step(o: Any, p: Any, row: int, head: int) -> Any:
+    return min(max(softplus(load(o.dt, row * o.dt_row + head) + p.dt_bias[head]), p.dt_min), p.dt_max)
 
 
 @kernel({torch.float32: _types(F32), torch.bfloat16: _types(BF16)})
-def _ssd_decode(
-    begin: int,
-    end: int,
-    x: Any,
-    x_row: int,
-    dt: Any,
-    dt_row: int,
-    b: Any,
-    b_row: int,
-    c: Any,
-    c_row: int,
-    a: Any,
-    d: Any,
-    dt_bias: Any,
-    dt_min: float,
-    dt_max: float,
-    states: Any,
-    slot_size: int,
-    y: Any,
-    snapshots: Any,
-    cu_seqlens: Any,
-    slots: Any,
-    seq_starts: Any,
-    snapshot_rows: Any,
-    snapshot_offsets: Any,
-    num_snapshots: int,
-    num_decodes: int,
-    groups: int,
-    per_group: int,
-    dim: int,
-    size: int,
-) -> None:
+def _ssd_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
     """Items are pairs (row, head)."""
-    heads = groups * per_group
+    dim, size = p.dim, p.size
     for item in range(begin, end):
-        row, head = item // heads, item % heads
-        state = advance(states, slots[row] * slot_size + head * dim * size)
-        if seq_starts[row] == 0:
+        row, head = item // p.heads, item % p.heads
+        state = advance(s.states, s.slots[row] * s.slot_stride + head * dim * size)
+        if s.seq_starts[row] == 0:
             copy_block(state, 0, 0, 0, state, size, dim, size)
-        step = _time_step(load(dt, row * dt_row + head), dt_bias[head], dt_min, dt_max)
-        decay = exp(step * a[head])
-        group = head // per_group * size
-        b_here, c_here = advance(b, row * b_row + group), advance(c, row * c_row + group)
+        step = _time_step(o, p, row, head)
+        decay = exp(step * p.a[head])
+        group = head // p.per_group * size
+        b, c = advance(o.b, row * o.b_row + group), advance(o.c, row * o.c_row + group)
+        x, y, d = advance(o.x, row * o.x_row + head * dim), advance(o.y, item * dim), p.d[head]
         for i in range(dim):
-            value = x[row * x_row + head * dim + i]
+            value = x[i]
             written, read = step * value, ZERO
             for j in range(size):
-                number = decay * state[i * size + j] + written * b_here[j]
+                number = decay * state[i * size + j] + written * b[j]
                 state[i * size + j] = number
-                read += number * c_here[j]
-            y[item * dim + i] = read + d[head] * value
-        kept = first_snapshot(snapshot_rows, num_snapshots, row)
-        while kept < num_snapshots and snapshot_rows[kept] == row:
-            copy_block(state, size, dim, size, advance(snapshots, (kept * heads + head) * dim * size), size, dim, size)
-            kept += 1
+                read += number * c[j]
+            y[i] = read + d * value
+        store_decode_snapshots(s, row, head * dim * size, state, dim * size)
+
+
+class _Scratch(NamedTuple):
+    """A thread's buffers for one chunk. Rows and columns are rounded up to whole tiles.
+
+    `b`, `c` [CHUNK, columns], `transposed_c` [columns, CHUNK], `x`, `decayed` [CHUNK, x_columns], `transposed_y`
+    [state_rows, CHUNK]; `b_c` and `scores` [CHUNK, CHUNK], rows by j; `snapshot` and each of `states` [state_rows,
+    columns]; by token: `decays` float64, the log of the decay since the chunk's start (behind a strong decay its
+    differences are small beside it, and in float32 they would lose what they are needed for), its exponential `decay`,
+    and `steps`.
+    """
+
+    b: Any
+    c: Any
+    transposed_c: Any
+    x: Any
+    decayed: Any
+    transposed_y: Any
+    b_c: Any
+    scores: Any
+    snapshot: Any
+    states: Any
+    decays: Any
+    decay: Any
+    steps: Any
 
 
 @kernel({torch.float32: (*_types(F32), INT)})
-def _ssd_prefill(
-    begin: int,
-    end: int,
-    x: Any,
-    x_row: int,
-    dt: Any,
-    dt_row: int,
-    b: Any,
-    b_row: int,
-    c: Any,
-    c_row: int,
-    a: Any,
-    d: Any,
-    dt_bias: Any,
-    dt_min: float,
-    dt_max: float,
-    states: Any,
-    slot_size: int,
-    y: Any,
-    snapshots: Any,
-    cu_seqlens: Any,
-    slots: Any,
-    seq_starts: Any,
-    snapshot_rows: Any,
-    snapshot_offsets: Any,
-    num_snapshots: int,
-    num_decodes: int,
-    groups: int,
-    per_group: int,
-    dim: int,
-    size: int,
-    at_once: int,
-) -> None:
+def _ssd_prefill(begin: int, end: int, o: Any, p: Any, s: Any, at_once: int) -> None:
     """Items are pairs (prefill sequence, `at_once` heads of one group)."""
-    heads = groups * per_group
-    per_sequence = heads // at_once
-    # Rows and columns of a state, and how long a row of x is, in scratch memory.
+    dim, size = p.dim, p.size
+    per_sequence = p.heads // at_once
     state_rows, columns, x_columns = round_up(dim, TILE_ROWS), round_up(size, TILE_LANES), round_up(dim, LANES)
-    square = CHUNK * CHUNK
-    scratch = np.empty(
-        LANES + CHUNK * (3 * columns + 2 * x_columns + state_rows) + 2 * square + (at_once + 1) * state_rows * columns,
-        np.float32,
+    square, state_size = CHUNK * CHUNK, state_rows * columns
+    buffer = np.empty(
+        LANES + CHUNK * (3 * columns + 2 * x_columns + state_rows) + 2 * square + (at_once + 1) * state_size, np.float32
     )
-    b_rows = aligned(scratch)
-    c_rows = advance(b_rows, CHUNK * columns)
-    turned_c = advance(c_rows, CHUNK * columns)
-    x_rows = advance(turned_c, CHUNK * columns)
-    faded = advance(x_rows, CHUNK * x_columns)
-    turned_y = advance(faded, CHUNK * x_columns)
-    pairs = advance(turned_y, CHUNK * state_rows)
-    scores = advance(pairs, square)
-    midway = advance(scores, square)
-    live = advance(midway, state_rows * columns)
-    # The log of the decay since the chunk's start. Behind a strong decay its differences are small beside it, and in
-    # float32 they would lose what they are needed for.
+    b = aligned(buffer)
+    c = advance(b, CHUNK * columns)
+    transposed_c = advance(c, CHUNK * columns)
+    x = advance(transposed_c, CHUNK * columns)
+    decayed = advance(x, CHUNK * x_columns)
+    transposed_y = advance(decayed, CHUNK * x_columns)
+    b_c = advance(transposed_y, CHUNK * state_rows)
+    scores = advance(b_c, square)
+    snapshot = advance(scores, square)
+    states = advance(snapshot, state_size)
     decays = np.empty(CHUNK, np.float64)
-    steps, grown = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
+    decay, steps = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
+    m = _Scratch(b, c, transposed_c, x, decayed, transposed_y, b_c, scores, snapshot, states, decays, decay, steps)
 
     for item in range(begin, end):
-        sequence, first_head = num_decodes + item // per_sequence, item % per_sequence * at_once
-        group = first_head // per_group * size
-        first_row, end_row = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])
-        position = int(seq_starts[sequence])
-        slot = advance(states, slots[sequence] * slot_size + first_head * dim * size)
+        sequence, first_head = s.num_decodes + item // per_sequence, item % per_sequence * at_once
+        first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])
+        position = int(s.seq_starts[sequence])
+        slot = advance(s.states, s.slots[sequence] * s.slot_stride + first_head * dim * size)
         known_rows = 0 if position == 0 else dim
         for index in range(at_once):
-            state = advance(live, index * state_rows * columns)
+            state = advance(states, index * state_size)
             copy_block(advance(slot, index * dim * size), size, known_rows, size, state, columns, state_rows, columns)
-        snapshot = first_snapshot(snapshot_rows, num_snapshots, sequence)
+        next_snapshot = first_snapshot(s, sequence)
         row = first_row
         while row < end_row:
             length = min(CHUNK - position % CHUNK, end_row - row)
-            rows, width = round_up(length, TILE_ROWS), round_up(length, TILE_LANES)
-            copy_block(advance(b, row * b_row + group), b_row, length, size, b_rows, columns, rows, columns)
-            copy_block(advance(c, row * c_row + group), c_row, length, size, c_rows, columns, width, columns)
-            transpose(c_rows, columns, width, size, turned_c, CHUNK)
-            # b of row j times c of row i, and of these the triangle i >= j alone.
-            for i in range(0, width, TILE_LANES):
-                right = advance(turned_c, i)
-                tall = min(i + TILE_LANES, rows)
-                add_product(b_rows, columns, 1, right, CHUNK, advance(pairs, i), CHUNK, tall, TILE_LANES, size, ZERO)
-            behind = snapshots_until(
-                snapshot_rows, snapshot_offsets, snapshot, num_snapshots, sequence, row + length - first_row
-            )
+            _multiply_b_c(o, p, m, row, length, first_head // p.per_group, columns)
+            snapshots_end = end_of_snapshots(s, next_snapshot, sequence, row + length - first_row)
             for index in range(at_once):
                 head = first_head + index
-                state = advance(live, index * state_rows * columns)
-                total = 0.0
-                for i in range(length):
-                    step = _time_step(load(dt, (row + i) * dt_row + head), dt_bias[head], dt_min, dt_max)
-                    total += np.float64(step * a[head])
-                    steps[i], decays[i], grown[i] = step, total, exp(np.float32(total))
-                for i in range(length, width):
-                    decays[i], grown[i] = total, ZERO
-                x_here = advance(x, row * x_row + head * dim)
-                copy_block(x_here, x_row, length, dim, x_rows, x_columns, length, x_columns)
-                _weigh(pairs, decays, steps, length, width, scores)
-                add_product(state, columns, 1, turned_c, CHUNK, turned_y, CHUNK, dim, width, size, ZERO)
-                for j in range(state_rows):
-                    for i in range(width):
-                        turned_y[j * CHUNK + i] *= grown[i]
-                for i in range(0, width, TILE_LANES):
-                    here, right = advance(turned_y, i), advance(scores, i)
-                    depth = min(i + TILE_LANES, length)
-                    add_product(x_rows, 1, x_columns, right, CHUNK, here, CHUNK, dim, TILE_LANES, depth, ONE)
-                out = advance(y, (row * heads + head) * dim)
-                for i in range(length):
-                    for j in range(dim):
-                        out[i * heads * dim + j] = turned_y[j * CHUNK + i] + d[head] * x_rows[i * x_columns + j]
-                for kept in range(snapshot, behind):
-                    seen = first_row + snapshot_offsets[kept] - row
-                    if seen < length:
-                        copy_block(state, columns, state_rows, columns, midway, columns, state_rows, columns)
-                        _advance(midway, x_rows, x_columns, b_rows, columns, steps, decays, seen, dim, faded)
-                        target = advance(snapshots, (kept * heads + head) * dim * size)
-                        copy_block(midway, columns, dim, size, target, size, dim, size)
-                _advance(state, x_rows, x_columns, b_rows, columns, steps, decays, length, dim, faded)
-                for kept in range(snapshot, behind):
-                    if first_row + snapshot_offsets[kept] - row == length:
-                        target = advance(snapshots, (kept * heads + head) * dim * size)
+                state = advance(states, index * state_size)
+                _scan_chunk(o, p, m, row, length, head, state, columns, x_columns)
+                for kept in range(next_snapshot, snapshots_end):
+                    num_tokens = first_row + s.snapshot_offsets[kept] - row
+                    if num_tokens < length:
+                        copy_block(state, columns, state_rows, columns, snapshot, columns, state_rows, columns)
+                        _advance_state(m, snapshot, num_tokens, dim, columns, x_columns)
+                        target = advance(s.snapshots, (kept * p.heads + head) * dim * size)
+                        copy_block(snapshot, columns, dim, size, target, size, dim, size)
+                _advance_state(m, state, length, dim, columns, x_columns)
+                for kept in range(next_snapshot, snapshots_end):
+                    if first_row + s.snapshot_offsets[kept] - row == length:
+                        target = advance(s.snapshots, (kept * p.heads + head) * dim * size)
                         copy_block(state, columns, dim, size, target, size, dim, size)
-            snapshot = behind
+            next_snapshot = snapshots_end
             row += length
             position += length
         for index in range(at_once):
-            state = advance(live, index * state_rows * columns)
+            state = advance(states, index * state_size)
             copy_block(state, columns, dim, size, advance(slot, index * dim * size), size, dim, size)
     # The pointers above keep nothing alive.
-    scratch[0] = ZERO
+    buffer[0] = ZERO
 
 
 @jit
-def _weigh(pairs: Any, decays: Any, steps: Any, length: int, width: int, scores: Any) -> None:
-    """scores[j, i]: what token i finds of what token j <= i writes."""
+def _multiply_b_c(o: Any, p: Any, m: Any, row: int, length: int, group: int, columns: int) -> None:
+    """b_c[j, i] = b of the chunk's row j times c of its row i, and of these the triangle i >= j alone."""
+    size, tile_rows, width = p.size, round_up(length, TILE_ROWS), round_up(length, TILE_LANES)
+    b, c = advance(o.b, row * o.b_row + group * size), advance(o.c, row * o.c_row + group * size)
+    copy_block(b, o.b_row, length, size, m.b, columns, tile_rows, columns)
+    copy_block(c, o.c_row, length, size, m.c, columns, width, columns)
+    transpose(m.c, columns, width, size, m.transposed_c, CHUNK)
+    for i in range(0, width, TILE_LANES):
+        right, out, height = advance(m.transposed_c, i), advance(m.b_c, i), min(i + TILE_LANES, tile_rows)
+        add_product(m.b, columns, 1, right, CHUNK, out, CHUNK, height, TILE_LANES, size, ZERO)
+
+
+@jit
+def _scan_chunk(
+    o: Any, p: Any, m: Any, row: int, length: int, head: int, state: Any, columns: int, x_columns: int
+) -> None:
+    """y of a chunk and a head, from the state before the chunk and the tokens in it; the state is left as it is."""
+    dim, width = p.dim, round_up(length, TILE_LANES)
+    total = 0.0
+    for i in range(length):
+        step = _time_step(o, p, row + i, head)
+        total += np.float64(step * p.a[head])
+        m.steps[i], m.decays[i], m.decay[i] = step, total, exp(np.float32(total))
+    for i in range(length, width):
+        m.decays[i], m.decay[i] = total, ZERO
+    copy_block(advance(o.x, row * o.x_row + head * dim), o.x_row, length, dim, m.x, x_columns, length, x_columns)
+    _weigh(m, length, width)
+    add_product(state, columns, 1, m.transposed_c, CHUNK, m.transposed_y, CHUNK, dim, width, p.size, ZERO)
+    for j in range(round_up(dim, TILE_ROWS)):
+        for i in range(width):
+            m.transposed_y[j * CHUNK + i] *= m.decay[i]
+    for i in range(0, width, TILE_LANES):
+        out, right, depth = advance(m.transposed_y, i), advance(m.scores, i), min(i + TILE_LANES, length)
+        add_product(m.x, 1, x_columns, right, CHUNK, out, CHUNK, dim, TILE_LANES, depth, ONE)
+    y = advance(o.y, (row * p.heads + head) * dim)
+    for i in range(length):
+        for j in range(dim):
+            y[i * p.heads * dim + j] = m.transposed_y[j * CHUNK + i] + p.d[head] * m.x[i * x_columns + j]
+
+
+@jit
+def _weigh(m: Any, length: int, width: int) -> None:
+    """scores[j, i]: what token i reads of what token j <= i writes."""
     for j in range(length):
-        step, there = steps[j], decays[j]
+        step, decay_j = m.steps[j], m.decays[j]
         for first in range(j // TILE_LANES * TILE_LANES, width, LANES):
             for lane in range(LANES):
                 i = first + lane
-                decay = exp(np.float32(decays[i] - there)) if i >= j else ZERO
-                scores[j * CHUNK + i] = step * decay * pairs[j * CHUNK + i]
+                decay = exp(np.float32(m.decays[i] - decay_j)) if i >= j else ZERO
+                m.scores[j * CHUNK + i] = step * decay * m.b_c[j * CHUNK + i]
 
 
 @jit
-def _advance(
-    state: Any,
-    x_rows: Any,
-    x_columns: int,
-    b_rows: Any,
-    columns: int,
-    steps: Any,
-    decays: Any,
-    length: int,
-    dim: int,
-    faded: Any,
-) -> None:
+def _advance_state(m: Any, state: Any, length: int, dim: int, columns: int, x_columns: int) -> None:
     """A state as it was at the chunk's start becomes the state after the chunk's first `length` rows."""
-    last = decays[length - 1]
+    last = m.decays[length - 1]
     for i in range(length):
-        factor = steps[i] * exp(np.float32(last - decays[i]))
+        factor = m.steps[i] * exp(np.float32(last - m.decays[i]))
         for j in range(x_columns):
-            faded[i * x_columns + j] = factor * x_rows[i * x_columns + j]
-    add_product(faded, 1, x_columns, b_rows, columns, state, columns, dim, columns, length, exp(np.float32(last)))
+            m.decayed[i * x_columns + j] = factor * m.x[i * x_columns + j]
+    add_product(m.decayed, 1, x_columns, m.b, columns, state, columns, dim, columns, length, exp(np.float32(last)))

@@ -227,16 +227,7 @@ def _add_product(rows: int, lanes: int) -> Any:
 
     @intrinsic
     def add(
-        typingctx: Any,
-        a: Any,
-        a_row: Any,
-        a_step: Any,
-        b: Any,
-        b_row: Any,
-        c: Any,
-        c_row: Any,
-        depth: Any,
-        scale: Any,
+        typingctx: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_row: Any, c: Any, c_row: Any, depth: Any, scale: Any
     ) -> Any:
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
             builder.call(out_of_line(builder.module, [value.type for value in args]), args)

@@ -16,16 +16,7 @@ _TILE = 1024
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _activation_kernel(
-    x,
-    y,
-    out,
-    num_rows,
-    width,
-    x_stride,
-    y_stride,
-    FUNCTION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, y, out, num_rows, width, x_stride, y_stride, FUNCTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """out [num_rows, width] of x and y, after `FUNCTION`; `sigmoid_of_one`: y has one number a row."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

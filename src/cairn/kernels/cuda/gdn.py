@@ -385,15 +385,7 @@ def _decode_kernel(
 
 
 def gdn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    batch: Batch,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gdn`."""
     metadata, host = batch.metadata, batch.host

@@ -19,17 +19,7 @@ _TILE = 2048
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x,
-    weight,
-    out,
-    num_rows,
-    parts,
-    width,
-    x_stride,
-    x_part_stride,
-    eps,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, weight, out, num_rows, parts, width, x_stride, x_part_stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """out [num_rows, width]; row r is part r % parts of token r // parts."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -45,16 +35,7 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
-    residual,
-    x,
-    weight,
-    out,
-    num_rows,
-    width,
-    x_stride,
-    eps,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    residual, x, weight, out, num_rows, width, x_stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """residual and out [num_rows, width] contiguous."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -20,13 +20,7 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
 
 
 def sigmoid_router(
-    logits: Tensor,
-    correction: Tensor,
-    top_k: int,
-    num_groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
+    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.sigmoid_router`."""
     rates = sigmoid(logits)

@@ -21,15 +21,7 @@ NORM_EPS = 1e-6
 
 
 def gdn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    batch: Batch,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gdn`."""
     metadata = metadata_of(batch)

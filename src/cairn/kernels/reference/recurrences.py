@@ -110,15 +110,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def gdn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    batch: Batch,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gdn`."""
     y = torch.empty(v.shape, dtype=v.dtype)
