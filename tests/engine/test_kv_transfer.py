@@ -43,8 +43,8 @@ class Part:
         ),
     ],
 )
-def test_what_is_asked_for_becomes_a_source_and_a_hand_over(params, terms):
-    assert parse_role(params, Part()) == terms
+def test_what_is_asked_for_becomes_a_source_or_kv_export(params, expected):
+    assert parse_role(params, Part()) == expected
 
 
 def test_without_a_part_in_transfers_only_ordinary_requests_are_taken():
