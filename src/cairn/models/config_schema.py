@@ -1,18 +1,22 @@
-"""config.json as a dataclass: each of its fields says what may be written there, and what holds where it is not.
+"""config.json as a dataclass: each of its fields declares which values config.json may have, and the default.
 
-A field is declared by one of the functions here, `head_dim: int = integer(1, 4096, default=128)`, and `read` makes the
-dataclass of a parsed config.json. Ranges, defaults and conditions may be functions of the other fields, whatever their
-order. Options of every declaration:
+A field is declared by one of the functions here, `head_dim: int = integer(1, 4096, default=128)`, and `parse_config`
+makes the dataclass of a parsed config.json. Ranges, defaults and conditions may be functions of the config, which reads
+its other fields as soon as they are used, whatever their order. Options of every declaration:
 
-names   what config.json calls the field, the first one that is there counts; otherwise as the dataclass does
+names   the names in config.json, of which the first that is there counts; otherwise that of the dataclass
 when    whether the model has what the field is about: where not, it is not read, and is its default, or 0
 fact    whether two servers must agree on it before cached bytes may go from one to the other
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, TypedDict, TypeVar, Unpack
+
+import msgspec
+from msgspec import Meta
 
 from cairn.errors import ModelError
 
@@ -20,107 +24,87 @@ MAX_LAYERS = 512
 
 
 class Fields:
-    """Typed access to a parsed config.json, a field at a time. Every method raises ModelError that names the field,
-    what it is and what it should be; null counts as absent."""
+    """Typed access to a parsed JSON file, a field at a time; null counts as absent. Every method raises ModelError that
+    names the file and the field, what it is and what it should be."""
 
-    def __init__(self, raw: Mapping[str, object]) -> None:
+    def __init__(self, raw: Mapping[str, object], file: str = "config.json") -> None:
         self._raw = raw
+        self._file = file
 
     def has(self, name: str) -> bool:
         return self._raw.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Whatever is there, unchecked."""
+        """The value, unchecked."""
         return self._raw.get(name)
+
+    def error(self, text: str) -> ModelError:
+        return ModelError(f"{self._file}: {text}")
+
+    def read(self, name: str, kind: Any, expected: str, default: Any = ...) -> Any:
+        """A value of the type `kind`, which errors call `expected`. Without a default the field is required."""
+        value = self._raw.get(name)
+        if value is None:
+            if default is ...:
+                raise self.error(f"{name} is missing; it must be {expected}")
+            return default
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            raise self.error(f"{name} must be {expected}, not {_show(value)}") from None
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """An integer in low..high. Without a default the field is required."""
-        value = self._raw.get(name)
-        if value is None:
-            if default is None:
-                raise ModelError(f"config.json: {name} is missing; it must be an integer in {low}..{high}")
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ModelError(f"config.json: {name} must be an integer in {low}..{high}, not {_show(value)}")
-        return value
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        """A finite number in low..high."""
-        value = self._raw.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-            raise ModelError(f"config.json: {name} must be a number in {low:g}..{high:g}, not {_show(value)}")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self._raw.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ModelError(f"config.json: {name} must be true or false, not {_show(value)}")
-        return value
-
-    def text(self, name: str) -> str | None:
-        value = self._raw.get(name)
-        if value is not None and not isinstance(value, str):
-            raise ModelError(f"config.json: {name} must be a string, not {_show(value)}")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...] | None:
-        value = self._raw.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
-            raise ModelError(f"config.json: {name} must be a list of strings, not {_show(value)}")
-        return tuple(value)
+        kind, expected = Annotated[int, Meta(ge=low, le=high)], f"an integer in {low}..{high}"
+        return int(self.read(name, kind, expected, ... if default is None else default))
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """A list of integers in low..high; absent is empty."""
-        value = self._raw.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list | tuple):
-            raise ModelError(f"config.json: {name} must be a list of integers in {low}..{high}, not {_show(value)}")
-        return tuple(Fields({name: entry}).integer(name, low, high) for entry in value)
+        entries = self.read(name, list, f"a list of integers in {low}..{high}", [])
+        return tuple(Fields({name: entry}, self._file).integer(name, low, high) for entry in entries)
 
-    def numbers(self, name: str, count: int, low: float, high: float, default: float) -> tuple[float, ...]:
-        """A list of `count` finite numbers in low..high; absent is `default` throughout."""
-        value = self._raw.get(name)
-        if value is None:
-            return (default,) * count
-        if not isinstance(value, list | tuple) or len(value) != count:
-            raise ModelError(f"config.json: {name} must be a list of {count} numbers, not {_show(value)}")
-        return tuple(Fields({name: entry}).number(name, low, high, default) for entry in value)
+    def number(self, name: str, low: float, high: float, default: float) -> float:
+        """A finite number in low..high."""
+        kind, expected = Annotated[float, Meta(ge=low, le=high)], f"a number in {low:g}..{high:g}"
+        return float(self.read(name, kind, expected, default))
 
-    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One id, a list of ids, or absent; in the order given, without repeats."""
-        value = self._raw.get(name)
-        entries = value if isinstance(value, list) else [] if value is None else [value]
-        read = (Fields({name: entry}).integer(name, 0, vocab_size - 1) for entry in entries)
-        return tuple(dict.fromkeys(read))
+    def numbers(self, name: str, low: float, high: float, default: tuple[float, ...]) -> tuple[float, ...]:
+        """As many finite numbers in low..high as the default has."""
+        entries = self.read(name, list, f"a list of {len(default)} numbers", default)
+        if len(entries) != len(default):
+            raise self.error(f"{name} must be a list of {len(default)} numbers, not {_show(entries)}")
+        return tuple(Fields({name: entry}, self._file).number(name, low, high, math.nan) for entry in entries)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return bool(self.read(name, bool, "true or false", default))
 
     def interval(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
         """Two numbers 0 <= low < high; high may be infinite, also in transformers' form `{"__float__": "Infinity"}`."""
         value = self._raw.get(name)
         if value is None:
             return default
-        ends = [_float(entry) for entry in value] if isinstance(value, list | tuple) else []
-        if len(ends) != 2 or any(math.isnan(end) for end in ends) or not 0 <= ends[0] < ends[1]:
-            raise ModelError(f"config.json: {name} must be two numbers, 0 <= low < high, not {_show(value)}")
+        ends = [_number(entry) for entry in value] if isinstance(value, list | tuple) else []
+        if len(ends) != 2 or not 0 <= ends[0] < ends[1]:
+            raise self.error(f"{name} must be two numbers, 0 <= low < high, not {_show(value)}")
         return ends[0], ends[1]
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One id, a list of ids, or absent; in their order, without repeats."""
+        value = self._raw.get(name)
+        entries = value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(Fields({name: entries}, self._file).integers(name, 0, vocab_size - 1)))
 
     def only(self, name: str, *implemented: object) -> None:
         """The field must be absent or have a value that is implemented."""
         value = self._raw.get(name)
         if value is not None and value not in implemented:
-            wanted = " or ".join("absent" if each is None else _show(each) for each in implemented)
-            raise ModelError(f"config.json: {name} is {_show(value)}, but only {wanted} is implemented")
+            expected = " or ".join("absent" if each is None else _show(each) for each in implemented)
+            raise self.error(f"{name} is {_show(value)}, but only {expected} is implemented")
 
 
 Config = TypeVar("Config")
 Reader = Callable[[Fields, str, Any], Any]
-"""config.json, the field's name there, the other fields -> the field's value."""
+"""config.json, the field's name there, the config with its other fields -> the field's value."""
 
 
 class Options(TypedDict, total=False):
@@ -132,7 +116,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class _Declared:
+class _Declaration:
     read: Reader
     names: tuple[str, ...] = ()
     when: Callable[[Any], object] | None = None
@@ -140,97 +124,102 @@ class _Declared:
     default: Any = 0
 
 
-def read(config: type[Config], raw: Mapping[str, object]) -> Config:
+def parse_config(config: type[Config], raw: Mapping[str, object]) -> Config:
     """Raises ModelError that names the field and the fix."""
-    found = _Found({each.name: each.metadata["declared"] for each in fields(config)}, Fields(raw))  # type: ignore[arg-type]
-    return config(**{each.name: getattr(found, each.name) for each in fields(config)})  # type: ignore[arg-type]
+    declarations = _declarations(config)
+    lazy = _LazyConfig(declarations, Fields(raw))
+    return config(**{name: getattr(lazy, name) for name in declarations})
 
 
-def facts_of(config: Any) -> dict[str, str | int]:
+def transfer_facts(config: Any) -> dict[str, str | int]:
     """Fields on which two servers must agree, by their names in config.json, if it has but one for them."""
-    found: dict[str, str | int] = {}
-    for each in fields(config):
-        declared, value = each.metadata["declared"], getattr(config, each.name)
-        if declared.fact:
-            name = declared.names[0] if len(declared.names) == 1 else each.name
-            found[name] = value if type(value) in (int, str) else repr(value)
-    return found
+    facts: dict[str, str | int] = {}
+    for name, declaration in _declarations(config).items():
+        if declaration.fact:
+            value = getattr(config, name)
+            key = declaration.names[0] if len(declaration.names) == 1 else name
+            facts[key] = value if type(value) in (int, str) else repr(value)
+    return facts
 
 
-class _Found:
-    """The fields that have been read, and every other one as soon as it is asked for."""
+def _declarations(config: Any) -> dict[str, _Declaration]:
+    return {field.name: field.metadata["declaration"] for field in dataclasses.fields(config)}
 
-    def __init__(self, declared: Mapping[str, _Declared], given: Fields) -> None:
-        self._declared = declared
-        self._given = given
+
+class _LazyConfig:
+    """A config whose fields are read when they are first used."""
+
+    def __init__(self, declarations: Mapping[str, _Declaration], fields: Fields) -> None:
+        self._declarations = declarations
+        self._fields = fields
 
     def __getattr__(self, name: str) -> Any:
-        declared = self._declared[name]
-        names = declared.names or (name,)
-        if declared.when is None or declared.when(self):
-            value = declared.read(self._given, next(filter(self._given.has, names), names[0]), self)
+        declaration = self._declarations[name]
+        if declaration.when is None or declaration.when(self):
+            names = declaration.names or (name,)
+            value = declaration.read(self._fields, next(filter(self._fields.has, names), names[0]), self)
         else:
-            value = _value(declared.default, self)
+            value = _evaluate(declaration.default, self)
         setattr(self, name, value)
         return value
 
 
-def other(reader: Reader, default: Any = 0, **options: Unpack[Options]) -> Any:
-    """What is read in a way of its own. `reader` raises ModelError that names the field and the fix."""
-    return field(metadata={"declared": _Declared(reader, default=default, **options)})
+def custom(reader: Reader, default: Any = 0, **options: Unpack[Options]) -> Any:
+    """A field with a reader of its own, which raises ModelError that names the field and the fix."""
+    return dataclasses.field(metadata={"declaration": _Declaration(reader, default=default, **options)})
 
 
 def integer(low: Any, high: Any, default: Any = ..., divides: str = "", **options: Unpack[Options]) -> Any:
     """In low..high; required unless there is a default, which may be None. `divides`: another field, a multiple of
     this one."""
 
-    def reader(given: Fields, name: str, found: Any) -> int | None:
-        if default is not ... and not given.has(name):
-            value: int | None = _value(default, found)
+    def reader(fields: Fields, name: str, config: Any) -> int | None:
+        if default is not ... and not fields.has(name):
+            value: int | None = _evaluate(default, config)
         else:
-            value = given.integer(name, _value(low, found), _value(high, found))
-        if divides and getattr(found, divides) % value:
-            whole = getattr(found, divides)
-            raise ModelError(f"config.json: {divides} {whole} must be a multiple of {name} {value}")
+            value = fields.integer(name, _evaluate(low, config), _evaluate(high, config))
+        if divides and getattr(config, divides) % value:
+            multiple = getattr(config, divides)
+            raise fields.error(f"{divides} {multiple} must be a multiple of {name} {value}")
         return value
 
-    return other(reader, 0 if default is ... else default, **options)
+    return custom(reader, 0 if default is ... else default, **options)
 
 
 def number(low: float, high: float, default: float, **options: Unpack[Options]) -> Any:
     """In low..high."""
-    return other(lambda given, name, found: given.number(name, low, high, default), default, **options)
+    return custom(lambda fields, name, config: fields.number(name, low, high, default), default, **options)
 
 
 def numbers(count: int, low: float, high: float, default: float, **options: Unpack[Options]) -> Any:
     """`count` numbers in low..high; where there are none, `default` throughout."""
-    return other(lambda given, name, found: given.numbers(name, count, low, high, default), **options)
+    return custom(lambda fields, name, config: fields.numbers(name, low, high, (default,) * count), **options)
 
 
 def boolean(default: bool, **options: Unpack[Options]) -> Any:
-    return other(lambda given, name, found: given.boolean(name, default), default, **options)
+    return custom(lambda fields, name, config: fields.boolean(name, default), default, **options)
 
 
 def interval(default: tuple[float, float], **options: Unpack[Options]) -> Any:
     """0 <= low < high, which may be infinite."""
-    return other(lambda given, name, found: given.interval(name, default), default, **options)
+    return custom(lambda fields, name, config: fields.interval(name, default), default, **options)
 
 
 def token_ids(**options: Unpack[Options]) -> Any:
     """None, one or several ids of the vocabulary."""
-    return other(lambda given, name, found: given.token_ids(name, found.vocab_size), **options)
+    return custom(lambda fields, name, config: fields.token_ids(name, config.vocab_size), **options)
 
 
 def only(*values: Any, **options: Unpack[Options]) -> Any:
     """A field of which some values are implemented, the first of them where it is absent: another one would change
     what the model computes."""
 
-    def reader(given: Fields, name: str, found: Any) -> Any:
-        given.only(name, *values)
-        return given.get(name) if given.has(name) else values[0]
+    def reader(fields: Fields, name: str, config: Any) -> Any:
+        fields.only(name, *values)
+        return fields.get(name) if fields.has(name) else values[0]
 
     options.setdefault("fact", False)
-    return other(reader, values[0], **options)
+    return custom(reader, values[0], **options)
 
 
 def layer_kinds(
@@ -242,58 +231,50 @@ def layer_kinds(
     """Each layer's kind: by the `words` of a list that config.json has under any of `names`, or by a letter each in the
     string called `letters`; then the field is such a string. Where there are several, they agree. `default`: where
     there is none."""
+    word_of = {letter: word for word, letter in reversed(list(words.items()))}
+    letters_with_words = ", ".join(f"{letter} ({word_of[letter]})" for letter in dict.fromkeys(words.values()))
 
-    def reader(given: Fields, name: str, found: Any) -> tuple[str, ...] | str:
-        lists = {each: _kinds(given, each, words) for each in options.get("names", (name,)) if given.has(each)}
-        if letters and given.has(letters):
-            lists[letters] = _letters(given, letters, words)
+    def reader(fields: Fields, name: str, config: Any) -> tuple[str, ...] | str:
+        lists = {
+            each: [words.get(word) or unknown(fields, each, word, ", ".join(words)) for word in listed]
+            for each in options.get("names", (name,))
+            if (listed := fields.read(each, list[str], "a list of strings", None)) is not None
+        }
+        if letters and fields.has(letters):
+            lists[letters] = [
+                letter if letter in word_of else unknown(fields, letters, letter, letters_with_words)
+                for letter in fields.read(letters, str, "a string")
+            ]
         if not lists:
             if default is None:
                 missing = f"{letters} is missing (or {name})" if letters else f"{name} is missing"
-                raise ModelError(f"config.json: {missing}: which layer is what?")
-            return default(given)
+                raise fields.error(f"{missing}: which layer is what?")
+            return default(fields)
         (first, kinds), *others = lists.items()
-        for each, differing in others:
+        for other, differing in others:
             if differing != kinds:
-                raise ModelError(f"config.json: {first} and {each} name different layers; keep one of them")
+                raise fields.error(f"{first} and {other} name different layers; keep one of them")
         if not 1 <= len(kinds) <= MAX_LAYERS:
-            raise ModelError(f"config.json: {first} names {len(kinds)} layers; a model has 1..{MAX_LAYERS}")
-        count = given.integer("num_hidden_layers", 1, MAX_LAYERS, default=len(kinds))
+            raise fields.error(f"{first} names {len(kinds)} layers; a model has 1..{MAX_LAYERS}")
+        count = fields.integer("num_hidden_layers", 1, MAX_LAYERS, default=len(kinds))
         if count != len(kinds):
-            raise ModelError(f"config.json: num_hidden_layers is {count}, but {first} names {len(kinds)} layers")
-        return "".join(kinds) if letters else kinds
+            raise fields.error(f"num_hidden_layers is {count}, but {first} names {len(kinds)} layers")
+        return "".join(kinds) if letters else tuple(kinds)
 
-    return other(reader, **options)
+    def unknown(fields: Fields, name: str, word: str, known: str) -> NoReturn:
+        raise fields.error(f"{name} has {word!r}; each layer must be one of {known}")
 
-
-def _kinds(given: Fields, name: str, words: Mapping[str, str]) -> tuple[str, ...]:
-    named = given.texts(name) or ()
-    for word in named:
-        if word not in words:
-            raise ModelError(f"config.json: {name} has {word!r}; each layer must be one of {', '.join(words)}")
-    return tuple(words[word] for word in named)
+    return custom(reader, **options)
 
 
-def _letters(given: Fields, name: str, words: Mapping[str, str]) -> tuple[str, ...]:
-    named = given.text(name) or ""
-    word_of = {letter: word for word, letter in reversed(list(words.items()))}
-    for letter in named:
-        if letter not in word_of:
-            known = ", ".join(f"{each} ({word_of[each]})" for each in dict.fromkeys(words.values()))
-            raise ModelError(f"config.json: {name} has {letter!r}; each layer must be one of {known}")
-    return tuple(named)
+def _evaluate(value: Any, config: Any) -> Any:
+    return value(config) if callable(value) else value
 
 
-def _value(given: Any, found: Any) -> Any:
-    return given(found) if callable(given) else given
-
-
-def _float(value: object) -> float:
+def _number(value: object) -> float:
     if isinstance(value, Mapping):
-        value = {"Infinity": math.inf}.get(str(value.get("__float__")), math.nan)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return math.nan
+        value = math.inf if value.get("__float__") == "Infinity" else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 def _show(value: object) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cairn.models.config_schema import read
+from cairn.models.config_schema import parse_config
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.served_dtype import ServedQuantization
 from cairn.models.sharding import TensorShard
@@ -54,7 +54,7 @@ class Family:
 
     def parse(self, raw: Mapping[str, object]) -> DecoderConfig:
         """config.json -> config, of the family's own class. Raises ModelError that names the field and the fix."""
-        return read(self.config, raw if self.flatten is None else self.flatten(raw))
+        return parse_config(self.config, raw if self.flatten is None else self.flatten(raw))
 
     def tensors(self, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint by its published name, in the order of the model, with its shape. `stored`:

@@ -9,7 +9,7 @@ from typing import Any
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.models.attention import AttentionSizes
-from cairn.models.config_schema import Fields, boolean, facts_of, integer, number, other, token_ids
+from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts
 from cairn.models.feed_forward import FeedForwardSizes
 from cairn.models.layer_sizes import STATE_BYTES, CacheSpec, ForwardSizes, LayerSizes
 from cairn.models.sharding import check_rank
@@ -21,13 +21,13 @@ MAX_WIDTH = 1 << 24
 HAS_ATTENTION = attrgetter("has_attention")
 
 
-def _head_dim(found: Any) -> int:
-    if found.hidden_size % found.num_attention_heads:
+def _head_dim(config: Any) -> int:
+    if config.hidden_size % config.num_attention_heads:
         raise ModelError(
-            f"config.json: hidden_size {found.hidden_size} must be a multiple of num_attention_heads "
-            f"{found.num_attention_heads}, unless there is head_dim"
+            f"config.json: hidden_size {config.hidden_size} must be a multiple of num_attention_heads "
+            f"{config.num_attention_heads}, unless there is head_dim"
         )
-    return int(found.hidden_size // found.num_attention_heads)
+    return int(config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class DecoderConfig(ABC):
     `attention_bias`: of all four projections.
     """
 
-    has_attention: bool = other(lambda given, name, found: True, fact=False)
+    has_attention: bool = custom(lambda fields, name, config: True, fact=False)
 
     vocab_size: int = integer(1, 1 << 24)
     hidden_size: int = integer(1, 1 << 20)
@@ -50,7 +50,7 @@ class DecoderConfig(ABC):
     num_key_value_heads: int = integer(
         1,
         MAX_HEADS,
-        default=lambda found: found.num_attention_heads,
+        default=lambda config: config.num_attention_heads,
         divides="num_attention_heads",
         when=HAS_ATTENTION,
     )
@@ -111,17 +111,17 @@ class DecoderConfig(ABC):
 
     def transfer_facts(self) -> dict[str, str | int]:
         """All fields that decide what keys, values and states are: not how long a prompt may be or which ids end it."""
-        return facts_of(self)
+        return transfer_facts(self)
 
 
-def rope_fields(given: Fields) -> Fields:
+def rope_fields(fields: Fields) -> Fields:
     """Where the settings of rotary positions are: in transformers' `rope_parameters`, or beside the other fields, as
     they were published first. Raises ModelError for any scaling, and for settings of their own by kind of layer."""
-    given.only("rope_scaling", None)
-    nested = given.get("rope_parameters")
+    fields.only("rope_scaling", None)
+    nested = fields.get("rope_parameters")
     if nested is None:
-        given.only("rope_type", "default")
-        return given
+        fields.only("rope_type", "default")
+        return fields
     if not isinstance(nested, Mapping):
         raise ModelError("config.json: rope_parameters must be an object")
     for name, value in nested.items():
@@ -136,14 +136,14 @@ def rope_fields(given: Fields) -> Fields:
 def rope_theta(default: float = 10000.0, **options: Any) -> Any:
     """A field: the base of unscaled rotary positions over whole heads. Any scaling is refused."""
 
-    def reader(given: Fields, name: str, found: Any) -> float:
-        rope = rope_fields(given)
-        for each in (given, rope):
+    def reader(fields: Fields, name: str, config: Any) -> float:
+        rope = rope_fields(fields)
+        for each in (fields, rope):
             each.only("partial_rotary_factor", 1.0)
-        if found.head_dim % 2:
+        if config.head_dim % 2:
             raise ModelError(
-                f"config.json: head_dim {found.head_dim} must be even, as its elements are turned in pairs"
+                f"config.json: head_dim {config.head_dim} must be even, as its elements are turned in pairs"
             )
-        return rope.number(name, 1.0, 1e15, default=given.number(name, 1.0, 1e15, default))
+        return rope.number(name, 1.0, 1e15, default=fields.number(name, 1.0, 1e15, default))
 
-    return other(reader, **options)
+    return custom(reader, **options)

@@ -11,8 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from cairn.errors import InvalidRequest, ModelError
+from cairn.errors import InvalidRequest
+from cairn.models.config_schema import Fields
 from cairn.models.weights.tensor_headers import read_json
 
 Grid = tuple[int, int, int]
@@ -22,6 +24,7 @@ FILE = "preprocessor_config.json"
 
 _MAX_EDGE_PIXELS = 1 << 30
 _MAX_ASPECT = 200
+_POSITIVE = (1e-12, 1e6)
 _KINDS = frozenset(f"Qwen{version}VLImageProcessor{backend}" for version in (2, 3) for backend in ("", "Fast", "Pil"))
 _VERSION = 1
 """Part of every digest: counts up when the way from pixels to features changes."""
@@ -54,23 +57,26 @@ class ImageProcessor:
     @classmethod
     def parse(cls, raw: Mapping[str, object]) -> "ImageProcessor":
         """Raises ModelError that names the field."""
+        fields = Fields(raw, FILE)
         kind = raw.get("image_processor_type")
         if kind not in _KINDS:
-            raise ModelError(f"{FILE}: image_processor_type {kind!r} is not served; known: {', '.join(sorted(_KINDS))}")
+            raise fields.error(f"image_processor_type {kind!r} is not served; known: {', '.join(sorted(_KINDS))}")
         for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if raw.get(name, True) is not True:
-                raise ModelError(f"{FILE}: {name} is {raw[name]!r}, but only true is implemented")
-        least, most = _bounds(raw)
+                raise fields.error(f"{name} is {raw[name]!r}, but only true is implemented")
+        least, most = _area_bounds(fields)
+        mean = fields.numbers("image_mean", *_POSITIVE, (0.48145466, 0.4578275, 0.40821073))
+        std = fields.numbers("image_std", *_POSITIVE, (0.26862954, 0.26130258, 0.27577711))
         return cls(
             min_pixels=least,
             max_pixels=most,
-            patch=_integer(raw, "patch_size", 14, 256),
-            merge=_integer(raw, "merge_size", 2, 16),
-            temporal=_integer(raw, "temporal_patch_size", 2, 16),
-            resample=_integer(raw, "resample", 3, 5, low=0),
-            scale=_number(raw.get("rescale_factor", 1 / 255), "rescale_factor"),
-            mean=_triple(raw, "image_mean", (0.48145466, 0.4578275, 0.40821073)),
-            std=_triple(raw, "image_std", (0.26862954, 0.26130258, 0.27577711)),
+            patch=fields.integer("patch_size", 1, 256, default=14),
+            merge=fields.integer("merge_size", 1, 16, default=2),
+            temporal=fields.integer("temporal_patch_size", 1, 16, default=2),
+            resample=fields.integer("resample", 0, 5, default=3),
+            scale=fields.number("rescale_factor", *_POSITIVE, 1 / 255),
+            mean=(mean[0], mean[1], mean[2]),
+            std=(std[0], std[1], std[2]),
         )
 
     def grid(self, width: int, height: int) -> Grid:
@@ -112,42 +118,15 @@ class ImageProcessor:
         return found.digest()
 
 
-def _bounds(raw: Mapping[str, object]) -> tuple[int, int]:
-    """Least and most pixels; older files give them by their own names. A `size` of other words has no default: that
+def _area_bounds(fields: Fields) -> tuple[int, int]:
+    """Least and most pixels; older files have them by their own names. A `size` of other words has no default: that
     would be another resizing than the file's."""
-    size = raw.get("size", {})
-    if not isinstance(size, dict):
-        raise ModelError(f"{FILE}: size must be an object with shortest_edge and longest_edge, not {size!r}")
-    given: dict[str, object] = {}
-    for edge, older, default in (
-        ("shortest_edge", "min_pixels", 56 * 56),
-        ("longest_edge", "max_pixels", 28 * 28 * 1280),
-    ):
-        found = size.get(edge, None if size else default)
-        given[edge] = found if raw.get(older) is None else raw[older]
-    least = _integer(given, "shortest_edge", 1, _MAX_EDGE_PIXELS)
-    most = _integer(given, "longest_edge", 1, _MAX_EDGE_PIXELS)
+    size = fields.read("size", dict[str, Any], "an object with shortest_edge and longest_edge", {})
+    edges = size or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    for edge, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if fields.has(older):
+            edges = {**edges, edge: fields.get(older)}
+    least, most = (Fields(edges, FILE).integer(edge, 1, _MAX_EDGE_PIXELS) for edge in ("shortest_edge", "longest_edge"))
     if least > most:
-        raise ModelError(f"{FILE}: size.shortest_edge {least} is more than size.longest_edge {most} (both are areas)")
+        raise fields.error(f"size.shortest_edge {least} is more than size.longest_edge {most} (both are areas)")
     return least, most
-
-
-def _integer(raw: Mapping[str, object], name: str, default: int, high: int, low: int = 1) -> int:
-    value = raw.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ModelError(f"{FILE}: {name} must be an integer in {low}..{high}, not {value!r}")
-    return value
-
-
-def _number(value: object, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
-        raise ModelError(f"{FILE}: {name} must be a number above 0, not {value!r}")
-    return float(value)
-
-
-def _triple(raw: Mapping[str, object], name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
-    value = raw.get(name, default)
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise ModelError(f"{FILE}: {name} must be three numbers, not {value!r}")
-    first, second, third = (_number(entry, name) for entry in value)
-    return first, second, third

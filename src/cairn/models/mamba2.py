@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ModelError
 from cairn.layers.memory import ConvPart, RecurrentSpec
-from cairn.models.config_schema import Fields, boolean, integer, interval, other
+from cairn.models.config_schema import Fields, boolean, custom, integer, interval
 from cairn.models.decoder_config import MAX_HEADS, DecoderConfig
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
@@ -176,16 +176,16 @@ class Mamba2Sizes(LayerSizes):
         return GatedRMSNorm(weights.kernels, weight, 1 if self.one_group else shard.count, self.eps, output_slice)
 
 
-def expanded_inner(given: Fields, name: str, found: Any) -> int:
+def expanded_inner(fields: Fields, name: str, config: Any) -> int:
     """A reader: the channels of x as a multiple of the hidden size."""
-    return int(given.integer("mamba_expand", 1, 64, default=2) * found.hidden_size)
+    return int(fields.integer("mamba_expand", 1, 64, default=2) * config.hidden_size)
 
 
-def _head_dim(given: Fields, name: str, found: Any) -> int:
-    inner, heads = found.mamba_inner, found.mamba_n_heads
+def _head_dim(fields: Fields, name: str, config: Any) -> int:
+    inner, heads = config.mamba_inner, config.mamba_n_heads
     if inner % heads:
         raise ModelError(f"config.json: mamba_n_heads {heads} must divide the {inner} channels of the Mamba2 layers")
-    given.only(name, inner // heads, "auto")
+    fields.only(name, inner // heads, "auto")
     return int(inner // heads)
 
 
@@ -194,10 +194,10 @@ class Mamba2Config(DecoderConfig):
     """A family with Mamba2 layers whose fields are called as in Granite and Falcon-H1 (`mamba_*`). `mamba_inner`:
     channels of x and of the gate."""
 
-    mamba_inner: int = other(expanded_inner)
+    mamba_inner: int = custom(expanded_inner)
     mamba_n_heads: int = integer(1, MAX_HEADS, default=128)
     mamba_n_groups: int = integer(1, MAX_HEADS, default=1, divides="mamba_n_heads")
-    mamba_d_head: int = other(_head_dim)
+    mamba_d_head: int = custom(_head_dim)
     mamba_d_state: int = integer(1, 1 << 12, default=256)
     mamba_d_conv: int = integer(2, 64, default=4)
     mamba_conv_bias: bool = boolean(default=True)

@@ -6,7 +6,7 @@ Every image is encoded by itself, so its bits do not depend on what else is in a
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from cairn.errors import ModelError
-from cairn.models.config_schema import Fields, integer, only, other, read
+from cairn.models.config_schema import Fields, custom, integer, only, parse_config
 from cairn.models.contract import TensorLoader
 from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
@@ -31,8 +31,8 @@ PREFIX = "model.visual."
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 
-def _rope_theta(given: Fields, name: str, found: Any) -> float:
-    rope = given.get("rope_parameters") or {}
+def _rope_theta(fields: Fields, name: str, config: Any) -> float:
+    rope = fields.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ModelError("config.json: vision_config.rope_parameters must be an object")
     Fields(rope).only("rope_type", "default", "axial")
@@ -41,28 +41,28 @@ def _rope_theta(given: Fields, name: str, found: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """`vision_config` of config.json. `positions`: entries of the learned square grid of positions."""
+    """`vision_config` of config.json. `num_position_embeddings`: entries of the learned square grid of positions."""
 
     depth: int = integer(1, 1024)
     hidden_size: int = integer(1, 1 << 16)
     intermediate_size: int = integer(1, 1 << 18)
     num_heads: int = integer(1, 1024)
     in_channels: int = only(3)
-    patch: int = integer(1, 256, names=("patch_size",))
-    merge: int = integer(1, 16, names=("spatial_merge_size",))
-    temporal: int = integer(1, 16, names=("temporal_patch_size",))
+    patch_size: int = integer(1, 256)
+    spatial_merge_size: int = integer(1, 16)
+    temporal_patch_size: int = integer(1, 16)
     out_hidden_size: int = integer(1, 1 << 18)
-    positions: int = integer(1, 1 << 24, names=("num_position_embeddings",))
+    num_position_embeddings: int = integer(1, 1 << 24)
     hidden_act: str = only(*ACTIVATIONS)
-    rope_theta: float = other(_rope_theta)
+    rope_theta: float = custom(_rope_theta)
 
 
 def parse(raw: Mapping[str, object]) -> VisionConfig:
     """`vision_config` -> config. Raises ModelError that names the field."""
-    config = read(VisionConfig, raw)
+    config = parse_config(VisionConfig, raw)
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError("config.json: vision_config.hidden_size must be a multiple of 4 x num_heads")
-    if math.isqrt(config.positions) ** 2 != config.positions:
+    if math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings:
         raise ModelError("config.json: vision_config.num_position_embeddings must be a square number")
     if deepstack := raw.get("deepstack_visual_indexes"):
         raise ModelError(f"config.json: vision_config.deepstack_visual_indexes {deepstack!r} is not implemented")
@@ -71,30 +71,7 @@ def parse(raw: Mapping[str, object]) -> VisionConfig:
 
 def tensors(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the tower, by its published name, with its shape."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    merged = hidden * config.merge**2
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (hidden, config.in_channels, config.temporal, config.patch, config.patch),
-        "patch_embed.proj.bias": (hidden,),
-        "pos_embed.weight": (config.positions, hidden),
-    }
-    for number in range(config.depth):
-        block = f"blocks.{number}"
-        for name, rows, columns in (
-            ("attn.qkv", 3 * hidden, hidden),
-            ("attn.proj", hidden, hidden),
-            ("mlp.linear_fc1", wide, hidden),
-            ("mlp.linear_fc2", hidden, wide),
-        ):
-            shapes[f"{block}.{name}.weight"] = (rows, columns)
-            shapes[f"{block}.{name}.bias"] = (rows,)
-        for name in ("norm1", "norm2"):
-            shapes[f"{block}.{name}.weight"] = shapes[f"{block}.{name}.bias"] = (hidden,)
-    shapes["merger.norm.weight"] = shapes["merger.norm.bias"] = (hidden,)
-    shapes["merger.linear_fc1.weight"], shapes["merger.linear_fc1.bias"] = (merged, merged), (merged,)
-    shapes["merger.linear_fc2.weight"] = (config.out_hidden_size, merged)
-    shapes["merger.linear_fc2.bias"] = (config.out_hidden_size,)
-    return {PREFIX + name: shape for name, shape in shapes.items()}
+    return {PREFIX + name: tuple(tensor.shape) for name, tensor in _module(config).state_dict().items()}
 
 
 def tower_bytes(config: VisionConfig, dtype: torch.dtype) -> int:
@@ -143,14 +120,16 @@ class VisionTower:
 
     def __init__(self, config: VisionConfig, processor: ImageProcessor, load: TensorLoader, dtype: torch.dtype) -> None:
         """Raises ModelError where processor and config disagree, or for a tensor that cannot be read."""
-        # Here and not above: accounting for a checkpoint needs none of transformers' model code.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        for name in ("patch", "merge", "temporal"):
-            if getattr(config, name) != getattr(processor, name):
+        for name, theirs, ours in (
+            ("patch_size", processor.patch, config.patch_size),
+            ("merge_size", processor.merge, config.spatial_merge_size),
+            ("temporal_patch_size", processor.temporal, config.temporal_patch_size),
+        ):
+            if theirs != ours:
                 raise ModelError(
-                    f"preprocessor_config.json and config.json's vision_config disagree on {name}: "
-                    f"{getattr(processor, name)} and {getattr(config, name)}"
+                    f"preprocessor_config.json and config.json's vision_config disagree on {name}: {theirs} and {ours}"
                 )
         self._config = config
         self._dtype = dtype
@@ -164,11 +143,11 @@ class VisionTower:
             image_mean=list(processor.mean),
             image_std=list(processor.std),
         )
-        self._module = _module(config, load, dtype)
+        self._module = _load_module(config, load, dtype)
 
     @property
     def merge(self) -> int:
-        return self._config.merge
+        return self._config.spatial_merge_size
 
     @property
     def hidden_size(self) -> int:
@@ -185,31 +164,25 @@ class VisionTower:
         return (frames, rows, columns), vectors
 
 
-def _module(config: VisionConfig, load: TensorLoader, dtype: torch.dtype) -> Any:
-    """transformers' module with the checkpoint's weights. It is made without memory, so that each weight is in memory
-    once."""
+def _module(config: VisionConfig) -> Any:
+    """transformers' module on the meta device, so that each weight that it gets is in memory once."""
+    # Here and not above: of models without a tower nothing needs transformers' model code.
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
-    theirs = Qwen3_5VisionConfig(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        in_channels=config.in_channels,
-        patch_size=config.patch,
-        spatial_merge_size=config.merge,
-        temporal_patch_size=config.temporal,
-        out_hidden_size=config.out_hidden_size,
-        num_position_embeddings=config.positions,
-        hidden_act=config.hidden_act,
-        rope_parameters={"rope_type": "axial", "rope_theta": config.rope_theta},
-    )
+    sizes = asdict(config)
+    rope = {"rope_type": "axial", "rope_theta": sizes.pop("rope_theta")}
+    published = Qwen3_5VisionConfig(**sizes, rope_parameters=rope)
     with torch.device("meta"):
-        module = Qwen3_5VisionModel(theirs)
+        return Qwen3_5VisionModel(published)
+
+
+def _load_module(config: VisionConfig, load: TensorLoader, dtype: torch.dtype) -> Any:
+    """transformers' module with the checkpoint's weights."""
+    module = _module(config)
     # Its angles are computed and not stored: made again, in memory, and in float32 whatever the dtype.
-    module.rotary_pos_emb = type(module.rotary_pos_emb)(theirs)
-    weights = {name.removeprefix(PREFIX): load(name, shape).to(dtype) for name, shape in tensors(config).items()}
+    module.rotary_pos_emb = type(module.rotary_pos_emb)(module.config)
+    weights = {name: load(PREFIX + name, tuple(tensor.shape)).to(dtype) for name, tensor in module.state_dict().items()}
     module.load_state_dict(weights, strict=True, assign=True)
     module.train(False)
     return module.requires_grad_(False)

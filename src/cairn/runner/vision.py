@@ -189,7 +189,7 @@ def open_vision(
     """
     if rank > 0:
         config = read_vision(folder)
-        return None if config is None else RemoteEncoder(config.merge)
+        return None if config is None else RemoteEncoder(config.spatial_merge_size)
     tower = load_tower(folder, dtype)
     return None if tower is None else CachedEncoder(tower, cache_bytes)
 

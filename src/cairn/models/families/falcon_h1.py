@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ModelError
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, number, numbers, only, other
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, number, numbers, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.layer_sizes import LayerSizes
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from cairn.models.decoder_builder import DecoderBuilder
 
 
-def _normed(given: Fields, name: str, found: Any) -> bool:
-    normed = given.boolean(name, default=False)
+def _normed(fields: Fields, name: str, config: Any) -> bool:
+    normed = fields.boolean(name, default=False)
     # Where config.json is silent the norm comes first; false is always written out, as it is not the default.
-    if normed and given.boolean("mamba_norm_before_gate", default=True):
+    if normed and fields.boolean("mamba_norm_before_gate", default=True):
         raise ModelError(
             "config.json: mamba_norm_before_gate is true (which it also is where it is missing), but with "
             "mamba_rms_norm only false is implemented"
@@ -29,8 +29,8 @@ def _normed(given: Fields, name: str, found: Any) -> bool:
     return normed
 
 
-def _inner(given: Fields, name: str, found: Any) -> int:
-    return given.integer(name, 1, MAX_WIDTH) if given.has(name) else expanded_inner(given, name, found)
+def _inner(fields: Fields, name: str, config: Any) -> int:
+    return fields.integer(name, 1, MAX_WIDTH) if fields.has(name) else expanded_inner(fields, name, config)
 
 
 def _multiplier() -> Any:
@@ -44,8 +44,8 @@ class FalconH1Config(Mamba2Config):
     num_hidden_layers: int = integer(1, MAX_LAYERS)
     eps: float = number(1e-12, 1.0, default=1e-5, names=("rms_norm_eps",))
     rope_theta: float = rope_theta()
-    mamba_inner: int = other(_inner, names=("mamba_d_ssm",))
-    mamba_rms_norm: bool = other(_normed)
+    mamba_inner: int = custom(_inner, names=("mamba_d_ssm",))
+    mamba_rms_norm: bool = custom(_normed)
     projectors_bias: bool = boolean(default=False)
     intermediate_size: int = integer(1, MAX_WIDTH)
     mlp_bias: bool = boolean(default=False)

@@ -34,20 +34,20 @@ class GraniteConfig(Mamba2Config):
     layer_types: tuple[str, ...] = layer_kinds(
         KINDS,
         names=("layer_types", "layers_block_type"),
-        default=lambda given: (MAMBA,) * given.integer("num_hidden_layers", 1, MAX_LAYERS),
+        default=lambda fields: (MAMBA,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS),
     )
     # "nope" is what the checkpoints say, null what transformers writes.
     position_embedding_type: str = only("nope", "rope")
-    rope_theta: float = rope_theta(when=lambda found: found.position_embedding_type == "rope")
+    rope_theta: float = rope_theta(when=lambda config: config.position_embedding_type == "rope")
     attention_multiplier: float = number(1e-9, 1e6, default=1.0)
     embedding_multiplier: float = number(1e-9, 1e6, default=1.0)
     residual_multiplier: float = number(1e-9, 1e6, default=1.0)
     logits_scaling: float = number(1e-9, 1e6, default=1.0)
     num_local_experts: int = integer(0, 1 << 12, default=8)
     num_experts_per_tok: int = integer(
-        1, lambda found: found.num_local_experts, default=2, when=lambda found: found.num_local_experts
+        1, lambda config: config.num_local_experts, default=2, when=lambda config: config.num_local_experts
     )
-    intermediate_size: int = integer(1, MAX_WIDTH, when=lambda found: found.num_local_experts)
+    intermediate_size: int = integer(1, MAX_WIDTH, when=lambda config: config.num_local_experts)
     shared_intermediate_size: int = integer(1, MAX_WIDTH, default=1024)
     hidden_act: str = only("silu")
     normalization_function: str = only("rmsnorm")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, other
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, number
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.layer_sizes import LayerSizes
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 CONV, ATTENTION = "conv", "full_attention"
 
 
-def _first_published(given: Fields) -> tuple[str, ...]:
+def _first_published(fields: Fields) -> tuple[str, ...]:
     """By `full_attn_idxs`, which the first published checkpoints have instead of `layer_types`."""
-    count = given.integer("num_hidden_layers", 1, MAX_LAYERS)
-    if not given.has("full_attn_idxs"):
+    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if not fields.has("full_attn_idxs"):
         return (ATTENTION,) * count
-    attention = given.integers("full_attn_idxs", 0, count - 1)
+    attention = fields.integers("full_attn_idxs", 0, count - 1)
     return tuple(ATTENTION if index in attention else CONV for index in range(count))
 
 
-def _inner(given: Fields, name: str, found: Any) -> int:
-    """Two thirds of what is given, unless that is said to be final already."""
-    size = given.integer(name, 1, MAX_WIDTH, default=12288)
-    if not given.boolean("block_auto_adjust_ff_dim", default=True):
+def _inner(fields: Fields, name: str, config: Any) -> int:
+    """Two thirds of the stored size, unless config.json says that it is final."""
+    size = fields.integer(name, 1, MAX_WIDTH, default=12288)
+    if not fields.boolean("block_auto_adjust_ff_dim", default=True):
         return size
-    multiple = given.integer("block_multiple_of", 1, 1 << 16, default=256)
-    size = int(given.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0) * int(2 * size / 3))
+    multiple = fields.integer("block_multiple_of", 1, 1 << 16, default=256)
+    size = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0) * int(2 * size / 3))
     return multiple * -(-size // multiple)
 
 
@@ -54,7 +54,7 @@ class Lfm2Config(DecoderConfig):
     rope_theta: float = rope_theta(default=1e6)
     conv_L_cache: int = integer(2, 64, default=3)
     conv_bias: bool = boolean(default=False)
-    intermediate_size: int = other(_inner, names=("block_ff_dim", "intermediate_size"))
+    intermediate_size: int = custom(_inner, names=("block_ff_dim", "intermediate_size"))
 
     @property
     def conv(self) -> ShortConvSizes:

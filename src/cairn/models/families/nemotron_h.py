@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ModelError
-from cairn.models.config_schema import Fields, boolean, integer, interval, layer_kinds, number, only, other
+from cairn.models.config_schema import Fields, boolean, custom, integer, interval, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
@@ -36,13 +36,13 @@ KINDS = MappingProxyType(
 
 
 def _has(kind: str) -> Callable[[Any], bool]:
-    return lambda found: kind in found.pattern
+    return lambda config: kind in config.pattern
 
 
-def _expert_groups(given: Fields, name: str, found: Any) -> int:
+def _expert_groups(fields: Fields, name: str, config: Any) -> int:
     """A group is rated by the sum of its two best experts."""
-    experts = found.n_routed_experts
-    groups = given.integer(name, 1, experts, default=1)
+    experts = config.n_routed_experts
+    groups = fields.integer(name, 1, experts, default=1)
     if experts % groups or experts // groups < 2:
         raise ModelError(f"config.json: n_routed_experts {experts} must make {name} {groups} equal groups of 2 or more")
     return groups
@@ -59,9 +59,9 @@ class NemotronHConfig(DecoderConfig):
 
     pattern: str = layer_kinds(KINDS, names=("layers_block_type", "layer_types"), letters="hybrid_override_pattern")
     eps: float = number(1e-12, 1.0, default=1e-5, names=("layer_norm_epsilon",))
-    bos_token_id: int | None = integer(0, lambda found: found.vocab_size - 1, default=None, fact=False)
-    pad_token_id: int | None = integer(0, lambda found: found.vocab_size - 1, default=None, fact=False)
-    has_attention: bool = other(lambda given, name, found: ATTENTION in found.pattern, fact=False)
+    bos_token_id: int | None = integer(0, lambda config: config.vocab_size - 1, default=None, fact=False)
+    pad_token_id: int | None = integer(0, lambda config: config.vocab_size - 1, default=None, fact=False)
+    has_attention: bool = custom(lambda fields, name, config: ATTENTION in config.pattern, fact=False)
     # the first published checkpoints say attention_head_dim
     head_dim: int = integer(1, 1 << 12, names=("head_dim", "attention_head_dim"), when=HAS_ATTENTION)
     # Mamba2
@@ -78,10 +78,10 @@ class NemotronHConfig(DecoderConfig):
     mlp_bias: bool = boolean(default=False)
     # mixture of experts
     n_routed_experts: int = integer(2, 1 << 12, when=_has(MOE))
-    n_group: int = other(_expert_groups, default=1, when=_has(MOE))
-    topk_group: int = integer(1, lambda found: found.n_group, default=1, when=_has(MOE))
+    n_group: int = custom(_expert_groups, default=1, when=_has(MOE))
+    topk_group: int = integer(1, lambda config: config.n_group, default=1, when=_has(MOE))
     num_experts_per_tok: int = integer(
-        1, lambda found: found.n_routed_experts // found.n_group * found.topk_group, when=_has(MOE)
+        1, lambda config: config.n_routed_experts // config.n_group * config.topk_group, when=_has(MOE)
     )
     moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has(MOE))
     moe_shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has(MOE))

@@ -25,7 +25,7 @@ class Qwen3Config(DecoderConfig):
 
     layer_types: tuple[str, ...] = layer_kinds(
         MappingProxyType({ATTENTION: ATTENTION}),
-        default=lambda given: (ATTENTION,) * given.integer("num_hidden_layers", 1, MAX_LAYERS),
+        default=lambda fields: (ATTENTION,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS),
     )
     head_dim: int = integer(1, 1 << 12, default=128)
     rope_theta: float = rope_theta()

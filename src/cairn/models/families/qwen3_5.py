@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.attention import AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, only, other
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
 from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
@@ -24,43 +24,43 @@ if TYPE_CHECKING:
 DELTA, FULL = "linear_attention", "full_attention"
 
 
-def _by_interval(given: Fields) -> tuple[str, ...]:
-    count = given.integer("num_hidden_layers", 1, MAX_LAYERS)
-    interval = given.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+def _by_interval(fields: Fields) -> tuple[str, ...]:
+    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    interval = fields.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
     return tuple(DELTA if (index + 1) % interval else FULL for index in range(count))
 
 
-def _sparse_layers(given: Fields, name: str, found: Any) -> tuple[int, ...]:
-    count = len(found.layer_types)
-    step = given.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
-    dense = given.integers("mlp_only_layers", 0, count - 1)
+def _sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
+    count = len(config.layer_types)
+    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
+    dense = fields.integers("mlp_only_layers", 0, count - 1)
     return tuple(index for index in range(count) if index not in dense and (index + 1) % step == 0)
 
 
-def _rope_number(given: Fields, name: str, low: float, high: float, default: float) -> float:
-    return rope_fields(given).number(name, low, high, default=given.number(name, low, high, default))
+def _rope_number(fields: Fields, name: str, low: float, high: float, default: float) -> float:
+    return rope_fields(fields).number(name, low, high, default=fields.number(name, low, high, default))
 
 
-def _rotary_dim(given: Fields, name: str, found: Any) -> int:
-    share = _rope_number(given, "partial_rotary_factor", 0.0, 1.0, 0.25)
-    rotated = int(found.head_dim * share)
+def _rotary_dim(fields: Fields, name: str, config: Any) -> int:
+    share = _rope_number(fields, "partial_rotary_factor", 0.0, 1.0, 0.25)
+    rotated = int(config.head_dim * share)
     if rotated < 2 or rotated % 2:
         raise ModelError(
-            f"config.json: partial_rotary_factor {share:g} of head_dim {found.head_dim} must be an even number of "
+            f"config.json: partial_rotary_factor {share:g} of head_dim {config.head_dim} must be an even number of "
             "elements"
         )
     return rotated
 
 
-def _mrope_section(given: Fields, name: str, found: Any) -> tuple[int, ...] | None:
+def _mrope_section(fields: Fields, name: str, config: Any) -> tuple[int, ...] | None:
     """How many pairs turn by time, height and width. Of text all three are one: what does not fit then, as
     transformers' default does not with small heads, changes nothing."""
-    rope = rope_fields(given)
+    rope = rope_fields(fields)
     rope.only("mrope_interleaved", True)
-    sections, pairs = rope.integers(name, 0, 1 << 12) or (11, 11, 10), found.rotary_dim // 2
+    sections, pairs = rope.integers(name, 0, 1 << 12) or (11, 11, 10), config.rotary_dim // 2
     if len(sections) == 3 and sum(sections) == pairs:
         return sections
-    if not given.has("vision_config"):
+    if not fields.has("vision_config"):
         return None
     raise ModelError(
         f"config.json: {name} {list(sections)} must be three numbers that add up to {pairs}, half of the rotated "
@@ -68,21 +68,21 @@ def _mrope_section(given: Fields, name: str, found: Any) -> tuple[int, ...] | No
     )
 
 
-def _normed(given: Fields, name: str, found: Any) -> bool:
-    given.only(name, True)
-    return given.boolean(name, default=True)
+def _normed(fields: Fields, name: str, config: Any) -> bool:
+    fields.only(name, True)
+    return fields.boolean(name, default=True)
 
 
-def _has_delta(found: Any) -> bool:
-    return DELTA in found.layer_types
+def _has_delta(config: Any) -> bool:
+    return DELTA in config.layer_types
 
 
-def _has_dense(found: Any) -> bool:
-    return len(found.sparse_layers) < len(found.layer_types)
+def _has_dense(config: Any) -> bool:
+    return len(config.sparse_layers) < len(config.layer_types)
 
 
-def _has_sparse(found: Any) -> bool:
-    return bool(found.sparse_layers)
+def _has_sparse(config: Any) -> bool:
+    return bool(config.sparse_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +98,15 @@ class Qwen35Config(DecoderConfig):
     packed: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
-    sparse_layers: tuple[int, ...] = other(lambda given, name, found: ())
+    sparse_layers: tuple[int, ...] = custom(lambda fields, name, config: ())
     # gated attention
-    has_attention: bool = other(lambda given, name, found: FULL in found.layer_types, fact=False)
+    has_attention: bool = custom(lambda fields, name, config: FULL in config.layer_types, fact=False)
     head_dim: int = integer(2, 1 << 12, default=256, when=HAS_ATTENTION)
-    rotary_dim: int = other(_rotary_dim, when=HAS_ATTENTION)
-    rope_theta: float = other(
-        lambda given, name, found: _rope_number(given, name, 1.0, 1e12, 10000.0), default=0.0, when=HAS_ATTENTION
+    rotary_dim: int = custom(_rotary_dim, when=HAS_ATTENTION)
+    rope_theta: float = custom(
+        lambda fields, name, config: _rope_number(fields, name, 1.0, 1e12, 10000.0), default=0.0, when=HAS_ATTENTION
     )
-    mrope_section: tuple[int, int, int] | None = other(_mrope_section, default=None, when=HAS_ATTENTION)
+    mrope_section: tuple[int, int, int] | None = custom(_mrope_section, default=None, when=HAS_ATTENTION)
     # gated delta net
     linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has_delta)
     linear_num_value_heads: int = integer(1, MAX_HEADS, when=_has_delta)
@@ -116,10 +116,10 @@ class Qwen35Config(DecoderConfig):
     # MLP and mixture of experts
     intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
     num_experts: int = integer(1, 1 << 12, when=_has_sparse)
-    num_experts_per_tok: int = integer(1, lambda found: found.num_experts, when=_has_sparse)
+    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, when=_has_sparse)
     moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
     shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
-    norm_topk_prob: bool = other(_normed, default=True, when=_has_sparse)
+    norm_topk_prob: bool = custom(_normed, default=True, when=_has_sparse)
     hidden_act: str = only("silu")
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
@@ -176,7 +176,7 @@ class Qwen35Config(DecoderConfig):
 class Qwen35MoeConfig(Qwen35Config):
     """Every layer that is not said to be dense has a mixture."""
 
-    sparse_layers: tuple[int, ...] = other(_sparse_layers)
+    sparse_layers: tuple[int, ...] = custom(_sparse_layers)
 
 
 class NestedQwen35Config(Qwen35Config):
@@ -199,7 +199,7 @@ class Qwen3NextConfig(Qwen35MoeConfig):
 
     packed: ClassVar[bool] = True
 
-    mrope_section: None = other(lambda given, name, found: None, default=None)
+    mrope_section: None = custom(lambda fields, name, config: None, default=None)
     norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
 
 
@@ -210,8 +210,8 @@ def _text_config(raw: Mapping[str, object]) -> Mapping[str, object]:
         raise ModelError(
             f"config.json: text_config is missing; {raw.get('model_type')} keeps the text model's fields there"
         )
-    given = [place.get("eos_token_id") for place in (raw, text)]
-    ids = [each for one in given if one is not None for each in (one if isinstance(one, list) else [one])]
+    ids_of = [place.get("eos_token_id") for place in (raw, text)]
+    ids = [each for one in ids_of if one is not None for each in (one if isinstance(one, list) else [one])]
     tied = Fields(text).boolean("tie_word_embeddings", default=False)
     return {
         **text,
