@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -263,7 +264,7 @@ def test_polling_a_read_after_its_cancel_lays_nothing_out():
     world.p.store(world.content(64), 64, [3], {})
     rank = world.d.ranks[0]
     read = order(world.p.geometry, 64, ranks=(b"p-0",), local_pages=4)
-    read = dataclasses.replace(read, remote_pages=np.array([3], np.int32))
+    read = msgspec.structs.replace(read, remote_pages=np.array([3], np.int32))
     rank.worker.start(read)
     assert rank.worker.poll(ONE) is ReadState.READING
     world.fabric.late_writes = True

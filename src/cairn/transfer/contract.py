@@ -245,12 +245,10 @@ class SchedulerSide(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOrder:
-    """Read the peer's `remote_pages` and `remote_checkpoint` into the own pages.
-
-    Tokens [start, end); `remote_pages` cover them in the peer's block size, `local_pages` in the own one.
-    """
+class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
+    """What a pull reads of a peer, the same for all ranks: tokens [start, end) from its `remote_pages` into the own
+    `local_pages`, which cover them in each side's block size, and its checkpoint into the own file, or None. Each rank
+    reads its share."""
 
     pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
     peer: Peer
@@ -264,7 +262,7 @@ class ReadOrder:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What a read took, over all ranks."""
+    """Size of a read, over all ranks."""
 
     num_bytes: int = 0
     num_descriptors: int = 0
@@ -274,20 +272,20 @@ class Volume:
 
 
 class WorkerSide(Protocol):
-    """One rank's hands. A read is named by its pull."""
+    """Carries out the reads of one rank, or of all. A read is named by its pull."""
 
     def start(self, order: ReadOrder) -> None:
         """Post the reads. Raises LinkError when the peer cannot be read; then nothing was posted."""
         ...
 
     def poll(self, pull: PullId) -> ReadState:
-        """How far it is; drives it. Once it is not READING the read is forgotten."""
+        """Drive the read; returns its state. Once that is not READING, the read is forgotten."""
         ...
 
     def take_volume(self, pull: PullId) -> Volume:
-        """What a read that `poll` has called DONE took; to be asked once."""
+        """Size of a read after `poll` has returned DONE; once."""
         ...
 
     def cancel(self, pull: PullId) -> None:
-        """No longer wanted. `poll` says READING for as long as a late write may come."""
+        """Cancel the read. `poll` returns READING for as long as a late write may come."""
         ...
