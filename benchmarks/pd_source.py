@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.pd_pools import LAYOUTS, PLACEMENTS, Share, filled
 
 from cairn.engine.contract import KvTransferConfig
-from cairn.engine.transfers.build import RankMemory, build_transfer
+from cairn.engine.transfers.kv_transfer import RankMemory, build_transfer
 from cairn.transfer.contract import Offer
 from cairn.transfer.links.nixl import NixlLink
 from cairn.types import SystemClock

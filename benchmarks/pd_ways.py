@@ -17,8 +17,7 @@ from benchmarks.pd_pools import Model, Placement, Share
 from numpy.typing import NDArray
 
 from cairn.engine.contract import KvTransferConfig
-from cairn.engine.transfers.build import RankMemory, build_transfer, rank_worker
-from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
+from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_transfer, parse_role, rank_worker
 from cairn.transfer.contract import Peer, PullEnded, PullId, PullSpec, ReadOrder
 from cairn.transfer.geometry_pairing import geometry_of
 from cairn.transfer.links.contract import ReadState

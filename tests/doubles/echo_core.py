@@ -19,8 +19,7 @@ from cairn.engine.contract import EngineConfig, EngineInfo, GenerateOutput, Gene
 from cairn.engine.core import Core
 from cairn.engine.grammars.worker import byte_tokenizer, reason_against
 from cairn.engine.multimodal_keys import ImageKeys
-from cairn.engine.transfers.build import RankMemory, build_transfer
-from cairn.engine.transfers.kv_transfer import KvTransfer
+from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_transfer
 from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from cairn.engine.transfers.side_channel import ChannelLimits, TlsSideChannel
-from cairn.engine.transfers.tls_connection import UNPROVED_BYTES
+from cairn.engine.transfers.tls_connection import MAX_HANDSHAKE_BYTES
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES
 from cairn.types import ManualClock, SystemClock
@@ -187,10 +187,10 @@ def _read(connection):
 def test_a_changed_byte_ends_the_connection_and_brings_no_frame(opened):
     p, d = opened(), opened()
     exchange(p, d)
-    (link,) = d._producers.values()
-    link.connection._encrypt(b"claim")
-    link.connection._outbox[-1] ^= 1
-    link.connection.flush()
+    (connection,) = d._connections.values()
+    connection.tls._encrypt(b"claim")
+    connection.tls._outbox[-1] ^= 1
+    connection.tls.flush()
     heard = turn_until([p, d], lambda found: p.num_connections == 0)
     assert all(each.lost for each in heard)
 
@@ -199,9 +199,9 @@ def test_a_changed_byte_ends_the_connection_and_brings_no_frame(opened):
 def test_a_peer_that_announces_more_than_a_frame_is_cut_off(opened, length):
     p, d = opened(), opened()
     exchange(p, d)
-    (link,) = d._producers.values()
-    link.connection._tls.write(struct.pack(">I", length) + b"x" * 100)
-    link.connection.flush()
+    (connection,) = d._connections.values()
+    connection.tls._tls.write(struct.pack(">I", length) + b"x" * 100)
+    connection.tls.flush()
     heard = turn_until([p, d], lambda found: p.num_connections == 0)
     assert any(each.sender and f"a frame of {length} bytes" in each.lost for each in heard)
     exchange(p, opened())
@@ -244,7 +244,7 @@ def test_bytes_before_a_proof_are_bounded(opened, strangers):
             break
         p.receive(0.01)
     assert turn_until([p], lambda found: p.num_connections == 0) == [] and p.dropped == 1
-    assert UNPROVED_BYTES * ChannelLimits().max_unproved <= 1 << 20
+    assert MAX_HANDSHAKE_BYTES * ChannelLimits().max_unauthenticated <= 1 << 20
     (trickler,) = strangers(p.port)
     for number in range(20):
         trickler.sendall(b"\x16\x03\x01\x02\x00"[number % 5 : number % 5 + 1] if number < 5 else b"\x01")
@@ -346,8 +346,8 @@ def test_without_a_descriptor_the_listener_rests(opened, strangers, few_descript
 def test_all_connections_together_take_a_quarter_of_the_descriptors():
     for allowed in (64, 256, 1024, 4096, 1 << 20):
         limits = ChannelLimits.fitting(allowed)
-        total = limits.max_unproved + limits.max_consumers + limits.max_producers
-        assert 3 <= total <= max(3, allowed // 4) and limits.max_unproved <= 64
+        total = limits.max_unauthenticated + limits.max_consumers + limits.max_producers
+        assert 3 <= total <= max(3, allowed // 4) and limits.max_unauthenticated <= 64
     assert ChannelLimits.fitting(1 << 20) == ChannelLimits()
 
 

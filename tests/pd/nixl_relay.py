@@ -70,8 +70,8 @@ class Relay:
     def cut(self) -> None:
         """End all connections, and lose what is under way."""
         self._held.clear()
-        for link in list(self._front._consumers.values()):
-            self._front._lose(link, "cut")
+        for connection in [each for each in self._front._connections.values() if each.kind == "consumer"]:
+            self._front._close(connection, "cut")
         for back in self._backs.values():
             back.close()
         self._backs.clear()

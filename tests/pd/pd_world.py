@@ -182,7 +182,7 @@ class Server:
 
     def params(self, name) -> dict | None:
         """`kv_transfer_params` of the answer."""
-        said = self.kv.answer(self.ended[name])
+        said = self.kv.response_params(self.ended[name])
         return None if said is None else json.loads(said)
 
     def die(self) -> None:

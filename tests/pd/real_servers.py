@@ -9,7 +9,7 @@ import numpy as np
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateOutput, KvTransferConfig
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.engine.transfers.build import MakeLink
+from cairn.engine.transfers.kv_transfer import MakeLink
 from doubles.engine_requests import generate_request
 from doubles.memory_link import MemoryFabric
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
-from cairn.engine.transfers.build import nixl_link
+from cairn.engine.transfers.kv_transfer import nixl_link
 from tiers import first
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()

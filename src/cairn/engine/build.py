@@ -24,8 +24,7 @@ from cairn.engine.ranks.wire import RankConfig, RankService
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.engine.transfers.build import MakeLink, RankMemory, build_transfer, nixl_link
-from cairn.engine.transfers.kv_transfer import KvTransfer
+from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
@@ -192,7 +191,7 @@ def _build_transfer(
     channels = () if ranks.sockets is None else ranks.sockets.channels
     transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)
     if ranks.sockets is not None:
-        transfer.close_ways = ranks.sockets.close
+        transfer.resources.callback(ranks.sockets.close)
     return transfer
 
 

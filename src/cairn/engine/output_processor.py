@@ -175,13 +175,13 @@ class OutputProcessor:
 
     def _add_report(self, output: GenerateOutput, request: Request, answer: AnswerState) -> GenerateOutput:
         """The answer's last output, with what is reported then."""
-        is_complete = output.finish_reason in ("stop", "length")
+        transfer = self._transfer if output.finish_reason in ("stop", "length") else None
         return msgspec.structs.replace(
             output,
             cache=cache_report(request) if answer.index == 0 else None,
             timings=timings(request),
             error=request.outcome.failure,
             status=QueueFull.status if request.outcome.refused else answer.failure_status,
-            kv_transfer_params=None if self._transfer is None or not is_complete else self._transfer.answer(request),
+            kv_transfer_params=None if transfer is None else transfer.response_params(request),
             transfer=report(request),
         )

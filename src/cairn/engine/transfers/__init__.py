@@ -1,1 +1,1 @@
-"""Pages from and to other servers. The door: `build.build_transfer`."""
+"""KV transfer to and from other servers. The door: `kv_transfer`."""

@@ -1,35 +1,59 @@
-"""What a request's `kv_transfer_params` mean to the core, and what its answer says in return.
+"""KV transfer of one engine, as its core sees it: what a request's `kv_transfer_params` mean, what its answer says in
+return, and how all of it is built from the configuration. Imports no torch and no NIXL.
 
-request                                        the scheduler's spec             answer
-do_remote_decode (+ cairn_decode_hint)         kv_export (+ source: a hint)     the reference to what is held
-do_remote_prefill + a reference                source: a promise                cairn_decode_hint: what is here now
+request                                        the scheduler's spec                 answer
+do_remote_decode (+ cairn_decode_hint)         kv_export (+ a source, no lease)     the reference to the lease
+do_remote_prefill + a reference                a source with a lease                cairn_decode_hint: what is here now
 """
 
-from collections.abc import Callable
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from cairn.engine.contract import TransferReport
+from cairn.cache.layout import CacheLayout
+from cairn.engine.contract import KvTransferConfig, TransferReport
 from cairn.engine.transfers.loop import TransferLoop, TransferPort
-from cairn.errors import EngineDead, InvalidRequest
+from cairn.engine.transfers.side_channel import TlsSideChannel
+from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import Offered, Request
 from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers
-from cairn.transfer.contract import TransferRole
+from cairn.transfer.consumer import Consumer
+from cairn.transfer.contract import Identity, Peer, TransferRole
+from cairn.transfer.credentials import check_secret, derive_credentials
+from cairn.transfer.digest import SequenceIndex
+from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
+from cairn.transfer.leases import LeaseLimits
+from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.params import HINT, parse_kv_transfer_params
-from cairn.transfer.peers import PeerPolicy
+from cairn.transfer.peers import PeerPolicy, is_loopback
+from cairn.transfer.planner import PairedPages
+from cairn.transfer.producer import Producer
+from cairn.transfer.ranks import RankChannel, RankedWorker
+from cairn.transfer.staging import StagingArea
+from cairn.transfer.worker import LinkWorker
+from cairn.types import Clock
 
 _NAME = "kv_transfer_params"
+_MAX_SECRET = 4096
+_DESCRIBE_SECONDS = 60.0
+_LOOK_SECONDS = 0.001
 
-
-def _nothing() -> None:
-    """There is nothing to close."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class KvTransfer:
-    """One engine's side of the transfers, as the core sees it. Other servers are told `host` and `side_port`.
-    `close_ways` ends those to the other ranks. `quota`: how much may be held for other servers."""
+    """KV transfer of one engine. Other servers reach it at `host` and `side_port`. `resources` are closed with it.
+    `quota`: how many leases there may be."""
 
     engine_id: str
     host: str
@@ -39,7 +63,7 @@ class KvTransfer:
     port: TransferPort
     loop: TransferLoop
     sequences: Sequences
-    close_ways: Callable[[], None] = _nothing
+    resources: ExitStack = field(default_factory=ExitStack)
     quota: LeaseQuota = field(default_factory=LeaseQuota)
 
     @property
@@ -53,14 +77,14 @@ class KvTransfer:
 
     def close(self) -> None:
         self.loop.stop()
-        self.close_ways()
+        self.resources.close()
 
     def check(self) -> None:
         """Raises EngineDead when the transfer thread has ended: nobody would serve the leases."""
         if self.loop.failure is not None:
             raise EngineDead(f"the transfer thread has ended: {self.loop.failure}")
 
-    def answer(self, request: Request) -> bytes | None:
+    def response_params(self, request: Request) -> bytes | None:
         """`kv_transfer_params` of the response, as JSON."""
         if request.transfer.offered is not None:
             return msgspec.json.encode(self._reference(request, request.transfer.offered))
@@ -107,7 +131,7 @@ def parse_role(params: object, transfer: KvTransfer | None) -> TransferRole:
 
 
 def report(request: Request) -> TransferReport | None:
-    """What the request's own pull has read."""
+    """Duration and size of the request's own pull, None if it had none."""
     pulled = request.transfer.pulled
     if pulled is None or pulled.volume is None:
         return None
@@ -115,3 +139,113 @@ def report(request: Request) -> TransferReport | None:
     return TransferReport(
         seconds=request.transfer.pull_seconds, num_bytes=volume.num_bytes, num_descriptors=volume.num_descriptors
     )
+
+
+MakeLink = Callable[[str], Link]
+"""Host of the side channel -> a link that has registered nothing yet. Raises ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank's `pool`, uint8 [rows, page_bytes]: the scheduler's `num_pages` rows, behind them those for staging.
+    `units`: what the whole model has to share out among `tp_size` ranks."""
+
+    pool: NDArray[np.uint8]
+    num_pages: int
+    layout: CacheLayout
+    units: ModelUnits
+    rank: int = 0
+    tp_size: int = 1
+
+
+def nixl_link(host: str) -> Link:
+    """UCX reads its variables once: on loopback it is to look at no other network. Raises ConfigError when NIXL is not
+    there."""
+    if is_loopback(host):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    from cairn.transfer.links.nixl import NixlLink
+
+    return NixlLink("cairn")
+
+
+def rank_worker(link: Link, memory: RankMemory) -> LinkWorker:
+    """Registers this rank's memory with its link; returns the worker that reads into it."""
+    link.register(Region.of(memory.pool))
+    geometry = geometry_of(memory.layout, memory.tp_size)
+    staging = None
+    if len(memory.pool) > memory.num_pages:
+        staging = StagingArea(memory.pool, memory.num_pages, geometry.block_size)
+    return LinkWorker(link, PairedPages(memory.units, geometry, memory.rank, staging))
+
+
+def build_transfer(
+    config: KvTransferConfig,
+    memory: RankMemory,
+    layout_hash: bytes,
+    clock: Clock,
+    *,
+    make_link: MakeLink = nixl_link,
+    ranks: Sequence[RankChannel] = (),
+) -> KvTransfer:
+    """`ranks`: the channels to the other ranks' servants.
+
+    Raises ConfigError that names the flag or variable, and EngineDead when a rank does not say how to read it.
+    """
+    policy = _policy(config)
+    secret = _secret(config.secret_file)
+    link = make_link(config.host)
+    worker = RankedWorker(link, rank_worker(link, memory), ranks)
+    described = _described(worker, clock)
+    engine_id = str(uuid.uuid4())
+    identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
+    channel = TlsSideChannel(config.host, config.port, derive_credentials(secret), clock)
+    limits = LeaseLimits(max_pages=memory.num_pages, duration=config.lease_seconds)
+    producer = Producer(identity, limits, clock, os.urandom)
+    consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
+    port = TransferPort(int(memory.num_pages * config.lease_share), os.urandom, channel.wake)
+    loop = TransferLoop(port, channel, producer, consumer, link, worker)
+    sequences = SequenceIndex(layout_hash)
+    quota = LeaseQuota(
+        max_leases=config.max_leases,
+        max_leases_per_client=config.max_leases_per_client,
+        wait_seconds=config.lease_seconds,
+    )
+    return KvTransfer(engine_id, config.host, channel.port, memory.tp_size, policy, port, loop, sequences, quota=quota)
+
+
+def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:
+    """The descriptions of all ranks' links."""
+    waiting, until = threading.Event(), clock.now() + _DESCRIBE_SECONDS
+    while (described := worker.describe()) is None:
+        if clock.now() >= until:
+            raise EngineDead(f"not every rank has described its memory within {_DESCRIBE_SECONDS:g} s")
+        waiting.wait(_LOOK_SECONDS)
+    return described
+
+
+def _policy(config: KvTransferConfig) -> PeerPolicy:
+    policy = PeerPolicy(config.peers, has_secret=config.secret_file is not None)
+    if config.secret_file is None and not is_loopback(config.host):
+        raise ConfigError(
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST {config.host} is not loopback: whoever can connect may read and write this "
+            "server's memory; give it and its peers a shared secret by --kv-secret-file"
+        )
+    return policy
+
+
+def _secret(path: str | None) -> bytes:
+    """Without a file it is empty; loopback is what keeps strangers out then."""
+    if path is None:
+        logger.warning(
+            "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "
+            "remote_port is believed, and every local process may read this server's cache"
+        )
+        return b""
+    try:
+        secret = Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise ConfigError(f"--kv-secret-file {path}: cannot be read: {error.strerror}") from error
+    wrong = check_secret(secret) if secret else "it is empty"
+    if wrong is not None or len(secret) > _MAX_SECRET:
+        raise ConfigError(f"--kv-secret-file {path}: {wrong or f'a secret has at most {_MAX_SECRET} bytes'}")
+    return secret

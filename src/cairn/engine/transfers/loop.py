@@ -50,7 +50,7 @@ class TransferPort:
 
     def __init__(self, max_pages: int, random: Callable[[int], bytes], wake: Callable[[], None]) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.happened: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.event_queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._max_pages = max_pages
         self._random = random
         self._wake = wake
@@ -90,8 +90,8 @@ class TransferPort:
 
     def events(self) -> list[Event]:
         events: list[Event] = []
-        while not self.happened.empty():
-            event = self.happened.get_nowait()
+        while not self.event_queue.empty():
+            event = self.event_queue.get_nowait()
             if isinstance(event, LeaseEnded) and event.remote_request_id in self._leased:
                 self._pages.remove(self._leased.pop(event.remote_request_id))
             events.append(event)
@@ -180,7 +180,7 @@ class TransferLoop:
                 logger.exception("what came from %s", incoming.address or "a consumer")
         events = self._connector.events()
         for event in events:
-            self._port.happened.put(event)
+            self._port.event_queue.put(event)
         if events:
             self.notify()
         for sender, frame in self._producer.take_frames():
@@ -188,7 +188,7 @@ class TransferLoop:
         self._ranks.serve(self._connector.is_serving)
 
     @property
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         """How long the next turn may wait."""
         if self._consumer.num_open:
             return _READING_SECONDS
@@ -199,7 +199,7 @@ class TransferLoop:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self.turn(self.patience)
+                self.turn(self.timeout)
         except Exception as error:
             logger.exception("the transfer thread has ended")
             self.failure = f"{type(error).__name__}: {error}"

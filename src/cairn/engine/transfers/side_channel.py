@@ -1,13 +1,13 @@
-"""The side channel's sockets: where other servers ask for pages, and where this one asks. Frames in, frames out.
+"""The side channel's sockets: where other servers claim pages, and where this one does. Frames in, frames out.
 
-    listener                 takes connections of consumers; each has to prove the secret within a deadline
+    listener                 accepts connections of consumers; each has to prove the secret within a deadline
     a connection a consumer  accepted; named by `sender`
     a connection a producer  made when first needed; named by its address
 
-Frames are dropped, never waited for: whoever misses one says it again. One thread only, but for `wake`.
+Nothing waits for a frame to be taken: it is dropped, and its sender repeats it. One thread only, but for `wake`.
 
-What strangers can take is bounded: so many connections without a proof, the oldest of which gives way to a new one; so
-many bytes and seconds each; and all connections together a quarter of the descriptors that the process may have.
+What unauthenticated peers can take is bounded: so many connections, the oldest of which gives way to a new one; so many
+bytes and seconds each; and all connections together a quarter of the descriptors that the process may have.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ import selectors
 import socket
 import ssl
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from cairn.engine.transfers.tls_connection import ConnectionLost, TlsConnection
 from cairn.engine.waker import Waker
@@ -38,10 +38,11 @@ _ACCEPTS_PER_TURN = 32
 _PAUSE_SECONDS = 0.5
 _TIMERS_SECONDS = 1.0
 _MAX_WAITING_FRAMES = 64
+_MAX_NAME_LOOKUPS = 16
 
 logger = logging.getLogger(__name__)
 
-_MAX_OPEN = 16
+_Kind: TypeAlias = Literal["unauthenticated", "consumer", "producer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,11 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelLimits:
-    """Connections at a time: of strangers (accepted, without a proof yet), of consumers, and to producers.
+    """Connections at a time: of unauthenticated peers (accepted, without a proof yet), of consumers, and to producers.
     `handshake_seconds`: how long one has to prove itself. `idle_seconds`: how long one to a producer is kept on
     which nothing comes; one of a consumer twice as long."""
 
-    max_unproved: int = 64
+    max_unauthenticated: int = 64
     max_consumers: int = 256
     max_producers: int = 256
     handshake_seconds: float = 5.0
@@ -72,62 +73,46 @@ class ChannelLimits:
         """At most a quarter of the descriptors that this process may have."""
         share = max_descriptors // 4
         return cls(
-            max_unproved=max(1, min(64, share // 4)),
+            max_unauthenticated=max(1, min(64, share // 4)),
             max_consumers=max(1, min(256, share * 3 // 8)),
             max_producers=max(1, min(256, share * 3 // 8)),
         )
 
-
-class NameLookups:
-    """`wake` is called, by another thread, when there is something to `take`. At most 16 lookups at a time; how long
-    one takes is the system's resolver's to say, and whoever waits for it has a deadline of its own."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._done: queue.SimpleQueue[tuple[str, str | Exception]] = queue.SimpleQueue()
-        self._open: set[str] = set()
-
-    def start(self, host: str) -> bool:
-        """Look this name up, if it is not being looked up already; False if there are too many."""
-        if host not in self._open:
-            if len(self._open) >= _MAX_OPEN:
-                return False
-            self._open.add(host)
-            threading.Thread(target=self._look_up, args=(host,), name="cairn-name-lookup", daemon=True).start()
-        return True
-
-    def take(self) -> list[tuple[str, str | Exception]]:
-        """Names and their addresses, or why there is none, since the last call."""
-        found: list[tuple[str, str | Exception]] = []
-        while not self._done.empty():
-            found.append(self._done.get_nowait())
-            self._open.discard(found[-1][0])
-        return found
-
-    def _look_up(self, host: str) -> None:
-        try:
-            entries = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-            self._done.put((host, str(entries[0][4][0])))
-        # UnicodeError: a label that is no host name's
-        except (OSError, UnicodeError) as error:
-            self._done.put((host, error))
-        self._wake()
+    def max_of(self, kind: _Kind) -> int:
+        match kind:
+            case "unauthenticated":
+                return self.max_unauthenticated
+            case "consumer":
+                return self.max_consumers
+            case "producer":
+                return self.max_producers
 
 
 @dataclass(slots=True, eq=False)
-class _Link:
-    """A connection and its place in the tables. `until`: when it has to have proved itself, or is idle for too long."""
+class _Connection:
+    """`key`: a consumer's sender, or a producer's address. `until`: the end of the handshake's time, or of the idle
+    time."""
 
-    connection: TlsConnection
+    tls: TlsConnection
+    key: bytes | Address
     until: float
-    sender: bytes | None = None
-    address: Address | None = None
     is_open: bool = True
+
+    @property
+    def kind(self) -> _Kind:
+        if not isinstance(self.key, bytes):
+            return "producer"
+        return "consumer" if self.tls.is_authenticated else "unauthenticated"
+
+    def incoming(self, frame: bytes = b"", lost: str | None = None) -> Incoming:
+        if isinstance(self.key, bytes):
+            return Incoming(frame, sender=self.key, lost=lost)
+        return Incoming(frame, address=self.key, lost=lost)
 
 
 class TlsSideChannel:
     """Carries frames between servers that hold the same secret, by TLS over TCP, or loses them. `dropped` counts frames
-    that found no room, and connections that ended for want of a proof."""
+    that found no room, and connections that ended before their peer was authenticated."""
 
     def __init__(
         self, host: str, port: int, credentials: TlsCredentials, clock: Clock, limits: ChannelLimits | None = None
@@ -137,25 +122,20 @@ class TlsSideChannel:
         self._credentials = credentials
         self._clock = clock
         self._limits = limits or ChannelLimits.fitting(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._selector = selectors.DefaultSelector()
-        self._unproved: OrderedDict[bytes, _Link] = OrderedDict()
-        self._consumers: OrderedDict[bytes, _Link] = OrderedDict()
-        self._producers: OrderedDict[Address, _Link] = OrderedDict()
-        self._lookups = NameLookups(self.wake)
-        self._unresolved: dict[Address, deque[bytes]] = {}
+        self._connections: dict[bytes | Address, _Connection] = {}
+        self._names = _NameLookups()
         self._lost: list[Incoming] = []
         self._num_accepted = 0
-        self._timers_at = clock.now()
         self._resume_at: float | None = None
         self.dropped = 0
         try:
             self._listener = _listen(host, port)
         except OSError as error:
-            self._selector.close()
             raise ConfigError(
                 f"VLLM_NIXL_SIDE_CHANNEL_HOST {host}, VLLM_NIXL_SIDE_CHANNEL_PORT {port}: cannot be listened on: "
                 f"{error}; choose another port"
             ) from error
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._waker = Waker(lambda end: self._selector.register(end, selectors.EVENT_READ))
 
@@ -165,8 +145,8 @@ class TlsSideChannel:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open, of strangers, too."""
-        return len(self._unproved) + len(self._consumers) + len(self._producers)
+        """Open connections, those of unauthenticated peers included."""
+        return len(self._connections)
 
     def fileno(self) -> int:
         """Is readable when `receive` has something to do."""
@@ -180,14 +160,18 @@ class TlsSideChannel:
         """What has come; waits for at most `seconds` (None: for ever) until anything does, or `wake` is called."""
         found: list[Incoming] = []
         accepts = False
-        for key, events in self._selector.select(self._patience(seconds)):
+        for key, events in self._selector.select(self._timeout(seconds)):
             if key.fd == self._waker.fileno():
                 self._waker.clear()
             elif key.fileobj is self._listener:
                 accepts = True
             elif key.data.is_open:
                 found += self._serve(key.data, events)
-        self._take_names()
+        for address, frames, resolved in self._names.take():
+            if isinstance(resolved, str):
+                self._connect(address, resolved, frames)
+            else:
+                self._lost.append(Incoming(address=address, lost=f"its name cannot be resolved: {resolved}"))
         self._expire()
         # Only now: who has spoken is not to give way to who has just come.
         if accepts:
@@ -197,74 +181,65 @@ class TlsSideChannel:
 
     def reply(self, sender: bytes, frame: bytes) -> None:
         """To the consumer whose frame came with this `sender`."""
-        link = self._consumers.get(sender)
-        if link is None:
+        connection = self._connections.get(sender)
+        if connection is None or connection.kind != "consumer":
             self.dropped += 1
         else:
-            self._send(link, frame)
+            self._send(connection, frame)
 
     def send(self, address: Address, frame: bytes) -> None:
-        """To a producer. The caller has made sure that its host may be spoken to."""
-        link = self._producers.get(address)
-        if link is not None:
-            self._send(link, frame)
-        elif address in self._unresolved:
-            if len(self._unresolved[address]) < _MAX_WAITING_FRAMES:
-                self._unresolved[address].append(frame)
-            else:
-                self.dropped += 1
+        """To a producer. The caller has made sure that its host may be connected to."""
+        if (connection := self._connections.get(address)) is not None:
+            self._send(connection, frame)
         elif (numeric := _numeric(address[0])) is not None:
             self._connect(address, numeric, [frame])
-        elif self._lookups.start(address[0]):
-            self._unresolved[address] = deque([frame])
-        else:
+        elif not self._names.add(address, frame, self.wake):
             self.dropped += 1
 
     def close(self) -> None:
-        for table in (self._unproved, self._consumers, self._producers):
-            for link in table.values():
-                link.connection.close()
-            table.clear()
+        for connection in self._connections.values():
+            connection.tls.close()
+        self._connections.clear()
         self._selector.close()
         self._listener.close()
         self._waker.close()
 
-    def _patience(self, seconds: float | None) -> float | None:
+    def _timeout(self, seconds: float | None) -> float | None:
         """For how long the selector may wait: deadlines of connections have to be looked at now and then."""
         if self._lost:
             return 0.0
-        if self.num_connections or self._resume_at is not None:
+        if self._connections or self._resume_at is not None:
             seconds = _TIMERS_SECONDS if seconds is None else min(seconds, _TIMERS_SECONDS)
         return None if seconds is None else math.ceil(seconds * 1000) / 1000
 
-    def _serve(self, link: _Link, events: int) -> list[Incoming]:
+    def _serve(self, connection: _Connection, events: int) -> list[Incoming]:
         """What has come by this connection."""
-        connection, was_proved = link.connection, link.connection.is_proved
+        tls, kind = connection.tls, connection.kind
+        was_authenticated = tls.is_authenticated
         try:
             if events & selectors.EVENT_WRITE:
-                connection.flush()
-            frames = connection.receive() if events & selectors.EVENT_READ else []
+                tls.flush()
+            frames = tls.receive() if events & selectors.EVENT_READ else []
         except ConnectionLost as lost:
-            self._lose(link, str(lost))
+            self._close(connection, str(lost))
             return []
-        if frames or connection.is_proved != was_proved:
-            link.until = self._clock.now() + self._idle_seconds(link)
-        if connection.is_proved and not was_proved and link.sender is not None:
-            del self._unproved[link.sender]
-            while len(self._consumers) >= self._limits.max_consumers:
-                self._lose(min(self._consumers.values(), key=_idle_until), "others needed its place")
-            self._consumers[link.sender] = link
-        self._watch(link)
-        return [Incoming(frame, sender=link.sender, address=link.address) for frame in frames]
+        if frames or tls.is_authenticated != was_authenticated:
+            # The consumer's end closes first, so that it never sends on a connection that is just being closed.
+            idle_seconds = self._limits.idle_seconds * (1 if kind == "producer" else 2)
+            connection.until = self._clock.now() + idle_seconds
+        if kind != connection.kind:
+            self._make_room("consumer", besides=connection)
+        self._watch(connection)
+        return [connection.incoming(frame) for frame in frames]
 
-    def _send(self, link: _Link, frame: bytes) -> None:
+    def _send(self, connection: _Connection, frame: bytes) -> None:
         try:
-            if not link.connection.send(frame):
+            if not connection.tls.send(frame):
                 self.dropped += 1
         except ConnectionLost as lost:
-            self._lose(link, str(lost))
+            self._close(connection, str(lost))
         else:
-            self._watch(link)
+            self._watch(connection)
 
     def _accept(self) -> None:
         for num_accepted in range(_ACCEPTS_PER_TURN):
@@ -277,96 +252,121 @@ class TlsSideChannel:
                 if num_accepted == 0:
                     self._pause(error)
                 return
-            while len(self._unproved) >= self._limits.max_unproved:
-                self._lose(next(iter(self._unproved.values())), "others needed its place")
+            self._make_room("unauthenticated")
             self._num_accepted += 1
-            sender = self._num_accepted.to_bytes(8, "big")
-            connection = _connection(accepted, self._credentials.server, to_connect=False)
-            until = self._clock.now() + self._limits.handshake_seconds
-            self._unproved[sender] = link = _Link(connection, until, sender=sender)
-            self._selector.register(accepted, selectors.EVENT_READ, link)
+            tls = _wrap(accepted, self._credentials.server, to_connect=False)
+            self._add(tls, self._num_accepted.to_bytes(8, "big"), self._limits.handshake_seconds, selectors.EVENT_READ)
 
     def _pause(self, error: OSError) -> None:
         """The process is out of descriptors: without a pause the listener would be ready all the time."""
-        logger.warning("no connection can be taken: %s", error.strerror)
+        logger.warning("no connection can be accepted: %s", error.strerror)
         self._selector.unregister(self._listener)
         self._resume_at = self._clock.now() + _PAUSE_SECONDS
-        if self._unproved:
-            self._lose(next(iter(self._unproved.values())), "descriptors are needed")
+        for oldest in [each for each in self._connections.values() if each.kind == "unauthenticated"][:1]:
+            self._close(oldest, "descriptors are needed")
 
-    def _take_names(self) -> None:
-        """Connect to hosts whose addresses are known now."""
-        for host, found in self._lookups.take():
-            for address in [address for address in self._unresolved if address[0] == host]:
-                frames = self._unresolved.pop(address)
-                if isinstance(found, str):
-                    self._connect(address, found, frames)
-                else:
-                    self._lost.append(Incoming(address=address, lost=f"its name cannot be resolved: {found}"))
-
-    def _connect(self, address: Address, numeric: str, frames: Iterable[bytes]) -> None:
-        """Begin to connect; a failure is told as for any lost connection."""
-        while len(self._producers) >= self._limits.max_producers:
-            self._lose(min(self._producers.values(), key=_idle_until), "others needed its place")
+    def _connect(self, address: Address, numeric: str, frames: list[bytes]) -> None:
+        """Begin to connect; a failure is reported like any lost connection."""
+        self._make_room("producer")
         try:
             made = socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:
             self._lost.append(Incoming(address=address, lost=f"it cannot be connected to: {error.strerror}"))
             return
-        connection = _connection(made, self._credentials.client, to_connect=True)
+        tls = _wrap(made, self._credentials.client, to_connect=True)
         failure = made.connect_ex((numeric, address[1]))
         if failure not in (0, errno.EINPROGRESS):
-            connection.close()
+            tls.close()
             self._lost.append(Incoming(address=address, lost=f"it cannot be connected to: {os.strerror(failure)}"))
             return
         # Twice the time that a session waits for its answer: it is the session that notices a silent peer.
-        until = self._clock.now() + 2 * self._limits.handshake_seconds
-        self._producers[address] = link = _Link(connection, until, address=address)
-        self._selector.register(made, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        seconds = 2 * self._limits.handshake_seconds
+        connection = self._add(tls, address, seconds, selectors.EVENT_READ | selectors.EVENT_WRITE)
         for frame in frames:
-            self._send(link, frame)
+            self._send(connection, frame)
+
+    def _add(self, tls: TlsConnection, key: bytes | Address, seconds: float, events: int) -> _Connection:
+        connection = self._connections[key] = _Connection(tls, key, self._clock.now() + seconds)
+        self._selector.register(tls.socket, events, connection)
+        return connection
+
+    def _make_room(self, kind: _Kind, besides: _Connection | None = None) -> None:
+        """Close the connections of this kind that are idle for longest, or were accepted first, until one more fits."""
+        same = [each for each in self._connections.values() if each.kind == kind and each is not besides]
+        excess = len(same) + 1 - self._limits.max_of(kind)
+        if excess > 0:
+            for connection in sorted(same, key=lambda connection: connection.until)[:excess]:
+                self._close(connection, "others needed its place")
 
     def _expire(self) -> None:
         now = self._clock.now()
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        if now < self._timers_at:
-            return
-        self._timers_at = now + _TIMERS_SECONDS / 4
-        for table in (self._unproved, self._consumers, self._producers):
-            for link in [link for link in table.values() if link.until <= now]:
-                proved = link.connection.is_proved
-                self._lose(link, "nothing came by it for too long" if proved else "no proof of the secret in time")
+        for connection in [each for each in self._connections.values() if each.until <= now]:
+            authenticated = connection.tls.is_authenticated
+            reason = "nothing came by it for too long" if authenticated else "no proof of the secret in time"
+            self._close(connection, reason)
 
-    def _lose(self, link: _Link, reason: str) -> None:
-        """Close a connection, and tell whoever knows of it."""
-        link.is_open = False
-        self._selector.unregister(link.connection.socket)
-        link.connection.close()
-        if link.address is not None:
-            del self._producers[link.address]
-        elif link.sender is not None and self._consumers.pop(link.sender, None) is None:
-            # a stranger: nobody has heard of it
-            del self._unproved[link.sender]
+    def _close(self, connection: _Connection, reason: str) -> None:
+        """Close a connection, and report it, but for those of unauthenticated peers: nobody knows of them."""
+        connection.is_open = False
+        del self._connections[connection.key]
+        self._selector.unregister(connection.tls.socket)
+        connection.tls.close()
+        if connection.kind == "unauthenticated":
             self.dropped += 1
-            return
-        self._lost.append(Incoming(sender=link.sender, address=link.address, lost=reason))
+        else:
+            self._lost.append(connection.incoming(lost=reason))
 
-    def _watch(self, link: _Link) -> None:
+    def _watch(self, connection: _Connection) -> None:
         """Have the selector look for what the connection waits for."""
-        connection = link.connection
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
-        if self._selector.get_key(connection.socket).events != events:
-            self._selector.modify(connection.socket, events, link)
-
-    def _idle_seconds(self, link: _Link) -> float:
-        # The consumer's end closes first, so that it never asks by a connection that is just being closed.
-        return self._limits.idle_seconds * (2 if link.sender is not None else 1)
+        made = connection.tls.socket
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.tls.wants_write else 0)
+        if self._selector.get_key(made).events != events:
+            self._selector.modify(made, events, connection)
 
 
-def _idle_until(link: _Link) -> float:
-    return link.until
+class _NameLookups:
+    """Host names that are being looked up, at most 16 at a time, each in a thread: how long that takes is the system
+    resolver's to say, and whoever waits for it has a deadline of its own. Frames wait here for their host's address."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Address, list[bytes]] = {}
+        self._resolved: queue.SimpleQueue[tuple[str, str | Exception]] = queue.SimpleQueue()
+
+    def add(self, address: Address, frame: bytes, notify: Callable[[], None]) -> bool:
+        """Have a frame wait, and its host looked up; `notify` is called by another thread when there is something to
+        `take`. False if there is no room for it."""
+        hosts = {host for host, _ in self._waiting}
+        if address[0] not in hosts:
+            if len(hosts) >= _MAX_NAME_LOOKUPS:
+                return False
+            arguments = (address[0], notify)
+            threading.Thread(target=self._look_up, args=arguments, name="cairn-name-lookup", daemon=True).start()
+        frames = self._waiting.setdefault(address, [])
+        if len(frames) >= _MAX_WAITING_FRAMES:
+            return False
+        frames.append(frame)
+        return True
+
+    def take(self) -> list[tuple[Address, list[bytes], str | Exception]]:
+        """Addresses whose hosts were looked up, their frames, and the numeric host or the error."""
+        taken: list[tuple[Address, list[bytes], str | Exception]] = []
+        while not self._resolved.empty():
+            host, resolved = self._resolved.get_nowait()
+            for address in [address for address in self._waiting if address[0] == host]:
+                taken.append((address, self._waiting.pop(address), resolved))
+        return taken
+
+    def _look_up(self, host: str, notify: Callable[[], None]) -> None:
+        try:
+            entries = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+            self._resolved.put((host, str(entries[0][4][0])))
+        # UnicodeError: a label that is no host name's
+        except (OSError, UnicodeError) as error:
+            self._resolved.put((host, error))
+        notify()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -387,7 +387,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _connection(made: socket.socket, context: ssl.SSLContext, *, to_connect: bool) -> TlsConnection:
+def _wrap(made: socket.socket, context: ssl.SSLContext, *, to_connect: bool) -> TlsConnection:
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return TlsConnection(made, context, to_connect=to_connect)

@@ -3,7 +3,7 @@
     frame: its length in bytes, big endian, 4 bytes; then the frame
 
 No frame is sent and none is read before the other end has proved that it holds the secret, and until then it may send
-`UNPROVED_BYTES`, more than a handshake takes.
+`MAX_HANDSHAKE_BYTES`, more than a handshake takes.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections import deque
 
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
-UNPROVED_BYTES = 16 << 10
+MAX_HANDSHAKE_BYTES = 16 << 10
 
 _READ_BYTES = 64 << 10
 _READS_PER_TURN = 16
@@ -29,15 +29,15 @@ class ConnectionLost(Exception):
 
 class TlsConnection:
     """`to_connect`: the socket is being connected, and this end begins; otherwise the socket was accepted. Owns the
-    socket, which must not block. `is_proved`: the other end holds the secret."""
+    socket, which must not block. `is_authenticated`: the other end holds the secret."""
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, *, to_connect: bool) -> None:
         self.socket = connected
-        self.is_proved = False
+        self.is_authenticated = False
         self._is_connected = not to_connect
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not to_connect)
-        self._unproved_bytes = UNPROVED_BYTES
+        self._handshake_bytes = MAX_HANDSHAKE_BYTES
         self._waiting: deque[bytes] = deque()
         self._inbox = bytearray()
         self._outbox = bytearray()
@@ -49,7 +49,7 @@ class TlsConnection:
 
     def send(self, frame: bytes) -> bool:
         """Put a frame on its way; False if there is no room for it. Raises ConnectionLost."""
-        if not self.is_proved:
+        if not self.is_authenticated:
             if len(self._waiting) >= _MAX_WAITING_FRAMES:
                 return False
             self._waiting.append(frame)
@@ -67,7 +67,9 @@ class TlsConnection:
             return frames
         for _ in range(_READS_PER_TURN):
             try:
-                data = self.socket.recv(_READ_BYTES if self.is_proved else min(_READ_BYTES, self._unproved_bytes))
+                data = self.socket.recv(
+                    _READ_BYTES if self.is_authenticated else min(_READ_BYTES, self._handshake_bytes)
+                )
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
@@ -77,10 +79,10 @@ class TlsConnection:
                     break  # the next call says so
                 raise ConnectionLost("the peer has closed the connection")
             self._incoming.write(data)
-            if not self.is_proved:
-                self._unproved_bytes -= len(data)
+            if not self.is_authenticated:
+                self._handshake_bytes -= len(data)
                 self._shake_hands()
-            if self.is_proved:
+            if self.is_authenticated:
                 self._decrypt()
                 frames += self._take_frames()
         self.flush()
@@ -116,15 +118,15 @@ class TlsConnection:
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
-            if self._unproved_bytes <= 0:
-                raise ConnectionLost(f"it sent {UNPROVED_BYTES} bytes without a proof of the secret") from None
+            if self._handshake_bytes <= 0:
+                raise ConnectionLost(f"it sent {MAX_HANDSHAKE_BYTES} bytes without a proof of the secret") from None
             return
         except ssl.SSLError as error:
             # the other end is told why, if it still listens
             with contextlib.suppress(ConnectionLost):
                 self.flush()
             raise ConnectionLost(_refused(error)) from error
-        self.is_proved = True
+        self.is_authenticated = True
         while self._waiting:
             self._encrypt(self._waiting.popleft())
 
