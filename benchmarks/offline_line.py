@@ -77,8 +77,8 @@ def main() -> None:
     results = [offline, Result(UNLIMITED, budget, unlimited_hits(trace))]
     print(*(f"{result.name} {report.hit_rate(result):.4f}" for result in results))
     if arguments.json:
-        told = [report.as_json(result, per_request=False) for result in results]
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+        fields = [report.to_json(result, per_request=False) for result in results]
+        arguments.json.write_text(json.dumps(fields, indent=1) + "\n")
 
 
 if __name__ == "__main__":

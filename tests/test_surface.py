@@ -124,7 +124,7 @@ EXPORTED = {
     "cairn.replay.replay": "Replay ReplayOutcome",
     "cairn.replay.server_log": "read_server_log",
     "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
-    "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header trace_lines trace_rows whole",
+    "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header parse_integer trace_lines trace_rows",
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
     "Vocabulary WordSpeller draw_arrival_times flag spell_prompts",

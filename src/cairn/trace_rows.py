@@ -1,4 +1,4 @@
-"""Request traces as they are written down: lengths, times, and ids of content instead of text.
+"""The files of request traces: lengths, times, and ids of content instead of text.
 
 Two forms, plain or gzip, one JSON object a line:
 
@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
 
-__all__ = ["MOONCAKE_UNIT", "TraceBounds", "TraceRow", "has_header", "trace_lines", "trace_rows", "whole"]
+__all__ = ["MOONCAKE_UNIT", "TraceBounds", "TraceRow", "has_header", "parse_integer", "trace_lines", "trace_rows"]
 
 MOONCAKE_UNIT = 512
 _LAST_TIME = 1e15
 
 Line = tuple[str, Mapping[str, Any]]
-"""Where it stands (`file:number`), and what it says."""
+"""Its place (`file:number`) and its JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceBounds:
-    """What a reader takes at most: lines of a file, tokens of a unit, tokens of a prompt or an answer. Ids are below
-    `ids`."""
+    """The most that a reader accepts: lines of a file, tokens of a unit, tokens of a prompt or an answer. Ids must be
+    below `ids`."""
 
     lines: int
     unit: int
@@ -45,7 +45,7 @@ class TraceBounds:
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRow:
     """One request. `arrived`: seconds, from a start of the trace's own; `ids`: of the prompt's full units, at most so
-    many as it has, shape [u]; `line`: all that the line says, `where` it stands."""
+    many as it has, shape [u]; `line`: the whole JSON object, at `where`."""
 
     arrived: float
     num_in: int
@@ -86,43 +86,43 @@ def trace_rows(first: Line, others: Iterator[Line], bounds: TraceBounds) -> tupl
     where, header = first
     if not has_header(header):
         return MOONCAKE_UNIT, (_mooncake_row(line, where, bounds) for where, line in chain([first], others))
-    unit = whole(header, "unit", where, 1, bounds.unit)
-    return unit, (_own_row(line, where, unit, bounds) for where, line in others)
+    unit = parse_integer(header, "unit", where, 1, bounds.unit)
+    return unit, (_cairn_row(line, where, unit, bounds) for where, line in others)
 
 
-def whole(line: Mapping[str, Any], name: str, where: str, least: int, most: int) -> int:
-    """The whole number that a line calls `name`. Raises ConfigError naming both."""
+def parse_integer(line: Mapping[str, Any], name: str, where: str, least: int, most: int) -> int:
+    """The whole number in the field `name` of a line. Raises ConfigError naming line and field."""
     value = line.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ConfigError(f"{where}: `{name}` must be a whole number from {least} to {most}, not {value!r:.40}")
     return value
 
 
-def _own_row(line: Mapping[str, Any], where: str, unit: int, bounds: TraceBounds) -> TraceRow:
-    num_in = whole(line, "in", where, 1, bounds.tokens)
-    num_out = whole(line, "out", where, 0, bounds.tokens)
-    ids = _expanded(line.get("h"), num_in // unit, where, bounds.ids)
-    return TraceRow(_time(line, "t", where), num_in, num_out, ids, where, line)
+def _cairn_row(line: Mapping[str, Any], where: str, unit: int, bounds: TraceBounds) -> TraceRow:
+    num_in = parse_integer(line, "in", where, 1, bounds.tokens)
+    num_out = parse_integer(line, "out", where, 0, bounds.tokens)
+    ids = _expand_runs(line.get("h"), num_in // unit, where, bounds.ids)
+    return TraceRow(_parse_time(line, "t", where), num_in, num_out, ids, where, line)
 
 
 def _mooncake_row(line: Mapping[str, Any], where: str, bounds: TraceBounds) -> TraceRow:
-    num_in = whole(line, "input_length", where, 1, bounds.tokens)
-    num_out = whole(line, "output_length", where, 0, bounds.tokens)
+    num_in = parse_integer(line, "input_length", where, 1, bounds.tokens)
+    num_out = parse_integer(line, "output_length", where, 0, bounds.tokens)
     ids = line.get("hash_ids")
     if not isinstance(ids, list) or any(type(found) is not int or not 0 <= found < bounds.ids for found in ids):
         raise ConfigError(f"{where}: `hash_ids` must list whole numbers from 0 to {bounds.ids - 1}")
     path = np.array(ids[: num_in // MOONCAKE_UNIT], np.int64)
-    return TraceRow(_time(line, "timestamp", where) / 1000, num_in, num_out, path, where, line)
+    return TraceRow(_parse_time(line, "timestamp", where) / 1000, num_in, num_out, path, where, line)
 
 
-def _time(line: Mapping[str, Any], name: str, where: str) -> float:
+def _parse_time(line: Mapping[str, Any], name: str, where: str) -> float:
     value = line.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LAST_TIME:
         raise ConfigError(f"{where}: `{name}` must be a time from 0 to {_LAST_TIME:g}, not {value!r:.40}")
     return float(value)
 
 
-def _expanded(runs: object, most: int, where: str, max_id: int) -> NDArray[np.int64]:
+def _expand_runs(runs: object, most: int, where: str, max_id: int) -> NDArray[np.int64]:
     """The ids of a run-length list, at most `most`."""
     if not isinstance(runs, list):
         raise ConfigError(f"{where}: `h` must be a list of [first id, count]")

@@ -17,9 +17,8 @@ from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.replay import replay as replay_module
 from cairn.replay import timed_cache as timed_cache_module
 from cairn.replay.bounds import Paths
-from cairn.replay.memory import tree_memory
 from cairn.replay.replay import Replay
-from cairn.replay.timed_cache import TimedCache
+from cairn.replay.timed_cache import TimedCache, tree_memory
 from cairn.replay.traces import Trace, TraceRequest
 from cairn.types import Boundary, ManualClock
 from tiers import more

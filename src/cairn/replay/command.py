@@ -5,7 +5,6 @@ import io
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,7 +24,7 @@ from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
-from cairn.replay.report import UNLIMITED, Plot, Report, Result
+from cairn.replay.report import UNLIMITED, Report, Result, draw_plot, import_figure
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import LogHeader, Trace, read_trace
 
@@ -33,10 +32,10 @@ __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 
 FILE_WIDTH = 220
 LOGGED = "logged"
-"""The policy of the server whose log is replayed."""
+"""The policy, or the layout, of the server whose log is replayed."""
 
 SWITCHED_OFF = "none"
-"""What its log says of the placement of a server without prefix caching."""
+"""The placement in the log of a server without prefix caching."""
 
 BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 16, 8192
 
@@ -62,55 +61,59 @@ _UNITS = MappingProxyType(
 )
 
 
-class _ThreadTime:
-    """The time that this thread has computed: whatever else the machine does is not the cache's."""
+class _ThreadClock:
+    """Processor time of this thread: what else the machine does is not measured."""
 
     def now(self) -> float:
         return time.thread_time()
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What is replayed: each policy at each budget, in bytes. `footprint`: bytes of all that the trace could keep."""
-
-    trace: Trace
-    layout: CacheLayout
-    layout_name: str
-    sizes: ForwardSizes
-    policies: tuple[str, ...]
-    budgets: tuple[int, ...]
-    max_num_batched_tokens: int
-    footprint: int
-
-
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay, print the table and write the files; returns the exit code 0.
 
-    `arguments`: what `add_replay_flags` has parsed. Raises ConfigError naming the flag, the file or the field.
+    `arguments`: as `add_replay_flags` parses them. Raises ConfigError naming the flag, the file or the field.
     """
-    plot = Plot.at(arguments.plot) if arguments.plot is not None else None
+    figure_class = import_figure() if arguments.plot is not None else None
     if arguments.per_request and arguments.json is None:
         raise ConfigError("--per-request goes into a file: name it with --json FILE")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
-    run = _asked(arguments)
-    report = Report(run.trace, run.layout_name, run.sizes, run.footprint)
+    trace = read_trace(arguments.trace)
+    log, max_tokens = trace.header, arguments.max_num_batched_tokens
+    if max_tokens is None:
+        max_tokens = log.max_num_batched_tokens if log is not None else MAX_NUM_BATCHED_TOKENS
+    if not 64 <= max_tokens <= 1 << 24:
+        raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {max_tokens}")
+    layout_name, layout, sizes = _choose_layout(arguments, log)
+    footprint = footprint_bytes(trace, layout)
+    budgets = _choose_budgets(arguments, log, footprint, layout)
+    report, results = Report(trace, layout_name, sizes, footprint), list[Result]()
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    results: list[Result] = []
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
-        for budget in run.budgets:
-            results += [_replayed(run, name, budget, progress) for name in run.policies]
-            results += [] if arguments.no_bounds else [Result(UNLIMITED, budget, unlimited_hits(run.trace))]
+        for budget in budgets:
+            for name in arguments.policy or ((LOGGED,) if log is not None else ("auto",)):
+                task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
+                policy = _make_policy(name, trace, layout.block_size)
+                timed = TimedCache(layout, budget, policy, _ThreadClock(), max_tokens)
+                outcome = Replay(timed).run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
+                progress.remove_task(task)
+                results.append(Result(name, budget, np.array(outcome.hits, np.int64), outcome))
+            if not arguments.no_bounds:
+                results.append(Result(UNLIMITED, budget, unlimited_hits(trace)))
     if arguments.json is not None:
-        _write(arguments.json, [report.as_json(result, arguments.per_request) for result in results])
-    if plot is not None:
-        plot.draw(report, results)
-    _print(report.table(results))
+        fields = [report.to_json(result, arguments.per_request) for result in results]
+        try:
+            arguments.json.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {arguments.json} cannot be written: {error}") from error
+    if figure_class is not None:
+        draw_plot(figure_class(figsize=(6, 3.5), layout="constrained"), arguments.plot, report, results)
+    _print_table(report.table(results))
     return 0
 
 
-def _print(table: Table) -> None:
+def _print_table(table: Table) -> None:
     """To a terminal as wide as that is, unless figures would be cut; into a file or a pipe all of it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have what the terminal's alphabet has not
@@ -120,88 +123,50 @@ def _print(table: Table) -> None:
     console.print(table)
 
 
-def _write(path: Path, told: object) -> None:
-    try:
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error}") from error
+def _choose_layout(arguments: argparse.Namespace, log: LogHeader | None) -> tuple[str, CacheLayout, ForwardSizes]:
+    """Name, layout and forward sizes: those of the flags, else those of the log."""
+    if log is not None and arguments.layout is None:
+        for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):
+            if value is not None:
+                raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
+        return LOGGED, log.layout, log.forward_sizes
+    name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
+    if block_size is None:
+        block_size = log.layout.block_size if log is not None else BLOCK_SIZE
+    return name, layout_for(name, block_size, arguments.state_dtype), sizes_for(name)
 
 
-def _asked(arguments: argparse.Namespace) -> _Run:
-    trace = read_trace(arguments.trace)
-    log = trace.header
-    chunk = arguments.max_num_batched_tokens
-    if chunk is None:
-        chunk = log.max_num_batched_tokens if log is not None else MAX_NUM_BATCHED_TOKENS
-    if not 64 <= chunk <= 1 << 24:
-        raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {chunk}")
-    layout, sizes = _layout(arguments, log)
-    footprint = footprint_bytes(trace, layout)
-    budgets = _budgets(arguments, log, footprint)
+def _choose_budgets(
+    arguments: argparse.Namespace, log: LogHeader | None, footprint: int, layout: CacheLayout
+) -> tuple[int, ...]:
+    """Bytes: those of the flags, else that of the log, else the default share of the footprint."""
+    if arguments.budget is not None:
+        budgets: tuple[int, ...] = (arguments.budget,)
+    elif log is not None and arguments.sweep is None and arguments.budget_fraction is None:
+        budgets = (log.budget_bytes,)
+    else:
+        shares = arguments.sweep or (arguments.budget_fraction or DEFAULT_SHARE,)
+        budgets = tuple(int(footprint * share) for share in shares)
     for budget in budgets:
         if not 1 <= budget // layout.page_bytes < 1 << 31:
             raise ConfigError(
                 f"a budget of {budget} bytes is {budget // layout.page_bytes} pages, but must be from 1 to 2**31 - 1: "
                 "change --budget, --budget-fraction or --sweep"
             )
-    return _Run(
-        trace=trace,
-        layout=layout,
-        layout_name=arguments.layout if arguments.layout is not None else DEFAULT_LAYOUT if log is None else LOGGED,
-        sizes=sizes,
-        policies=arguments.policy or ((LOGGED,) if log is not None else ("auto",)),
-        budgets=budgets,
-        max_num_batched_tokens=chunk,
-        footprint=footprint,
-    )
+    return budgets
 
 
-def _layout(arguments: argparse.Namespace, log: LogHeader | None) -> tuple[CacheLayout, ForwardSizes]:
-    """Of the flags, else of the log."""
-    if log is not None and arguments.layout is None:
-        for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):
-            if value is not None:
-                raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
-        return log.layout, log.forward_sizes
-    name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
-    if block_size is None:
-        block_size = log.layout.block_size if log is not None else BLOCK_SIZE
-    return layout_for(name, block_size, arguments.state_dtype), sizes_for(name)
-
-
-def _budgets(arguments: argparse.Namespace, log: LogHeader | None, footprint: int) -> tuple[int, ...]:
-    if arguments.budget is not None:
-        return (arguments.budget,)
-    if log is not None and arguments.sweep is None and arguments.budget_fraction is None:
-        return (log.budget_bytes,)
-    return tuple(int(footprint * share) for share in arguments.sweep or (arguments.budget_fraction or DEFAULT_SHARE,))
-
-
-def _policy(run: _Run, name: str) -> CachePolicy:
-    if name == LOGGED and run.trace.header is not None:
-        told = run.trace.header.policy
-        try:
-            off = told.placement == SWITCHED_OFF
-            placement = None if off else placement_for(told.placement, run.layout.block_size, told.exact)
-            return CachePolicy(placement, eviction_for(told.eviction), told.exact)
-        except ValueError as error:
-            raise ConfigError(
-                f"{run.trace.name}: its policy is not known here, name one with --policy: {error}"
-            ) from error
-    mode, eviction = POLICIES[name]
-    return CachePolicy(placement_for(mode, run.layout.block_size, exact=False), eviction_for(eviction))
-
-
-def _replayed(run: _Run, name: str, budget: int, progress: Progress) -> Result:
-    task = progress.add_task(f"{name} {decimal(budget)}", total=len(run.trace.requests))
-
-    def tell(done: int) -> None:
-        progress.update(task, completed=done)
-
-    timed = TimedCache(run.layout, budget, _policy(run, name), _ThreadTime(), run.max_num_batched_tokens)
-    outcome = Replay(timed).run(run.trace, tell)
-    progress.remove_task(task)
-    return Result(name, budget, np.array(outcome.hits, np.int64), outcome)
+def _make_policy(name: str, trace: Trace, block_size: int) -> CachePolicy:
+    if name != LOGGED or trace.header is None:
+        mode, eviction = POLICIES[name]
+        return CachePolicy(placement_for(mode, block_size, exact=False), eviction_for(eviction))
+    logged = trace.header.policy
+    try:
+        enabled = logged.placement != SWITCHED_OFF
+        placement = placement_for(logged.placement, block_size, logged.exact) if enabled else None
+        return CachePolicy(placement, eviction_for(logged.eviction), logged.exact)
+    except ValueError as error:
+        raise ConfigError(f"{trace.name}: its policy is not known here, name one with --policy: {error}") from error
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +178,16 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "own log says",
     )
     parser.add_argument("--state-dtype", help="of the recurrent state: float32, bfloat16; default: the model's")
-    _add_budget_flags(parser)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--budget", type=_size, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes")
+    budget.add_argument(
+        "--budget-fraction",
+        type=_share,
+        metavar="SHARE",
+        help=f"the same as a share of the trace's footprint: 0.1 or 10%%; default: {DEFAULT_SHARE}, or what a server's "
+        "own log says",
+    )
+    budget.add_argument("--sweep", type=_shares, metavar="SHARES", help="several shares: 2%%,5%%,10%%,20%%")
     parser.add_argument(
         "--policy",
         type=_policies,
@@ -231,24 +205,11 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-request", action="store_true", help="write cached tokens by request into the JSON, too")
     parser.add_argument(
         "--plot",
-        type=_plot,
+        type=_plot_path,
         metavar="FILE",
         help="draw hit rate over budget there, as SVG or PNG; needs matplotlib, which the extra `bench` brings",
     )
     parser.add_argument("--no-bounds", action="store_true", help="leave the line `unlimited` out")
-
-
-def _add_budget_flags(parser: argparse.ArgumentParser) -> None:
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--budget", type=_size, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes")
-    budget.add_argument(
-        "--budget-fraction",
-        type=_share,
-        metavar="SHARE",
-        help=f"the same as a share of the trace's footprint: 0.1 or 10%%; default: {DEFAULT_SHARE}, or what a server's "
-        "own log says",
-    )
-    budget.add_argument("--sweep", type=_shares, metavar="SHARES", help="several shares: 2%%,5%%,10%%,20%%")
 
 
 def _size(text: str) -> int:
@@ -288,7 +249,7 @@ def _policies(text: str) -> tuple[str, ...]:
     return names
 
 
-def _plot(text: str) -> Path:
+def _plot_path(text: str) -> Path:
     path = Path(text)
     if path.suffix not in PLOT_FORMATS:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(PLOT_FORMATS)}")

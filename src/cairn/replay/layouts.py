@@ -1,7 +1,6 @@
-"""What `--layout` names: a published model, or the config.json of any family that cairn serves."""
+"""The models that `--layout` names: four published ones, or the config.json of any family that cairn serves."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,9 +11,88 @@ from cairn.models.families import family_of
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.models.served_dtype import DTYPE_BYTES, served_dtype
 from cairn.models.weights.tensor_headers import read_json
-from cairn.replay.published import HALF_BY_DEFAULT, PUBLISHED
 
 __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
+
+
+def _qwen(layers: int, vocab_size: int, experts: int, experts_per_token: int) -> Mapping[str, object]:
+    """The text part of Qwen3.5-35B-A3B and of Qwen3-Next-80B-A3B, as far as it decides sizes."""
+    return MappingProxyType(
+        {
+            "dtype": "bfloat16",
+            "vocab_size": vocab_size,
+            "max_position_embeddings": 262144,
+            "hidden_size": 2048,
+            "num_hidden_layers": layers,
+            "full_attention_interval": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": experts,
+            "num_experts_per_tok": experts_per_token,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        }
+    )
+
+
+PUBLISHED: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "nemotron-3-nano": MappingProxyType(
+            {
+                "model_type": "nemotron_h",
+                "dtype": "bfloat16",
+                "vocab_size": 131072,
+                "max_position_embeddings": 262144,
+                "hidden_size": 2688,
+                "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+                "num_attention_heads": 32,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "mamba_num_heads": 64,
+                "mamba_head_dim": 64,
+                "ssm_state_size": 128,
+                "n_groups": 8,
+                "conv_kernel": 4,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712,
+            }
+        ),
+        "qwen3.5-35b-a3b": MappingProxyType({"model_type": "qwen3_5_moe", "text_config": _qwen(40, 248320, 256, 8)}),
+        "qwen3-next-80b-a3b": MappingProxyType({"model_type": "qwen3_next", **_qwen(48, 151936, 512, 10)}),
+        "granite-4-h-small": MappingProxyType(
+            {
+                "model_type": "granitemoehybrid",
+                "dtype": "bfloat16",
+                "vocab_size": 100352,
+                "max_position_embeddings": 131072,
+                "hidden_size": 4096,
+                "layer_types": tuple("attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)),
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "mamba_n_heads": 128,
+                "mamba_d_head": 64,
+                "mamba_d_state": 128,
+                "mamba_n_groups": 1,
+                "mamba_d_conv": 4,
+                "num_local_experts": 72,
+                "num_experts_per_tok": 10,
+                "intermediate_size": 768,
+                "shared_intermediate_size": 1536,
+            }
+        ),
+    }
+)
+
+HALF_BY_DEFAULT = frozenset({"granite-4-h-small"})
+"""Layouts whose recurrent state is bfloat16 unless told otherwise: their config.json asks for no float32."""
 
 LAYOUT_NAMES = tuple(PUBLISHED)
 
@@ -25,11 +103,11 @@ UNNEEDED = MappingProxyType({"vocab_size": 1 << 24, "max_position_embeddings": 1
 
 
 def sizes_for(name: str) -> ForwardSizes:
-    """Of a published model or of a config.json, named by itself or by its folder.
+    """Forward sizes of a published model or of a config.json, named by itself or by its folder.
 
     Raises ConfigError naming --layout, the file and the field.
     """
-    return _named(name).config.forward_sizes()
+    return _parse_config(name)[0].forward_sizes()
 
 
 def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) -> CacheLayout:
@@ -42,37 +120,27 @@ def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) 
     dtype = state_dtype or ("bfloat16" if name in HALF_BY_DEFAULT else "float32")
     if dtype not in STATE_DTYPES:
         raise ConfigError(f"--state-dtype must be one of {', '.join(STATE_DTYPES)}, not {dtype!r}")
-    model = _named(name)
-    return model.config.layout(block_size, model.dtype_bytes, state_bytes=STATE_DTYPES[dtype])
+    config, dtype_bytes = _parse_config(name)
+    return config.layout(block_size, dtype_bytes, state_bytes=STATE_DTYPES[dtype])
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """`dtype_bytes`: of the dtype that `cairn serve` serves it in whose flags name none."""
-
-    config: DecoderConfig
-    dtype_bytes: int
-
-
-def _named(name: str) -> _Model:
-    raw = PUBLISHED.get(name) or _with_unneeded(_read(name))
+def _parse_config(name: str) -> tuple[DecoderConfig, int]:
+    """The model's configuration, and the bytes of the dtype in which `cairn serve` serves it without --dtype."""
+    raw = PUBLISHED.get(name) or _read_config(name)
     try:
-        return _Model(family_of(raw).parse(raw), DTYPE_BYTES[served_dtype(raw)])
+        return family_of(raw).parse(raw), DTYPE_BYTES[served_dtype(raw)]
     except ModelError as error:
         raise ConfigError(f"--layout {name}: {error}") from error
 
 
-def _with_unneeded(raw: Mapping[str, object]) -> Mapping[str, object]:
+def _read_config(name: str) -> Mapping[str, object]:
+    path = Path(name)
+    try:
+        raw = read_json(path / "config.json" if path.is_dir() else path)
+    except ModelError as error:
+        known = ", ".join(LAYOUT_NAMES)
+        raise ConfigError(f"--layout {name} is neither {known} nor a config.json that can be read: {error}") from error
     text = raw.get("text_config")
     if isinstance(text, Mapping):
         return {**raw, "text_config": {**UNNEEDED, **text}}
     return {**UNNEEDED, **raw}
-
-
-def _read(name: str) -> Mapping[str, object]:
-    path = Path(name)
-    try:
-        return read_json(path / "config.json" if path.is_dir() else path)
-    except ModelError as error:
-        known = ", ".join(LAYOUT_NAMES)
-        raise ConfigError(f"--layout {name} is neither {known} nor a config.json that can be read: {error}") from error

@@ -13,7 +13,9 @@ Positions finer than the trace's unit count as the unit: the prompt that the cac
 the path are computed every time, and the answer ends at a full unit.
 """
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,12 +26,80 @@ from cairn.cache.placement import PromptFacts, Wanted
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.replay.bounds import Paths
-from cairn.replay.event_queue import WAIT_FOR_ROOM, EventQueue, Process
 from cairn.replay.timed_cache import ReplayOutcome, TimedCache
 from cairn.replay.traces import Timeline, Trace, TraceRequest, key_tokens
 from cairn.types import Keys
 
 __all__ = ["Replay", "ReplayOutcome"]
+
+
+Process = Iterator[float]
+"""One request's simulation: each value is the time, in seconds, at which it resumes."""
+
+WAIT_FOR_ROOM = math.inf
+"""The time of a process that resumes when pages have been freed."""
+
+
+class EventQueue:
+    """A discrete-event simulation: runs processes in the order of their times, of equal times the lower number first.
+
+    `now`: the trace's time in seconds; `advance` is called with each new one. `room_freed`: to be set when pages were
+    freed; the processes that wait for room are then resumed in the order of their numbers until one has to wait again.
+    """
+
+    def __init__(self, advance: Callable[[float], None]) -> None:
+        self.now = -math.inf
+        self.room_freed = False
+        self._advance = advance
+        self._events: list[tuple[float, int, Process]] = []
+        self._waiting: list[tuple[int, Process]] = []
+
+    def has_waiting_before(self, number: int) -> bool:
+        """Whether a process with a lower number waits for room."""
+        return bool(self._waiting) and self._waiting[0][0] < number
+
+    def start(self, number: int, process: Process) -> None:
+        """Start a process now, and run it until it has to wait."""
+        self._run(number, process)
+        self._retry_waiting()
+
+    def run_until(self, seconds: float) -> None:
+        """Run all events up to and including this time."""
+        while self._events and self._events[0][0] <= seconds:
+            when, number, process = heapq.heappop(self._events)
+            self._set_time(when)
+            self._run(number, process)
+            self._retry_waiting()
+        self._set_time(seconds)
+
+    def run_to_end(self) -> None:
+        """Run all processes to their ends."""
+        self.run_until(math.inf)
+        assert not self._waiting, f"{len(self._waiting)} requests wait for room that nobody can free"
+
+    def _set_time(self, seconds: float) -> None:
+        if self.now < seconds < math.inf:
+            self.now = seconds
+            self._advance(seconds)
+
+    def _retry_waiting(self) -> None:
+        while self.room_freed and self._waiting:
+            self.room_freed = False
+            for _ in range(len(self._waiting)):
+                number, process = heapq.heappop(self._waiting)
+                if not self._run(number, process):
+                    break
+
+    def _run(self, number: int, process: Process) -> bool:
+        """False if it waits for room."""
+        for when in process:
+            if when == WAIT_FOR_ROOM:
+                heapq.heappush(self._waiting, (number, process))
+                return False
+            if when > self.now:
+                heapq.heappush(self._events, (when, number, process))
+                break
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +120,7 @@ class ReplayRequest:
 
 
 class Replay:
-    """One trace, one cache; good for one run. The cache is shown the trace's own time."""
+    """Replays one trace through one cache, once, on the trace's own time."""
 
     def __init__(self, timed: TimedCache) -> None:
         self._timed = timed
@@ -58,11 +128,12 @@ class Replay:
         self._paths = Paths()
         self._unit = 1
         self._step = 0
-        self._events = EventQueue(timed.show)
+        self._events = EventQueue(timed.advance_to)
         self._running: dict[int, ReplayRequest] = {}
 
     def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> ReplayOutcome:
-        """Replay all requests; `progress` is told how many were started. `outcome.hits` is in their order."""
+        """Replay all requests. `progress` is called with the number of requests started; `outcome.hits` is in their
+        order."""
         self._unit, self.outcome.hits = trace.unit, [0] * len(trace.requests)
         for index, trace_request in enumerate(trace.requests):
             self._events.run_until(trace_request.scheduled_time)
@@ -74,21 +145,21 @@ class Replay:
             if progress is not None:
                 progress(index + 1)
         self._events.run_to_end()
-        return self._timed.ended()
+        return self._timed.finish()
 
     def _simulate(self, request: ReplayRequest) -> Process:
         trace_request, length = request.trace_request, request.trace_request.num_prompt_tokens
-        if not request.num_prompt or not self._timed.holds(request.num_prompt):
-            self.outcome.forward_passes += -(-length // self._timed.most_tokens)
+        if not request.num_prompt or not self._timed.can_hold(request.num_prompt):
+            self.outcome.forward_passes += -(-length // self._timed.max_tokens)
             self.outcome.refused += request.num_prompt > 0
-            self._count(request, 0, 0, {Reason.DISABLED if request.num_prompt else Reason.NEVER_SEEN: length})
+            self._count_prompt(request, 0, 0, {Reason.DISABLED if request.num_prompt else Reason.NEVER_SEEN: length})
             return
         yield from self._admit(request)
         computed, since = request.position, trace_request.scheduled_time
         for since, forced, end in self._prefill_steps(trace_request):
             yield since + request.delay
             if forced > request.position and request.sequence is not None:
-                with self._timed.inside:
+                with self._timed.stopwatch:
                     self.cache.force_checkpoint(request.sequence, forced)
             while max(computed, request.position) < end:
                 computed = yield from self._prefill(request, max(computed, request.position), end)
@@ -125,7 +196,7 @@ class Replay:
         since = self._events.now
         while self._events.has_waiting_before(request.index) or not self._try_admit(request):
             if not self._running:
-                with self._timed.inside:
+                with self._timed.stopwatch:
                     self.cache.clear()  # with nothing else running, its own hit is in the way
                 fits = self._try_admit(request)
                 assert fits, f"request {request.index} does not fit an empty pool"
@@ -138,7 +209,7 @@ class Replay:
         trace_request, cache = request.trace_request, self.cache
         resumed = request.facts is not None
         keys, name = request.keys[: request.num_tokens], str(request.index)
-        with self._timed.inside:
+        with self._timed.stopwatch:
             bypass = trace_request.timeline is not None and trace_request.timeline.bypasses_cache and not resumed
             namespace = Namespace(cache_salt=trace_request.namespace)
             sequence = cache.lookup(namespace, keys, name, request.num_prompt if resumed else None, bypass)
@@ -157,7 +228,7 @@ class Replay:
                 and sequence.restore is not None
                 and sequence.hit == len(keys)
             ):
-                # it starts from what was held for it, which is no hit that the cache learns from
+                # it starts from the checkpoint that was pinned for it, which is no hit that the cache learns from
                 looked_up, sequence = sequence, cache.branch(sequence, sequence.restore, name)
                 cache.release(looked_up)
             else:
@@ -169,7 +240,7 @@ class Replay:
             self._recompute(request, sequence)
         else:
             request.position = sequence.hit
-            self._count(request, sequence.hit, sequence.received, sequence.lost)
+            self._count_prompt(request, sequence.hit, sequence.received, sequence.lost)
         return True
 
     def _receive_pages(self, sequence: SequenceBlocks, position: int) -> None:
@@ -186,7 +257,7 @@ class Replay:
             if start < request.num_prompt:
                 end = self._timed.chunk_end(start, min(reached, request.num_prompt))
                 self.outcome.forward_passes += 1
-            with self._timed.inside:
+            with self._timed.stopwatch:
                 self._apply_step(
                     sequence, end, self._reserve_checkpoints(request, sequence, start, min(end, request.num_prompt))
                 )
@@ -200,14 +271,14 @@ class Replay:
             return computed
         sequence, stop = request.sequence, self._timed.chunk_end(computed, end)
         high = min(stop, request.num_prompt)
-        with self._timed.inside:
-            kept = self._reserve_checkpoints(request, sequence, min(computed, request.num_prompt), high)
+        with self._timed.stopwatch:
+            positions = self._reserve_checkpoints(request, sequence, min(computed, request.num_prompt), high)
         if request.trace_request.timeline is not None:
             yield self._time_of_apply(request, request.trace_request.timeline, stop)
         if request.sequence is not sequence:
             return computed
-        with self._timed.inside:
-            self._apply_step(sequence, high, kept)
+        with self._timed.stopwatch:
+            self._apply_step(sequence, high, positions)
         request.position = max(request.position, high)
         self.outcome.forward_passes += 1
         return stop
@@ -222,9 +293,11 @@ class Replay:
         """Positions in the chunk (start, end] of the prompt that have a reserved checkpoint."""
         placement, facts = self.cache.policy.placement, request.facts
         assert facts is not None
-        kept = [position for position in sequence.files if start < position <= end]
-        wanted = placement.in_prefill(facts, start, end) if placement is not None and start < end else []
-        return kept + [want.position for want in wanted if self.cache.reserve_checkpoint(sequence, want) is not None]
+        reserved = [position for position in sequence.files if start < position <= end]
+        for wanted in placement.in_prefill(facts, start, end) if placement is not None and start < end else []:
+            if self.cache.reserve_checkpoint(sequence, wanted) is not None:
+                reserved.append(wanted.position)
+        return reserved
 
     def _decode(self, request: ReplayRequest, since: float) -> Process:
         """Generate the answer as far as there is room for it, with the checkpoints of the placement policy.
@@ -237,7 +310,7 @@ class Replay:
         for stop in range(start + self._unit, end + 1, self._unit):
             facts = request.facts
             assert facts is not None
-            with self._timed.inside:
+            with self._timed.stopwatch:
                 point = policy.placement.in_decode(facts, stop) if policy.placement and not policy.exact else None
             # a page is needed for the first token, whose page may be shared and is copied, and at each page's begin
             needs_page = timeline is not None and (stop == start + 1 or stop % block_size == 1 % block_size)
@@ -260,18 +333,18 @@ class Replay:
                 else:
                     return
             if point is not None:
-                yield from self._keep_checkpoint(request, point)
+                yield from self._save_checkpoint(request, point)
 
-    def _keep_checkpoint(self, request: ReplayRequest, want: Wanted) -> Process:
-        """Keep a checkpoint of the answer if there is room for it."""
+    def _save_checkpoint(self, request: ReplayRequest, wanted: Wanted) -> Process:
+        """Save a checkpoint of the answer if there is room for it."""
         sequence = request.sequence
-        with self._timed.inside:
-            wanted = sequence is not None and self.cache.reserve_checkpoint(sequence, want) is not None
-        if wanted and request.trace_request.timeline is not None:
+        with self._timed.stopwatch:
+            reserved = sequence is not None and self.cache.reserve_checkpoint(sequence, wanted) is not None
+        if reserved and request.trace_request.timeline is not None:
             yield math.nextafter(self._events.now, math.inf)
-        if wanted and sequence is not None and request.sequence is sequence:
-            with self._timed.inside:
-                self._apply_step(sequence, want.position, [want.position])
+        if reserved and sequence is not None and request.sequence is sequence:
+            with self._timed.stopwatch:
+                self._apply_step(sequence, wanted.position, [wanted.position])
 
     def _append_tokens(self, request: ReplayRequest, end: int) -> bool:
         """Append the answer's tokens up to `end`. False if there is no room for all of them: then as many units as fit
@@ -280,7 +353,7 @@ class Replay:
         assert sequence is not None
         for step in (end - request.num_tokens, self._unit):
             while request.num_tokens < end:
-                with self._timed.inside:
+                with self._timed.stopwatch:
                     fits = self.cache.extend(sequence, request.num_tokens + step) is not None
                 if not fits:
                     break
@@ -295,18 +368,18 @@ class Replay:
         """Free the pages that only the last step needed: the restored checkpoint, and the source of a page copy."""
         if request.sequence is not None and request.sequence.transient:
             self._step += 1
-            with self._timed.inside:
+            with self._timed.stopwatch:
                 self.cache.pin_until(self._step, request.sequence)
                 self.cache.step_applied(self._step)
 
-    def _apply_step(self, sequence: SequenceBlocks, num_tokens: int, kept: list[int]) -> None:
-        """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `kept`."""
+    def _apply_step(self, sequence: SequenceBlocks, num_tokens: int, positions: list[int]) -> None:
+        """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `positions`."""
         self._step += 1
         self.cache.pin_until(self._step, sequence)
-        self._timed.note_use()
-        self.cache.commit(sequence, num_tokens, kept)
+        self._timed.record_usage()
+        self.cache.commit(sequence, num_tokens, positions)
         self.cache.step_applied(self._step)
-        self._events.room_freed = self._events.room_freed or bool(kept)  # committed checkpoints can be evicted
+        self._events.room_freed = self._events.room_freed or bool(positions)  # committed checkpoints can be evicted
 
     def _preempt(self, request: ReplayRequest) -> None:
         """Free the pages of a running request; its state is kept under the same conditions as in the scheduler."""
@@ -314,7 +387,7 @@ class Replay:
         assert sequence is not None
         size = cache.layout.pages_per_checkpoint
         own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)
-        with self._timed.inside:
+        with self._timed.stopwatch:
             self._apply_step(sequence, position, [])
             if position > sequence.hit and size < own and cache.policy.placement is not None:
                 if cache.reserve_checkpoint(sequence, Wanted(position, Kind.PREEMPTION)) is not None:
@@ -327,37 +400,46 @@ class Replay:
         """Commit the answer. Returns the position of the checkpoint to save at its end, if any."""
         sequence, policy, position = request.sequence, self.cache.policy, request.position
         assert sequence is not None
-        well = request.trace_request.timeline is None or request.trace_request.timeline.completed
-        with self._timed.inside:
+        completed = request.trace_request.timeline is None or request.trace_request.timeline.completed
+        with self._timed.stopwatch:
             self._apply_step(sequence, position, [])
             at_end = policy.placement is not None and policy.placement.keeps_answer_end and not policy.exact
-            wanted = at_end and well and position > request.num_prompt
-            return (
-                [position]
-                if wanted and self.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END)) is not None
-                else []
-            )
+            if not at_end or not completed or position <= request.num_prompt:
+                return []
+            file = self.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END))
+            return [] if file is None else [position]
 
     def _release(self, request: ReplayRequest, saved: list[int]) -> None:
         sequence = request.sequence
         assert sequence is not None
-        with self._timed.inside:
+        with self._timed.stopwatch:
             if saved and saved[0] in sequence.files:
                 self._apply_step(sequence, saved[0], saved)
             self.cache.release(sequence)
         del self._running[request.index]
         self._events.room_freed = True
 
-    def _count(self, request: ReplayRequest, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
-        """Count the prompt: `hit` tokens need not be computed, of which `received` came from another server."""
+    def _count_prompt(self, request: ReplayRequest, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
+        """Count the prompt: `hit` tokens need not be computed, of which `received` came from another server. `lost`:
+        the other tokens by the cache's own account; those that it calls new and an earlier request had are evicted."""
         trace_request, outcome = request.trace_request, self.outcome
-        known = self._paths.shared(trace_request.path) * self._unit
+        num_seen = self._paths.shared(trace_request.path) * self._unit
         self._paths.add(trace_request.path, trace_request.answer)
-        if not trace_request.is_parallel_sample:
-            outcome.prompt_tokens += trace_request.num_prompt_tokens
-            outcome.hit_tokens += hit - received
-            outcome.hits[request.index] = hit - received
-            outcome.lose(trace_request.num_prompt_tokens, hit, known, lost)
+        if trace_request.is_parallel_sample:
+            return
+        length, num_seen = trace_request.num_prompt_tokens, max(hit, num_seen)
+        outcome.prompt_tokens += length
+        outcome.hit_tokens += hit - received
+        outcome.hits[request.index] = hit - received
+        outcome.prefill_tokens += length - hit
+        remaining = num_seen - hit
+        for reason, tokens in lost.items():
+            if reason is not Reason.NEVER_SEEN:
+                outcome.lost[reason] += min(tokens, remaining)
+                remaining -= min(tokens, remaining)
+        outcome.lost[Reason.EVICTED] += remaining
+        outcome.lost[Reason.NEVER_SEEN] += length - num_seen
+        outcome.lost += Counter()  # drops reasons without tokens
 
 
 def _answer_timeline(timeline: Timeline, since: float, start: int, end: int) -> tuple[list[float], list[int]]:

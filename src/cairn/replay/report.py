@@ -1,4 +1,4 @@
-"""What replays came to, as JSON, as a table and as a plot."""
+"""Results of replays, as JSON, as a table and as a plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from cairn.replay.traces import Trace
 
 UNLIMITED = "unlimited"
 
-_LEAST_WIDTH = 24
+_MIN_WIDTH = 24
 """Letters of the column of reasons in a narrow table."""
 
 
@@ -38,10 +38,11 @@ class Result:
 
 
 class Report:
-    """`layout_name`: what --layout said; `sizes`: of the whole model. `footprint`: bytes of all that the trace
-    could keep."""
+    """Shows results of one trace. `layout_name`: the value of --layout; `sizes`: of the whole model; `footprint`: bytes
+    of the whole trace."""
 
     def __init__(self, trace: Trace, layout_name: str, sizes: ForwardSizes, footprint: int) -> None:
+        self._num_requests = sum(not request.is_parallel_sample for request in trace.requests)
         self.trace = trace
         self.layout_name = layout_name
         self.footprint = footprint
@@ -49,14 +50,7 @@ class Report:
         self._lengths = np.array(
             [0 if request.is_parallel_sample else request.num_prompt_tokens for request in trace.requests], np.int64
         )
-
-    @property
-    def _num_requests(self) -> int:
-        return sum(not request.is_parallel_sample for request in self.trace.requests)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return int(self._lengths.sum())
+        self.prompt_tokens = int(self._lengths.sum())
 
     def hit_rate(self, result: Result) -> float:
         return result.hit_tokens / max(1, self.prompt_tokens)
@@ -67,10 +61,10 @@ class Report:
         saved = sum(self._sizes.forward_flops(0, hit) for hit, _ in pairs)
         return saved, sum(self._sizes.forward_flops(hit, length) for hit, length in pairs)
 
-    def as_json(self, result: Result, per_request: bool) -> dict[str, object]:
+    def to_json(self, result: Result, per_request: bool) -> dict[str, object]:
         """Tokens, bytes, FLOPs and counts by their names; counts of kinds and reasons as objects."""
         saved, computed = self.flops(result)
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "policy": result.name,
             "trace": self.trace.name,
             "layout": self.layout_name,
@@ -86,19 +80,32 @@ class Report:
             "prefill_flops": computed,
             "active_weights": self._sizes.active_weights,
         }
-        if result.outcome is not None:
-            told |= _counts(result.outcome)
+        if (outcome := result.outcome) is not None:
+            fields |= {
+                "forward_passes": outcome.forward_passes,
+                "checkpoints_taken": dict(sorted(outcome.taken.items())),
+                "checkpoints_hit": dict(sorted(outcome.used.items())),
+                "checkpoints_evicted": dict(sorted(outcome.evicted.items())),
+                "lost_tokens": dict(sorted(outcome.lost.items())),
+                "refused_requests": outcome.refused,
+                "peak_bytes": outcome.peak_bytes,
+                "microseconds_per_request": outcome.microseconds_per_request,
+            }
+            if outcome.tree is not None:
+                fields |= {
+                    "tree_bytes": outcome.tree.num_bytes,
+                    "tree_nodes": outcome.tree.nodes,
+                    "tree_ghosts": outcome.tree.ghosts,
+                    "tree_page_runs": outcome.tree.page_runs,
+                }
         if per_request:
-            told["per_request"] = self._per_request(result)
-        return told
-
-    def _per_request(self, result: Result) -> list[dict[str, object]]:
-        cached = result.hits.tolist()
-        return [
-            {"request": request.name or index, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": tokens}
-            for index, (request, tokens) in enumerate(zip(self.trace.requests, cached, strict=True))
-            if not request.is_parallel_sample
-        ]
+            rows = enumerate(zip(self.trace.requests, result.hits.tolist(), strict=True))
+            fields["per_request"] = [
+                {"request": request.name or index, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": tokens}
+                for index, (request, tokens) in rows
+                if not request.is_parallel_sample
+            ]
+        return fields
 
     def table(self, results: Sequence[Result]) -> Table:
         """One row a result."""
@@ -110,7 +117,7 @@ class Report:
             # however narrow the table: figures that are cut say something else
             width = max(len(name), *(len(row[place]) for row in rows))
             table.add_column(name, justify="left" if name == "policy" else "right", min_width=width)
-        table.add_column("tokens lost to", min_width=_LEAST_WIDTH)
+        table.add_column("tokens lost to", min_width=_MIN_WIDTH)
         for row in rows:
             table.add_row(*row)
         return table
@@ -137,59 +144,30 @@ class Report:
         ]
 
 
-def _counts(outcome: ReplayOutcome) -> dict[str, object]:
-    told: dict[str, object] = {
-        "forward_passes": outcome.forward_passes,
-        "checkpoints_taken": dict(sorted(outcome.taken.items())),
-        "checkpoints_hit": dict(sorted(outcome.used.items())),
-        "checkpoints_evicted": dict(sorted(outcome.evicted.items())),
-        "lost_tokens": dict(sorted(outcome.lost.items())),
-        "refused_requests": outcome.refused,
-        "peak_bytes": outcome.peak_bytes,
-        "microseconds_per_request": outcome.microseconds_per_request,
-    }
-    if outcome.tree is not None:
-        told |= {
-            "tree_bytes": outcome.tree.num_bytes,
-            "tree_nodes": outcome.tree.nodes,
-            "tree_ghosts": outcome.tree.ghosts,
-            "tree_page_runs": outcome.tree.page_runs,
-        }
-    return told
+def import_figure() -> Any:
+    """matplotlib's class of figures. Raises ConfigError naming --plot if it is not installed."""
+    try:
+        return import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'cairn-serve[bench]'") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Hit rate over budget, one line a policy, with the line `unlimited`: the file to be, and matplotlib's class of
-    figures."""
-
-    path: Path
-    figure_class: Any
-
-    @classmethod
-    def at(cls, path: Path) -> "Plot":
-        """Raises ConfigError naming --plot if matplotlib is missing: before anything has been computed."""
-        try:
-            return cls(path, import_module("matplotlib.figure").Figure)
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'cairn-serve[bench]'") from error
-
-    def draw(self, report: Report, results: Sequence[Result]) -> None:
-        """Write the file. Raises ConfigError naming --plot."""
-        figure = self.figure_class(figsize=(6, 3.5), layout="constrained")
-        axes = figure.subplots()
-        for name in dict.fromkeys(result.name for result in results):
-            found = sorted((result.budget / 1e9, report.hit_rate(result)) for result in results if result.name == name)
-            budgets, rates = zip(*found, strict=True)
-            if name == UNLIMITED:
-                axes.axhline(rates[0], color="grey", linestyle=":", label=name)
-            else:
-                axes.plot(budgets, rates, marker="o", label=name)
-        axes.set(xlabel="budget, GB", ylabel="token hit rate", title=f"{report.trace.name}, {report.layout_name}")
-        if len({result.budget for result in results}) > 1:
-            axes.set_xscale("log")
-        axes.legend(frameon=False)
-        try:
-            figure.savefig(self.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--plot {self.path} cannot be written: {error}") from error
+def draw_plot(figure: Any, path: Path, report: Report, results: Sequence[Result]) -> None:
+    """Write hit rate over budget into a file, one line a policy, with the line `unlimited`. `figure`: an empty one of
+    matplotlib's. Raises ConfigError naming --plot."""
+    axes = figure.subplots()
+    for name in dict.fromkeys(result.name for result in results):
+        points = sorted((result.budget / 1e9, report.hit_rate(result)) for result in results if result.name == name)
+        budgets, rates = zip(*points, strict=True)
+        if name == UNLIMITED:
+            axes.axhline(rates[0], color="grey", linestyle=":", label=name)
+        else:
+            axes.plot(budgets, rates, marker="o", label=name)
+    axes.set(xlabel="budget, GB", ylabel="token hit rate", title=f"{report.trace.name}, {report.layout_name}")
+    if len({result.budget for result in results}) > 1:
+        axes.set_xscale("log")
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error

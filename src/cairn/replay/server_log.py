@@ -1,4 +1,4 @@
-"""A server's own request log, read as a trace: `cairn.engine.request_log.log` says what is in it.
+"""Reads a server's own request log as a trace; `cairn.engine.request_log.log` describes its fields.
 
 The log has no tokens but a keyed hash of each token and all tokens before it. The hashes serve as token ids: two
 sequences share the first n hashes iff the originals share the first n tokens.
@@ -64,7 +64,7 @@ class _Header(msgspec.Struct, frozen=True):
     name: str = "request log"
 
 
-class _Line(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out"}):
+class _LogLine(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out"}):
     id: str
     t: Seconds
     num_in: Positive
@@ -88,26 +88,26 @@ class _Line(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out
 
 
 def read_server_log(where: str, first: Mapping[str, Any], lines: Iterable[tuple[str, Mapping[str, Any]]]) -> Trace:
-    """From the first line, at `where`, and the others. Requests that were never scheduled are left out; the others
-    are in the order in which they were. Raises ConfigError naming the line and the field."""
+    """The trace of a log with this first line, at `where`, and these others. Requests that were never scheduled are
+    left out; the others are sorted by the time they were. Raises ConfigError naming the line and the field."""
     if first.get("version") != VERSION:
         raise ConfigError(
             f"{where}: `version` {first.get('version')!r:.40} is not {VERSION}: another cairn has written this log; "
             "record a new one with `cairn serve --request-log FILE`"
         )
-    header: _Header = _converted(first, _Header, where)
+    header: _Header = _parse(first, _Header, where)
     sequences, requests = _Sequences(header.unit), []
-    for place, line in lines:
-        told: _Line = _converted(line, _Line, place)
-        request = _request(told, sequences.add(told, place), place)
+    for place, raw in lines:
+        line: _LogLine = _parse(raw, _LogLine, place)
+        request = _make_request(line, sequences.add(line, place), place)
         if request is not None:
             requests.append(request)
     if not requests:
         raise ConfigError(f"{where}: a header, and no request that was scheduled")
     requests.sort(key=lambda request: request.scheduled_time)
     log_header = LogHeader(
-        layout=_layout(header.layout, where),
-        forward_sizes=ForwardSizes(header.forward_sizes.active_weights, header.forward_sizes.score_numbers),
+        layout=_make_layout(header.layout, where),
+        forward_sizes=ForwardSizes(*msgspec.structs.astuple(header.forward_sizes)),
         budget_bytes=header.budget_bytes,
         policy=header.policy,
         max_num_batched_tokens=header.max_num_batched_tokens,
@@ -115,19 +115,18 @@ def read_server_log(where: str, first: Mapping[str, Any], lines: Iterable[tuple[
     return Trace(header.name, 1, tuple(requests), log_header)
 
 
-def _converted(value: object, form: Any, where: str) -> Any:
-    """`value`, parsed JSON, as `form` has it."""
+def _parse(value: object, form: Any, where: str) -> Any:
+    """`value`, a JSON object, validated as `form`. Raises ConfigError naming the line."""
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}: write it as the server did, or take the line out") from error
 
 
-def _layout(told: _Layout, where: str) -> CacheLayout:
-    groups = tuple(AttentionGroup(group.name, group.tokens_per_page, group.reach) for group in told.groups)
-    sizes = {name: getattr(told, name) for name in told.__struct_fields__ if name != "groups"}
+def _make_layout(layout: _Layout, where: str) -> CacheLayout:
+    groups = tuple(AttentionGroup(*msgspec.structs.astuple(group)) for group in layout.groups)
     try:
-        return CacheLayout(groups=groups, **sizes)
+        return CacheLayout(**msgspec.structs.asdict(layout) | {"groups": groups})
     except ValueError as error:
         raise ConfigError(f"{where}: `layout`: {error}") from error
 
@@ -139,20 +138,20 @@ class _Sequences:
         self._unit = unit
         self._blocks: dict[int, tuple[Ids, int]] = {}
 
-    def add(self, line: _Line, where: str) -> Ids:
+    def add(self, line: _LogLine, where: str) -> Ids:
         """The token hashes of a line's prompt and answer, shape [in + out]."""
         length, behind = line.num_in + line.num_out, 0
         beginning: Ids = np.empty(0, np.uint16)
         if line.prefix is not None:
             block_hash, behind = line.prefix
-            known, end = self._blocks.get(block_hash, (beginning, 0))
+            earlier, end = self._blocks.get(block_hash, (beginning, 0))
             if end != behind or behind > length:
                 raise ConfigError(
                     f"{where}: `prefix` names no beginning of this length in a line above: lines were cut out, so take "
                     "this one out as well"
                 )
-            beginning = known[:end]
-        hashes = _token_hashes(line.token_hashes, where)
+            beginning = earlier[:end]
+        hashes = _decode_hashes(line.token_hashes, where)
         if len(hashes) != length - behind:
             raise ConfigError(f"{where}: `token_hashes` must have a hash for each token behind `prefix`")
         if len(line.block_hashes) != length // self._unit - behind // self._unit:
@@ -163,7 +162,7 @@ class _Sequences:
         return sequence
 
 
-def _token_hashes(text: str, where: str) -> Ids:
+def _decode_hashes(text: str, where: str) -> Ids:
     try:
         raw = b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -173,7 +172,7 @@ def _token_hashes(text: str, where: str) -> Ids:
     return np.frombuffer(raw, "<u2")
 
 
-def _request(line: _Line, tokens: Ids, where: str) -> TraceRequest | None:
+def _make_request(line: _LogLine, tokens: Ids, where: str) -> TraceRequest | None:
     """None if it was never scheduled."""
     ends = [end for _, end in line.forced_checkpoints] + [boundary[0] for boundary in line.boundaries]
     if max((end for _, end in line.steps), default=0) > len(tokens) or max(ends, default=0) > line.num_in:

@@ -1,26 +1,89 @@
-"""A cache that is shown a trace's own time, while a clock measures the calls to it; and what a replay comes to."""
+"""A cache that runs on a trace's own time while a clock measures the calls to it; the outcome of a replay, and the
+memory of the trees at its end."""
 
+import gc
+import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import numpy as np
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.replay.memory import TreeMemory, tree_memory
 from cairn.step import GRID
 from cairn.types import Clock, ManualClock
+
+_SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""Kinds of objects that are there without any cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMemory:
+    """Memory of the radix trees and the cache policies.
+
+    `num_bytes`: all Python objects reachable from tree and policies, each counted once; `key_bytes`: key tokens among
+    them. `nodes`: of the trees; `ghosts`: those without pages. `page_runs`: pages that the nodes' tokens would fill,
+    the last one of each node counted as full.
+    """
+
+    num_bytes: int
+    key_bytes: int
+    nodes: int
+    ghosts: int
+    page_runs: int
+
+
+def tree_memory(cache: PrefixCache) -> TreeMemory:
+    """Measure it, in O(objects). The page pool, sequences and observers are not counted."""
+    block = cache.layout.block_size
+    nodes = ghosts = page_runs = key_bytes = 0
+    stack = list(cache.tree.roots.values())
+    while stack:
+        node = stack.pop()
+        nodes += 1
+        ghosts += not node.resident
+        page_runs += -(-node.num_tokens // block)
+        key_bytes += len(node.raw)
+        stack.extend(node.children)
+    return TreeMemory(_reachable_bytes(cache), key_bytes, nodes, ghosts, page_runs)
+
+
+def _reachable_bytes(cache: PrefixCache) -> int:
+    outside: list[object] = [
+        cache,
+        cache.pool,
+        cache.layout,
+        cache.counters,
+        cache.sequences,
+        cache.pins,
+        cache.step_pins,
+    ]
+    outside += [observer for observer in cache.tree.observers if observer is not cache.policy.eviction]
+    seen, total = {id(each) for each in outside}, 0
+    stack: list[object] = [cache.checkpoints, cache.policy]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, _SHARED):
+            continue
+        seen.add(id(item))
+        total += sys.getsizeof(item)
+        stack.extend(gc.get_referents(item))
+        if isinstance(item, np.ndarray) and item.base is not None:
+            stack.append(item.base)
+    return total
 
 
 @dataclass(slots=True)
 class ReplayOutcome:
-    """What a replay came to, in tokens, requests, checkpoints, bytes and seconds.
+    """Counts of a replay, in tokens, requests, checkpoints, bytes and seconds.
 
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
-    earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached
-    tokens, by request. `peak_bytes`: pages in use at most. `seconds`: inside the cache's door and its placement policy.
-    `tree`: what the cache's books take in memory at the end.
+    earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached tokens, by
+    request. `taken`, `used`, `evicted`: checkpoints by kind. `peak_bytes`: the most memory of pages in use. `seconds`:
+    inside the cache and its placement policy. `tree`: memory of the trees at the end.
     """
 
     prompt_tokens: int = 0
@@ -37,29 +100,14 @@ class ReplayOutcome:
     evicted: Counter[Kind] = field(default_factory=Counter)
     tree: TreeMemory | None = None
 
-    def lose(self, num_prompt_tokens: int, hit: int, known: int, lost: Mapping[Reason, int]) -> None:
-        """A prompt of which the first `hit` tokens were not computed, and earlier requests had had the first `known`,
-        whether or not the cache remembers them. `lost`: the cache's own account; what it takes for new and is not was
-        forgotten."""
-        self.prefill_tokens += num_prompt_tokens - hit
-        known = max(hit, known)
-        left = known - hit
-        for reason, tokens in lost.items():
-            if reason is not Reason.NEVER_SEEN:
-                self.lost[reason] += min(tokens, left)
-                left -= min(tokens, left)
-        self.lost[Reason.EVICTED] += left
-        self.lost[Reason.NEVER_SEEN] += num_prompt_tokens - known
-        self.lost += Counter()  # without the reasons that have cost nothing
-
     @property
     def microseconds_per_request(self) -> float:
         return 1e6 * self.seconds / max(1, len(self.hits))
 
 
 class Stopwatch:
-    """Adds up, in `seconds`, the time that `clock` shows between going in and coming out. It costs little itself: of a
-    request of many calls it would be seen."""
+    """A context manager that adds to `seconds` the time spent inside, by `clock`. It is written to cost little itself:
+    a request makes many calls."""
 
     __slots__ = ("_clock", "_since", "seconds")
 
@@ -76,50 +124,50 @@ class Stopwatch:
 
 
 class TimedCache:
-    """`cache`, and the `outcome` of what is gone through with it, good for one run. Its calls are made `inside` a
-    stopwatch that goes by `clock`. `most_tokens`: the longest prefill chunk."""
+    """A `cache` on a trace's own time, and the `outcome` of one replay through it. Calls of the cache are made inside
+    `stopwatch`, which measures them by `clock`. `max_tokens`: the longest prefill chunk."""
 
     def __init__(
-        self, layout: CacheLayout, budget_bytes: int, policy: CachePolicy, clock: Clock, most_tokens: int
+        self, layout: CacheLayout, budget_bytes: int, policy: CachePolicy, clock: Clock, max_tokens: int
     ) -> None:
-        """Raises ValueError for a budget of less than a page and chunks of less than 64 tokens."""
-        if most_tokens < GRID:
-            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {most_tokens}")
+        """Raises ValueError if the budget is less than a page, or `max_tokens` less than 64."""
+        if max_tokens < GRID:
+            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_tokens}")
         self._trace_time = ManualClock()
         self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._trace_time)
         self.outcome = ReplayOutcome()
-        self.most_tokens = most_tokens
-        self.inside = Stopwatch(clock)
+        self.max_tokens = max_tokens
+        self.stopwatch = Stopwatch(clock)
 
-    def show(self, seconds: float) -> None:
-        """The trace has come to this time, unless it was later already."""
+    def advance_to(self, seconds: float) -> None:
+        """Set the trace's time, which never goes back."""
         self._trace_time.advance(max(0.0, seconds - self._trace_time.now()))
 
-    def holds(self, num_prompt_tokens: int) -> bool:
-        """Whether an empty pool has room for such a prompt: with one page a group for copy on write, as the scheduler
-        has it, which refuses others."""
+    def can_hold(self, num_prompt_tokens: int) -> bool:
+        """Whether an empty pool has room for such a prompt and one page a group for copy on write. The scheduler
+        refuses other prompts."""
         layout = self.cache.layout
         return layout.pages_for(num_prompt_tokens) + len(layout.groups) <= self.cache.pool.num_pages
 
     def chunk_end(self, start: int, limit: int) -> int:
-        """Where a prefill chunk from `start` ends: at `limit` if it may be so long, else on the 64-token grid."""
-        placement, most = self.cache.policy.placement, self.most_tokens
+        """Where a prefill chunk from `start` ends: at `limit` if a chunk can reach it, else on the 64-token grid."""
+        placement, most = self.cache.policy.placement, self.max_tokens
         if placement is not None and placement.step_tokens is not None:
             most = min(most, placement.step_tokens)
         end = start + most
         return limit if end >= limit else end // GRID * GRID
 
-    def note_use(self) -> None:
-        """A step has been planned, so no more pages will be in use before it is applied."""
+    def record_usage(self) -> None:
+        """Update the peak: a step has been planned, so no more pages will be in use before it is applied."""
         pool = self.cache.pool
         in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
         self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
 
-    def ended(self) -> ReplayOutcome:
-        """The outcome, with what the cache itself has counted."""
+    def finish(self) -> ReplayOutcome:
+        """The outcome, completed with the cache's own counters."""
         outcome, checkpoints = self.outcome, self.cache.checkpoints
         outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
         outcome.used = self.cache.counters.used
-        outcome.seconds = self.inside.seconds
+        outcome.seconds = self.stopwatch.seconds
         outcome.tree = tree_memory(self.cache)
         return outcome

@@ -1,8 +1,8 @@
-"""Requests as a trace records them. Its two forms: `cairn.trace_rows`; in the own one, each line also has `s` (which
-session it belongs to), `v` (whether its answer is seen again in a later prompt) and perhaps `b` (where messages end). A
-server's own log is a third one: `cairn.replay.server_log`.
+"""Requests of a trace. `cairn.trace_rows` explains two forms of files; in cairn's own form each line also has `s` (its
+session), `v` (whether its answer is part of a later prompt) and optionally `b` (where messages end). The third form is
+a server's own log: `cairn.replay.server_log`.
 
-A prompt's *path* is the ids of its full units; the tokens behind the last one are its own and never hit.
+A prompt's *path* is the ids of its full units; the tokens behind the last one are never hit.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
-from cairn.trace_rows import TraceBounds, TraceRow, has_header, trace_lines, trace_rows, whole
+from cairn.trace_rows import TraceBounds, TraceRow, has_header, parse_integer, trace_lines, trace_rows
 from cairn.types import Boundary, Keys
 
 __all__ = ["Ids", "LogHeader", "LoggedPolicy", "Timeline", "Trace", "TraceRequest", "key_tokens", "read_trace"]
@@ -38,16 +38,16 @@ _ANY = -1
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When a server did what for a request, in seconds since the start of its log.
+    """The times at which a server served a request, in seconds since the start of its log.
 
     `scheduled_time`: the request got its pages; `first_token_time`: the step that ended its prompt was applied, or
     `scheduled_time` if none was; `finished_time`: its answer was complete; `released_time`: its pages were freed.
     `prefill_steps`: the time of each prefill step and the number of prompt tokens computed after it; `decode_steps`:
     the same for decode steps that need a page or may keep a state, the number of tokens with the answer included.
-    `forced_checkpoints`: the time and the position of each checkpoint that was reserved because another request needs
-    it, whatever the placement policy says. `received_end`: the number of prompt tokens available after another server's
-    pages came, 0 if none came. `completed`: the answer ended with `stop` or `length`. `bypasses_cache`: nothing was
-    looked up. `cached_tokens`: the hit of the server, which a replay does not look at.
+    `forced_checkpoints`: time and position of each checkpoint that was reserved for another request, whatever the
+    placement policy says. `received_end`: the number of prompt tokens available after another server's
+    pages came, 0 if none came. `completed`: the answer ended with `stop` or `length`. `bypasses_cache`: no
+    lookup was made. `cached_tokens`: the server's own hit, to compare a replay with.
     """
 
     scheduled_time: float
@@ -122,14 +122,13 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Row:
-    arrived: float
+class _SessionRow:
+    """A row of a trace's file. `reappears`: whether its answer may be part of a later prompt of its session."""
+
+    row: TraceRow
     session: int
-    num_in: int
-    num_out: int
-    reappears: bool
-    path: Ids
-    boundaries: tuple[Boundary, ...]
+    reappears: bool = True
+    boundaries: tuple[Boundary, ...] = ()
 
 
 def key_tokens(ids: Ids, unit: int) -> Keys:
@@ -140,12 +139,12 @@ def key_tokens(ids: Ids, unit: int) -> Keys:
 def read_trace(path: Path) -> Trace:
     """Read a trace of any form. Raises ConfigError naming the file, the line and the field."""
     try:
-        return _trace(path)
+        return _read_lines(path)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
 
 
-def _trace(path: Path) -> Trace:
+def _read_lines(path: Path) -> Trace:
     lines = trace_lines(path, MAX_REQUESTS)
     first = next(lines, None)
     if first is None:
@@ -157,80 +156,68 @@ def _trace(path: Path) -> Trace:
         return read_server_log(where, header, lines)
     unit, found = trace_rows(first, lines, _BOUNDS)
     if has_header(header):
-        name, rows = str(header.get("name", path.name)), [_own_row(row, unit) for row in found]
+        name, rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in found]
     else:
         name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-        rows = [_lone_row(row, index) for index, row in enumerate(found)]
+        # Mooncake's say nothing of sessions: each row is one of its own, whose answer may be seen again anywhere.
+        rows = [_SessionRow(row, index) for index, row in enumerate(found)]
     if not rows:
         raise ConfigError(f"{path} has a header and no requests")
-    return Trace(name, unit, _with_answers(rows, unit))
+    return Trace(name, unit, _add_answers(rows, unit))
 
 
-def _own_row(row: TraceRow, unit: int) -> _Row:
-    line, where, ends = row.line, row.where, row.line.get("b", [])
+def _parse_row(row: TraceRow, unit: int) -> _SessionRow:
+    ends = row.line.get("b", [])
     if not isinstance(ends, list) or any(type(end) is not int or not 0 <= end <= row.num_in for end in ends):
-        raise ConfigError(f"{where}: `b` must list token positions of the prompt")
+        raise ConfigError(f"{row.where}: `b` must list token positions of the prompt")
     floored = {min(end // unit, len(row.ids)) * unit for end in ends} - {0}
-    return _Row(
-        arrived=row.arrived,
-        session=whole(line, "s", where, 0, MAX_ID),
-        num_in=row.num_in,
-        num_out=row.num_out,
-        reappears=whole(line, "v", where, 0, 1) == 1,
-        path=row.ids,
-        boundaries=tuple(map(Boundary, sorted(floored))),
-    )
+    session = parse_integer(row.line, "s", row.where, 0, MAX_ID)
+    reappears = parse_integer(row.line, "v", row.where, 0, 1) == 1
+    return _SessionRow(row, session, reappears, tuple(map(Boundary, sorted(floored))))
 
 
-def _lone_row(row: TraceRow, index: int) -> _Row:
-    """Mooncake's say nothing of sessions: each is one of its own, whose answer may be seen again anywhere."""
-    return _Row(row.arrived, index, row.num_in, row.num_out, reappears=True, path=row.ids, boundaries=())
-
-
-def _with_answers(rows: list[_Row], unit: int) -> tuple[TraceRequest, ...]:
-    """Give each row its answer's content: that of the first later prompt that goes on from it, else its own."""
-    followers = _followers(rows)
-    requests, private = [], 0
-    for index, row in enumerate(rows):
-        end = max(len(row.path), (row.num_in + row.num_out) // unit)
+def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]:
+    """Give each row its answer's content: that of the first later prompt that continues it, else content of its own."""
+    followers = _find_followers(rows)
+    requests, num_private = [], 0
+    for index, one in enumerate(rows):
+        row, start = one.row, len(one.row.ids)
+        end = max(start, (row.num_in + row.num_out) // unit)
         if index in followers:
-            answer = rows[followers[index]].path[len(row.path) : end]
+            answer = rows[followers[index]].row.ids[start:end]
         else:
-            count = end - len(row.path)
-            answer = np.arange(-1 - private, -1 - private - count, -1, dtype=np.int64)
-            private += count
-        requests.append(TraceRequest(row.arrived, row.num_in, row.path, answer, row.boundaries))
+            answer = -1 - np.arange(num_private, num_private + end - start, dtype=np.int64)
+            num_private += end - start
+        requests.append(TraceRequest(row.arrived, row.num_in, row.ids, answer, one.boundaries))
     return tuple(requests)
 
 
-def _begins_with(path: Ids, start: Ids) -> bool:
-    return len(path) >= len(start) and np.array_equal(path[: len(start)], start)
+def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
+    """For each row the first one that continues its prompt and answer, where there is one: of its session or, where
+    every row is a session of its own, any that contains the last id of its path.
 
-
-def _followers(rows: list[_Row]) -> dict[int, int]:
-    """The first row that goes on from a row's prompt and answer, where there is one: of its session or, where every row
-    is a session of its own, any that has the last id of its path.
-
-    A row waits, under the last id of its path, for one with this id whose prompt is long enough; those that are content
-    with the least are looked at first.
+    A row waits, under the last id of its path, for one with this id whose prompt is long enough; rows that need the
+    shortest prompts are looked at first.
     """
-    alone = len({row.session for row in rows}) == len(rows)
+    single = len({one.session for one in rows}) == len(rows)
     sessions: dict[int, dict[int, list[tuple[int, int]]]] = {}
     followers: dict[int, int] = {}
-    for index, row in enumerate(rows):
-        waiting = sessions.setdefault(0 if alone else row.session, {})
-        for last in waiting.keys() & {_ANY, *row.path.tolist()}:
+    for index, one in enumerate(rows):
+        path, num_in = one.row.ids, one.row.num_in
+        waiting = sessions.setdefault(0 if single else one.session, {})
+        for last in waiting.keys() & {_ANY, *path.tolist()}:
             queue = waiting[last]
             others: list[tuple[int, int]] = []
-            while queue and queue[0][0] <= row.num_in:
-                least, earlier = heapq.heappop(queue)
-                if _begins_with(row.path, rows[earlier].path):
+            while queue and queue[0][0] <= num_in:
+                min_length, earlier = heapq.heappop(queue)
+                start = rows[earlier].row.ids
+                if np.array_equal(path[: len(start)], start):
                     followers[earlier] = index
                 else:
-                    others.append((least, earlier))
+                    others.append((min_length, earlier))
             for other in others:
                 heapq.heappush(queue, other)
-        if row.reappears and (len(row.path) or not alone):
-            last = int(row.path[-1]) if len(row.path) else _ANY
-            heapq.heappush(waiting.setdefault(last, []), (row.num_in + row.num_out, index))
+        if one.reappears and (len(path) or not single):
+            last = int(path[-1]) if len(path) else _ANY
+            heapq.heappush(waiting.setdefault(last, []), (num_in + one.row.num_out, index))
     return followers
