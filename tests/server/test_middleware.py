@@ -99,15 +99,15 @@ def test_as_many_requests_may_be_open_as_are_allowed_and_all_are_waited_for():
 def test_images_may_have_as_many_bytes_as_there_is_room_for():
     room = ImageMemory(100)
     first, second = ImageAllocation(room, "one"), ImageAllocation(room, "other")
-    first.take(60)
-    second.take(40)
+    first.allocate(60)
+    second.allocate(40)
     with pytest.raises(Overloaded, match="100 bytes"):
-        second.take(1)
-    first.keep(10)
+        second.allocate(1)
+    first.shrink(10)
     assert room.num_bytes == 50
-    second.take(50)
-    for share in (first, second):
-        share.keep(0)
+    second.allocate(50)
+    for allocation in (first, second):
+        allocation.shrink(0)
     assert room.num_bytes == 0
 
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from cairn.http.application import http_application
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.error_handlers import install_error_handlers
-from cairn.server.openapi import document
+from cairn.server.openapi import build_openapi_document
 from cairn.server.service import Service
 from cairn.server.stat_logger import ThroughputLogger
 
@@ -54,7 +54,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(status_routes.router())
     app.include_router(cache_routes.router())
     install_error_handlers(app)
-    app.openapi = cache(partial(document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
+    app.openapi = cache(partial(build_openapi_document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
     return app
 
 

@@ -10,14 +10,13 @@ from cairn.server.parsers.output_parser import (
     OutputParser,
     Reasoning,
     ToolCallArguments,
-    ToolCallEnd,
     ToolCallStart,
 )
 
 
 class ChatMessage:
-    """Takes one answer's text and tells what has been added to its message. `new_id` names calls; with `parallel`
-    False only the first call is told."""
+    """Parses one answer's text into a message and its deltas. `new_id` names calls; without `parallel` only the first
+    call is kept."""
 
     def __init__(self, parser: OutputParser, new_id: Callable[[], str], *, parallel: bool = True) -> None:
         self._parser = parser
@@ -29,14 +28,14 @@ class ChatMessage:
         self._arguments: list[list[str]] = []
 
     def add(self, text: str, *, last: bool, truncated: bool = False) -> dict[str, Any]:
-        """The delta that this text brings, empty while it is not certain what it is. `last`: nothing follows;
-        `truncated`: because the answer was not let go on."""
+        """The delta of this text, empty while it is not certain what it is. `last`: nothing follows; `truncated`: the
+        answer did not end by itself."""
         events = self._parser.extract_streaming(text)
         if last:
             events += self._parser.finish(truncated=truncated)
         delta: dict[str, Any] = {}
         for event in events:
-            self._note(event, delta)
+            self._add_event(event, delta)
         return delta
 
     def message(self) -> dict[str, Any]:
@@ -55,10 +54,10 @@ class ChatMessage:
         return message
 
     def finish_reason(self, finish: FinishReason | None) -> str | None:
-        """`tool_calls` for an answer that has ended by itself and has some."""
+        """`tool_calls` if the answer ended by itself and has some."""
         return "tool_calls" if finish == "stop" and self._calls else finish
 
-    def _note(self, event: OutputEvent, delta: dict[str, Any]) -> None:
+    def _add_event(self, event: OutputEvent, delta: dict[str, Any]) -> None:
         match event:
             case Content(text):
                 self._content.append(text)
@@ -67,24 +66,15 @@ class ChatMessage:
                 self._reasoning.append(text)
                 # vLLM's newer name, and the one that most clients read
                 delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
-            case ToolCallStart(index, name) if self._tells(index):
+            case ToolCallStart(index, name) if self._parallel or index == 0:
                 call = {"id": f"call_{self._new_id()[:24]}", "type": "function", "function": {"name": name}}
                 self._calls.append(call)
                 self._arguments.append([])
                 function = {"name": name, "arguments": ""}
                 delta.setdefault("tool_calls", []).append({"index": index, **call, "function": function})
-            case ToolCallArguments(index, text) if self._tells(index):
+            case ToolCallArguments(index, text) if self._parallel or index == 0:
                 self._arguments[index].append(text)
-                _call_in(delta, index)["function"]["arguments"] += text
-            case ToolCallStart() | ToolCallArguments() | ToolCallEnd():
-                pass
-
-    def _tells(self, index: int) -> bool:
-        return self._parallel or index == 0
-
-
-def _call_in(delta: dict[str, Any], index: int) -> dict[str, Any]:
-    calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
-    if not calls or calls[-1]["index"] != index:
-        calls.append({"index": index, "function": {"arguments": ""}})
-    return calls[-1]
+                calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+                if not calls or calls[-1]["index"] != index:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += text

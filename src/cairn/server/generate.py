@@ -1,8 +1,8 @@
 """One request's way through the engine and back to its client: measured, with a deadline, whole or as a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -16,17 +16,20 @@ from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, encode_error, make_error
+from cairn.server.engine_request import rename_error_param
 from cairn.server.error_handlers import to_request_error
 from cairn.server.metrics import RequestMeter
 from cairn.server.response_writer import ResponseWriter
-from cairn.server.sampling import rename_error_param
 from cairn.server.service import Service
 
 _LAST_EVENT_SECONDS = 10.0
 
+PromptOutput: TypeAlias = tuple[int, GenerateOutput]
+"""The number of a prompt, and an output for it."""
+
 
 class Deadline:
-    """A moment until which a request has to be answered."""
+    """The moment until which a request has to be answered, `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -36,142 +39,132 @@ class Deadline:
     def seconds_left(self) -> float:
         return max(0.0, self._at - asyncio.get_running_loop().time())
 
-    def limit(self) -> asyncio.Timeout:
-        """A context that raises TimeoutError at the moment."""
-        return asyncio.timeout_at(self._at)
-
-    def missed(self) -> CairnError:
-        return make_error(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded")
+    @asynccontextmanager
+    async def enforce(self) -> AsyncIterator[None]:
+        """Raises RequestError (504) at the deadline."""
+        try:
+            async with asyncio.timeout_at(self._at):
+                yield
+        except TimeoutError:
+            text = f"the answer was not there within {self._seconds:g} s"
+            raise make_error(text, 504, "deadline_exceeded") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Requests, one for each prompt, who writes their answers, and by when. `arrived`: seconds of the service's
+class Generation:
+    """The answers to one HTTP request. `requests`: one for each prompt; `arrival_time`: seconds of the service's
     clock."""
 
+    service: Service
     requests: tuple[GenerateRequest, ...]
     writer: ResponseWriter
-    arrived: float
+    arrival_time: float
     deadline: Deadline
 
+    async def respond(self, http: Request) -> Response:
+        """Raises CairnError if it fails before the response's first byte, ClientDisconnected."""
+        if not self.writer.body.stream:
+            content = await cancel_on_disconnect(http.receive, self._write_response())
+            return Response(content, media_type="application/json")
+        outputs = self._outputs()
 
-PromptOutput: TypeAlias = tuple[int, GenerateOutput]
-"""An output, behind the number of its prompt."""
+        async def next_output() -> PromptOutput:
+            return await anext(outputs)
 
+        # Wait for the first output: until then a failure still has an HTTP status of its own.
+        first = await cancel_on_disconnect(http.receive, next_output())
+        return EventStream(self._events(first, outputs), self.deadline.seconds_left + _LAST_EVENT_SECONDS)
 
-async def respond(http: Request, service: Service, job: Job) -> Response:
-    """The response to a job. Raises CairnError if it fails before its first byte, ClientDisconnected."""
-    if not job.writer.body.stream:
-        content = await cancel_on_disconnect(http.receive, _whole(service, job))
-        return Response(content, media_type="application/json")
-    news = _outputs(service, job)
-    # Wait for the first output: until then a failure still has an HTTP status of its own.
-    first = await cancel_on_disconnect(http.receive, _first(news))
-    return EventStream(_events(service, job, first, news), job.deadline.seconds_left + _LAST_EVENT_SECONDS)
+    async def _write_response(self) -> bytes:
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt, output in outputs:
+                self.writer.add(prompt, output)
+        if self.requests[0].prompt_logprobs is not None:
+            return await self.service.tokenizer.run(lambda: msgspec.json.encode(self.writer.write_response()))
+        return msgspec.json.encode(self.writer.write_response())
 
+    async def _outputs(self) -> AsyncGenerator[PromptOutput, None]:
+        """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
+        are counted nowhere."""
+        metrics, body = self.service.metrics, self.writer.body
+        prompts = {request.request_id: i for i, request in enumerate(self.requests)}
+        meters = {
+            (i, index): RequestMeter(metrics, self.arrival_time, None if index else len(request.prompt) // 8)
+            for i, request in enumerate(self.requests)
+            for index in range(min(request.n, MAX_ANSWERS))  # the core refuses more
+        }
+        outputs = self.service.engine.generate(*self.requests)
+        outcome, has_begun, is_refused = "abort", False, False
+        try:
+            num_open = max(1, len(meters))
+            while num_open:
+                async with self.deadline.enforce():
+                    try:
+                        output = await anext(outputs)
+                    except RequestError as error:
+                        is_refused = not has_begun
+                        raise rename_error_param(error, body) from None
+                prompt = prompts[output.request_id]
+                if output.transfer is not None:
+                    metrics.observe_transfer(output.transfer)
+                if output.finish_reason == "error":
+                    failure = _error_of(output)
+                    is_refused = isinstance(failure, QueueFull) and not has_begun
+                    raise failure
+                has_begun = True
+                meters[prompt, output.index].record(output, self.service.clock.now())
+                num_open -= output.finish_reason is not None
+                yield prompt, _drop_tokens(output) if body.max_tokens == 0 else output
+        except CairnError:
+            outcome = "error"
+            raise
+        finally:
+            for meter in () if is_refused else meters.values():
+                meter.end(outcome)
+            if isinstance(outputs, AsyncGenerator):
+                await outputs.aclose()
 
-async def _first(news: AsyncGenerator[PromptOutput, None]) -> PromptOutput:
-    return await anext(news)
-
-
-async def _whole(service: Service, job: Job) -> bytes:
-    writer = job.writer
-    async with aclosing(_outputs(service, job)) as news:
-        async for prompt, output in news:
-            writer.add(prompt, output)
-    if job.requests[0].prompt_logprobs is not None:
-        return await service.tokenizer.run(lambda: msgspec.json.encode(writer.whole()))
-    return msgspec.json.encode(writer.whole())
-
-
-async def _outputs(service: Service, job: Job) -> AsyncGenerator[PromptOutput, None]:
-    """The engine's outputs to all prompts, measured; closing this aborts what is open. A job that the engine does not
-    take has not begun, and is counted nowhere."""
-    numbers = {request.request_id: number for number, request in enumerate(job.requests)}
-    meters = {
-        (number, index): RequestMeter(service.metrics, job.arrived, None if index else len(request.prompt) // 8)
-        for number, request in enumerate(job.requests)
-        for index in range(min(request.n, MAX_ANSWERS))  # the core refuses more
-    }
-    outputs = service.engine.generate(*job.requests)
-    outcome, begun = "abort", False
-    try:
-        left = max(1, len(meters))
-        while left:
+    async def _events(
+        self, first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The whole stream, from the opening to [DONE]. A failure on the way is an event of its own."""
+        writer, options = self.writer, self.writer.body.stream_options
+        include_usage = options is not None and bool(options.include_usage)
+        usage_everywhere = include_usage and options is not None and bool(options.continuous_usage_stats)
+        async with aclosing(outputs):
+            for chunk in writer.write_opening():
+                yield _event(msgspec.json.encode(chunk | ({"usage": writer.usage()} if usage_everywhere else {})))
             try:
-                async with job.deadline.limit():
-                    output = await anext(outputs)
-            except TimeoutError:
-                raise job.deadline.missed() from None
-            except RequestError as error:
-                if not begun:
-                    meters.clear()
-                raise rename_error_param(error, job.writer.body) from None
-            number = numbers[output.request_id]
-            meter = meters[number, output.index]
-            if output.transfer is not None:
-                service.metrics.observe_transfer(output.transfer)
-            if output.finish_reason == "error":
-                failure = _failure(output)
-                if isinstance(failure, QueueFull) and not begun:
-                    meters.clear()
-                raise failure
-            begun = True
-            meter.record(output, service.clock.now())
-            left -= output.finish_reason is not None
-            yield number, _without_tokens(output) if job.writer.body.max_tokens == 0 else output
-    except CairnError:
-        outcome = "error"
-        raise
-    finally:
-        for meter in meters.values():
-            meter.end(outcome)
-        if isinstance(outputs, AsyncGenerator):
-            await outputs.aclose()
+                latest: PromptOutput | None = first
+                while latest is not None:
+                    write = partial(writer.write_chunk, *latest)
+                    piece = write() if latest[1].prompt_logprobs is None else await self.service.tokenizer.run(write)
+                    if piece is not None:
+                        if usage_everywhere:
+                            piece["usage"] = writer.usage()
+                        if writer.is_complete and not include_usage:
+                            piece["cairn"] = writer.cache_use()
+                        yield _event(msgspec.json.encode(piece))
+                    latest = await anext(outputs, None)
+                if include_usage:
+                    yield _event(msgspec.json.encode(writer.write_usage_chunk()))
+            except CairnError as error:
+                yield _event(encode_error(to_request_error(error)))
+            yield _event(b"[DONE]")
 
 
-def _failure(output: GenerateOutput) -> RequestError:
+def _error_of(output: GenerateOutput) -> RequestError:
     text = output.error or "the engine could not answer"
-    if output.status == InvalidRequest.status:
-        return InvalidRequest(text)
-    if output.status == QueueFull.status:
-        return QueueFull(text)
+    for kind in (InvalidRequest, QueueFull):
+        if output.status == kind.status:
+            return kind(text)
     return make_error(text, output.status, "engine_error")
 
 
-def _without_tokens(output: GenerateOutput) -> GenerateOutput:
-    """Of a request that wants its prompt echoed and nothing else."""
+def _drop_tokens(output: GenerateOutput) -> GenerateOutput:
+    """For a request that wants its prompt echoed and nothing else."""
     finish = None if output.finish_reason is None else "length"
     return msgspec.structs.replace(output, token_ids=[], text="", logprobs=None, finish_reason=finish, stop_reason=None)
-
-
-async def _events(
-    service: Service, job: Job, first: PromptOutput, news: AsyncGenerator[PromptOutput, None]
-) -> AsyncGenerator[bytes, None]:
-    """The whole stream, from the opening to [DONE]; a failure on the way is an event of its own."""
-    writer, options = job.writer, job.writer.body.stream_options
-    include_usage = options is not None and bool(options.include_usage)
-    usage_everywhere = include_usage and options is not None and bool(options.continuous_usage_stats)
-    async with aclosing(news):
-        for chunk in writer.opening():
-            yield _event(msgspec.json.encode(chunk | ({"usage": writer.usage()} if usage_everywhere else {})))
-        try:
-            latest: PromptOutput | None = first
-            while latest is not None:
-                write = partial(writer.chunk, *latest)
-                piece = write() if latest[1].prompt_logprobs is None else await service.tokenizer.run(write)
-                if piece is not None:
-                    if usage_everywhere:
-                        piece["usage"] = writer.usage()
-                    if writer.complete and not include_usage:
-                        piece["cairn"] = writer.cache_use()
-                    yield _event(msgspec.json.encode(piece))
-                latest = await anext(news, None)
-            if include_usage:
-                yield _event(msgspec.json.encode(writer.usage_chunk()))
-        except CairnError as error:
-            yield _event(encode_error(to_request_error(error)))
-        yield _event(b"[DONE]")
 
 
 def _event(data: bytes) -> bytes:
@@ -180,9 +173,9 @@ def _event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the events of a generator, and closes it when the client goes away or takes too long to read.
+    """Sends the events of a generator, and closes it when the client disconnects or does not read in time.
 
-    `seconds` bounds the whole stream; the generator should have a deadline of its own that comes first.
+    `seconds`: for the whole stream; the generator's own deadline should come first.
     """
 
     media_type = "text/event-stream"

@@ -7,24 +7,24 @@ from typing import Any
 
 from cairn.engine.contract import TokenLogprobs
 
-_LEAST = -9999.0
-"""What is written for a token that could not come: JSON has no infinity. vLLM's."""
+_MIN_LOGPROB = -9999.0
+"""vLLM's value for a token of probability 0: JSON has no infinity."""
 
-_REMEMBERED = 1 << 16
+_CACHE_SIZE = 1 << 16
 
 
 class TextOffsetTracker:
-    """Where in a text its tokens begin, in characters, when their bytes are told one after the other."""
+    """Positions of tokens in their text, in characters, from the tokens' bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at = 0
 
     def next(self, spelled: bytes) -> int:
-        """Where this token begins: with the character that it goes on with, or behind one that it leaves unfinished."""
+        """The next token's position: of the character that it continues, or after one that it leaves incomplete."""
         pending = self._pending
         opening = self._decoder.decode(spelled[:1])
-        # one byte makes two of them, or one and another's beginning, only where it has ended what was pending
+        # One byte decodes to two characters, or to one and the beginning of another, only if it breaks a pending one.
         broken = pending and len(opening) + self._pending > 1
         at = self._at + broken
         self._at += len(opening) + len(self._decoder.decode(spelled[1:]))
@@ -32,15 +32,15 @@ class TextOffsetTracker:
 
     @property
     def _pending(self) -> bool:
-        """Whether a character has begun and not ended."""
+        """Whether a character is incomplete."""
         return bool(self._decoder.getstate()[0])
 
 
 class LogprobsFormatter:
-    """Writes log-probabilities out with the tokens' texts. `token_bytes`: see `TextTokenizer`."""
+    """Log-probabilities with the tokens' texts. `token_bytes`: see `TextTokenizer`."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._bytes = lru_cache(_REMEMBERED)(token_bytes)
+        self._bytes = lru_cache(_CACHE_SIZE)(token_bytes)
 
     def chat(self, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A chat choice's `logprobs`."""
@@ -52,23 +52,23 @@ class LogprobsFormatter:
         return {"content": content}
 
     def completion(self, logprobs: TokenLogprobs, offsets: TextOffsetTracker) -> dict[str, Any]:
-        """A completion choice's `logprobs`; `offsets` goes on from piece to piece."""
+        """A completion choice's `logprobs`, or the next piece of them."""
         part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for _, ((token, value), *best) in logprobs:
             spelled = self._bytes(token)
             part["tokens"].append(_text(spelled))
             part["token_logprobs"].append(_number(value))
-            # the token itself is told of whether it is among the best or not, and wins where texts are the same
+            # The token itself is listed even if it is not among the best, and wins over others with the same text.
             named = {_text(self._bytes(other)): _number(its) for other, its in best}
             part["top_logprobs"].append(named | {_text(spelled): _number(value)})
             part["text_offset"].append(offsets.next(spelled))
         return part
 
     def echo(self, prompt: Sequence[int], logprobs: TokenLogprobs, offsets: TextOffsetTracker) -> dict[str, Any]:
-        """The same of a prompt: nothing is known of its first token."""
+        """The same for an echoed prompt, whose first token has no log-probability."""
         first = self._bytes(prompt[0])
         opening = {"tokens": [_text(first)], "token_logprobs": [None], "top_logprobs": [None]}
-        return joined(opening | {"text_offset": [offsets.next(first)]}, self.completion(logprobs, offsets))
+        return concat_logprobs(opening | {"text_offset": [offsets.next(first)]}, self.completion(logprobs, offsets))
 
     def prompt(self, logprobs: TokenLogprobs) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: by token id, null for the first token."""
@@ -88,9 +88,9 @@ class LogprobsFormatter:
         return {"token": _text(spelled), "logprob": _number(value), "bytes": list(spelled)}
 
 
-def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two pieces of a completion's `logprobs`, one behind the other."""
-    return {name: one[name] + other[name] for name in one}
+def concat_logprobs(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Pieces of a completion's `logprobs`, one after the other."""
+    return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
 
 
 def _text(spelled: bytes) -> str:
@@ -98,4 +98,4 @@ def _text(spelled: bytes) -> str:
 
 
 def _number(value: float) -> float:
-    return max(value, _LEAST)
+    return max(value, _MIN_LOGPROB)

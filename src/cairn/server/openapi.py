@@ -56,22 +56,22 @@ _REFUSALS: Mapping[int, str] = MappingProxyType(
 )
 
 
-def document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
+def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
     """`gated`: paths that make work; `open_paths`: those that need no key."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     locked = bool(service.options.api_key)
     operations = [(path, method, one) for path, methods in found["paths"].items() for method, one in methods.items()]
     for path, method, operation in operations:
-        responses = operation["responses"]
-        responses.pop("422", None)
-        responses["200"] = {"description": "done", **_content(path)}
+        answers = operation["responses"]
+        answers.pop("422", None)
+        answers["200"] = {"description": "done", **_content(path)}
         if path in gated:
             operation.setdefault("parameters", []).append(dict(_REQUEST_ID))
         for status in _refusals(path, method, operation, gated):
-            responses[str(status)] = _refusal(path, status)
+            answers[str(status)] = _refusal(path, status)
         if locked and path not in open_paths:
             operation["security"] = [{"key": []}]
-            responses["401"] = _refusal(path, 401)
+            answers["401"] = _refusal(path, 401)
     parts = found.setdefault("components", {})
     schemas = parts.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):

@@ -104,11 +104,11 @@ def _kind_of_prompt(value: Any) -> str | None:
 
 
 _PROMPT_KIND = _by_kind("text or a list of token ids", _kind_of_prompt)
-OnePrompt: TypeAlias = Annotated[Annotated[Text, Tag("text")] | Annotated[TokenIds, Tag("list")], _PROMPT_KIND]
+SinglePrompt: TypeAlias = Annotated[Annotated[Text, Tag("text")] | Annotated[TokenIds, Tag("list")], _PROMPT_KIND]
 Prompts: TypeAlias = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[TokenIds, Tag("list")]
-    | Annotated[list[OnePrompt], Field(json_schema_extra={"minItems": 1, "maxItems": 256}), Tag("several")],
+    | Annotated[list[SinglePrompt], Field(json_schema_extra={"minItems": 1, "maxItems": 256}), Tag("several")],
     _PROMPT_KIND,
 ]
 
@@ -356,6 +356,25 @@ class SamplingFields(BaseModel):
     prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
 
+    @property
+    def is_kv_export(self) -> bool:
+        """Whether only the prompt is computed here: another server decodes it."""
+        return (self.kv_transfer_params or {}).get("do_remote_decode") is True
+
+    @property
+    def max_tokens_field(self) -> str | None:
+        """The field that the client limits the answer with; None if it sends none."""
+        return None if self.max_tokens is None else "max_tokens"
+
+    def get_max_tokens(self) -> int | None:
+        """Tokens that the engine may generate; None: as many as fit. Raises InvalidRequest naming `max_tokens`."""
+        return self.max_tokens
+
+    def get_num_logprobs(self) -> int | None:
+        """Most likely tokens given with each token's log-probability; None: no log-probabilities. Raises InvalidRequest
+        naming `top_logprobs`."""
+        return None
+
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either. `max_tokens` 0 only echoes."""
@@ -365,6 +384,16 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = False
     logprobs: Int64 | None = in_range("logprobs")
     add_special_tokens: bool | None = True
+
+    def get_max_tokens(self) -> int:
+        if self.max_tokens == 0:
+            if not self.echo:
+                raise InvalidRequest("max_tokens is 0, and nothing is to be echoed: ask for at least 1", "max_tokens")
+            return 1  # the engine cannot generate none; this one is dropped
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def get_num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TemplateFields(BaseModel):
@@ -387,6 +416,18 @@ class ChatRequest(SamplingFields, TemplateFields):
     top_logprobs: Int64 | None = in_range("logprobs")
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
+
+    @property
+    def max_tokens_field(self) -> str | None:
+        return super().max_tokens_field if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def get_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def get_num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: send logprobs=true with it", "top_logprobs")
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class TokenizeRequest(TemplateFields):

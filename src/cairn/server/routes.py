@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,11 +14,11 @@ from starlette.responses import Response
 from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, get_client_id
-from cairn.server.generate import Deadline, Job, respond
+from cairn.server.engine_request import build_engine_request, encode_bad_words
+from cairn.server.generate import Deadline, Generation
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.prompts import (
     add_echo_text,
-    build_engine_request,
     check_model,
     encode_prompts,
     render_chat_prompt,
@@ -36,8 +36,6 @@ from cairn.server.response_format import parse_response_format
 from cairn.server.response_writer import ChatWriter, CompletionWriter
 from cairn.server.service import Service
 
-Result = TypeVar("Result")
-
 
 def get_service(request: Request) -> Service:
     service = request.app.state.service
@@ -48,33 +46,33 @@ def get_service(request: Request) -> Service:
 ServiceDep = Annotated[Service, Depends(get_service)]
 
 
-async def image_share(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
-    """A request's share of the room for images, until the last byte of its answer is sent."""
-    share = ImageAllocation(service.images.memory, get_client_id(request.scope))
+async def allocate_images(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
+    """A request's part of the memory for images, until the last byte of its response is sent."""
+    allocation = ImageAllocation(service.images.memory, get_client_id(request.scope))
     try:
-        yield share
+        yield allocation
     finally:
-        share.keep(0)
+        allocation.shrink(0)
 
 
-ShareOfRequest = Annotated[ImageAllocation, Depends(image_share)]
+ImageAllocationDep = Annotated[ImageAllocation, Depends(allocate_images)]
 
 
 class JsonBodyRoute(APIRoute):
-    """Reads bodies in half the time that `json` takes, which still reads what msgspec does not take: NaN, infinity and
+    """Decodes bodies with msgspec, in half the time of `json`, which still gets what msgspec refuses: NaN, infinity and
     half a surrogate pair, so that they can be refused by their field."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            request.json = partial(_json_of, request)  # type: ignore[method-assign]
+            request.json = partial(_decode_json, request)  # type: ignore[method-assign]
             return await handle(request)
 
         return handle_json
 
 
-async def _json_of(request: Request) -> Any:
+async def _decode_json(request: Request) -> Any:
     body = await request.body()
     try:
         return msgspec.json.decode(body)
@@ -96,35 +94,44 @@ async def create_completion(http: Request, body: CompletionRequest, service: Ser
 
 
 async def create_chat_completion(
-    http: Request, body: ChatRequest, service: ServiceDep, share: ShareOfRequest
+    http: Request, body: ChatRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
-    async def prompts() -> list[RenderedPrompt]:
-        return [await render_chat_prompt(service, body, body.messages, share)]
+    async def render() -> list[RenderedPrompt]:
+        return [await render_chat_prompt(service, body, body.messages, allocation)]
 
-    return await _generate(http, service, body, prompts)
+    return await _generate(http, service, body, render)
 
 
 MakePrompts: TypeAlias = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
 
 
-async def _generate(http: Request, service: Service, body: SamplingFields, make: MakePrompts) -> Response:
+async def _generate(http: Request, service: Service, body: SamplingFields, make_prompts: MakePrompts) -> Response:
     deadline = Deadline(service.options.request_timeout)
-    job = await _in_time(http, deadline, _job(http, service, body, make, deadline))
-    return await respond(http, service, job)
+    async with deadline.enforce():
+        preparing = _prepare(http, service, body, make_prompts, deadline)
+        generation = await cancel_on_disconnect(http.receive, preparing)
+    return await generation.respond(http)
 
 
-async def _job(http: Request, service: Service, body: SamplingFields, make: MakePrompts, deadline: Deadline) -> Job:
-    arrived, max_model_len = service.clock.now(), service.engine.info.max_model_len
+async def _prepare(
+    http: Request, service: Service, body: SamplingFields, make_prompts: MakePrompts, deadline: Deadline
+) -> Generation:
+    """Raises RequestError for what can be refused without the engine."""
+    arrival_time, info = service.clock.now(), service.engine.info
     check_model(service, body.model)
     refuse_unsupported(body)
-    prompts = [truncate_prompt(one, body, max_model_len) for one in await make()]
-    chat = isinstance(body, ChatRequest)
-    answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(http, body)}"
+    prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in await make_prompts()]
+    own_id: str = http.scope["cairn.request_id"]
+    if body.request_id is not None and not http.scope["cairn.request_id_given"]:
+        own_id = body.request_id
     structure, new_message = await parse_response_format(service, body, prompts[0])
-    bad_words = await service.tokenizer.bad_words(body.bad_words or [])
+    bad_words: list[list[int]] = []
+    if words := body.bad_words:
+        bad_words = await service.tokenizer.run(lambda: encode_bad_words(service.engine.tokenizer.encode, words))
+    answer_id = f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{own_id}"
     requests = tuple(
         build_engine_request(
-            service,
+            info,
             body,
             prompt,
             # Two clients may send the same id; inside the engine an id has to be one request's alone.
@@ -135,54 +142,44 @@ async def _job(http: Request, service: Service, body: SamplingFields, make: Make
         )
         for prompt in prompts
     )
-    shown = await add_echo_text(service, body, prompts)
-    # The core refuses more answers than that.
-    n = min(requests[0].n, MAX_ANSWERS)
-    told = (answer_id, int(service.wall()), service.options.model_name, body, shown, n, service.token_texts)
-    writer = ChatWriter(*told, new_message=new_message) if chat else CompletionWriter(*told)
-    return Job(requests, writer, arrived, deadline)
+    prompts = await add_echo_text(service, body, prompts)
+    n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more
+    created, model = int(service.wall()), service.options.model_name
+    fields = (answer_id, created, model, body, prompts, n, service.logprobs_formatter)
+    chat = isinstance(body, ChatRequest)
+    writer = ChatWriter(*fields, new_message=new_message) if chat else CompletionWriter(*fields)
+    return Generation(service, requests, writer, arrival_time, deadline)
 
 
-async def _in_time(http: Request, deadline: Deadline, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result, unless the client leaves or the deadline is missed first."""
-    try:
-        async with deadline.limit():
-            return await cancel_on_disconnect(http.receive, work)
-    except TimeoutError:
-        raise deadline.missed() from None
-
-
-def _request_id(http: Request, body: SamplingFields) -> str:
-    own: str = http.scope["cairn.request_id"]
-    given: bool = http.scope["cairn.request_id_given"]
-    return own if given or body.request_id is None else body.request_id
-
-
-async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, share: ShareOfRequest) -> Response:
-    deadline = Deadline(service.options.request_timeout)
+async def tokenize(
+    http: Request, body: TokenizeRequest, service: ServiceDep, allocation: ImageAllocationDep
+) -> Response:
     check_model(service, body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
-    tokens = await _in_time(http, deadline, _tokens_of(body, service, share))
+
+    async def encode() -> list[int]:
+        if body.messages is not None:
+            return (await render_chat_prompt(service, body, body.messages, allocation)).token_ids
+        return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+
+    async with Deadline(service.options.request_timeout).enforce():
+        tokens = await cancel_on_disconnect(http.receive, encode())
     limit = service.engine.info.max_model_len
-    return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
-
-
-async def _tokens_of(body: TokenizeRequest, service: Service, share: ImageAllocation) -> list[int]:
-    if body.messages is not None:
-        return (await render_chat_prompt(service, body, body.messages, share)).token_ids
-    return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+    return _json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Response:
-    deadline = Deadline(service.options.request_timeout)
     check_model(service, body.model)
     refuse_unsupported(body)
     check_token_ids(np.array(body.tokens, np.int64), service.engine.info.vocab_size, "tokens")
-    return _json({"prompt": await _in_time(http, deadline, service.tokenizer.decode(body.tokens))})
+    async with Deadline(service.options.request_timeout).enforce():
+        return _json_response(
+            {"prompt": await cancel_on_disconnect(http.receive, service.tokenizer.decode(body.tokens))}
+        )
 
 
-def _json(body: dict[str, Any]) -> Response:
-    """Without the framework's look at every item of it: there may be millions."""
+def _json_response(body: dict[str, Any]) -> Response:
+    """Encoded without the framework, which would visit every item: there may be millions."""
     return Response(msgspec.json.encode(body), media_type="application/json")

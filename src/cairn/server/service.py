@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,7 +14,6 @@ from cairn.server.logprobs import LogprobsFormatter
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
-from cairn.server.sampling import encode_bad_words
 from cairn.types import Clock, SystemClock
 
 # Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
@@ -95,10 +94,6 @@ class TokenizerThread:
     async def decode(self, token_ids: list[int]) -> str:
         return await self.run(lambda: self._tokenizer.decode(token_ids))
 
-    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens that they are spelled with. Raises InvalidRequest naming the word."""
-        return await self.run(lambda: encode_bad_words(self._tokenizer.encode, words)) if words else []
-
     async def run(self, work: Callable[[], Result]) -> Result:
         """For what asks the tokenizer for many tokens, such as the log-probabilities of a whole prompt."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -134,7 +129,7 @@ class Service:
         self.parsers = select_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
-        self.token_texts = LogprobsFormatter(lambda token: engine.tokenizer.token_bytes(token))
+        self.logprobs_formatter = LogprobsFormatter(lambda token: engine.tokenizer.token_bytes(token))
         self.queries = EngineQueries(engine, limits)
         self.tokenizer = TokenizerThread(engine.tokenizer)
 

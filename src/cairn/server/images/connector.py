@@ -1,35 +1,24 @@
-"""Images in messages: content parts are found, fetched and decoded before a prompt is made of them.
+"""Images of chat messages, fetched and decoded before a prompt is made of them.
 
 Whatever is wrong with one is a 400 that names the part, as `messages[i].content[j]`.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from cairn.engine.contract import Pixels
 from cairn.errors import InvalidRequest
 from cairn.server.images.decode import decode
-from cairn.server.images.fetch import ImageFetcher, data_uri
+from cairn.server.images.fetch import ImageFetcher, decode_data_uri
 from cairn.server.images.memory import ImageAllocation, ImageMemory
 from cairn.server.options import ImageOptions
 from cairn.server.requests import Message
 
 _ROLES = ("user", "tool")
 
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One image: its place, and where its bytes are."""
-
-    message: int
-    part: int
-    url: str
-
-    @property
-    def where(self) -> str:
-        return f"messages[{self.message}].content[{self.part}]"
+Result = TypeVar("Result")
 
 
 class MediaConnector:
@@ -44,36 +33,49 @@ class MediaConnector:
         self.memory = ImageMemory(options.max_open_bytes)
         self._fetcher = fetcher or ImageFetcher(options)
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
-        self._free = asyncio.Semaphore(options.decoders)
+        self._decoders = asyncio.Semaphore(options.decoders)
 
     async def load_images(
-        self, messages: list[Message], markers: tuple[str, ...], share: ImageAllocation
+        self, messages: list[Message], markers: tuple[str, ...], allocation: ImageAllocation
     ) -> dict[tuple[int, int], Pixels]:
-        """Every image by the numbers of its message and of its part there. `markers`: the texts that stand for images
-        in a prompt, none where the model reads text alone. `share`: where the images' bytes are counted; those of the
-        pixels stay counted when this is done.
+        """Every image by the numbers of its message and of its part. `markers`: the texts that stand for images in a
+        prompt, none if the model reads text alone. `allocation`: counts the images' bytes, at the end those of the
+        pixels.
 
-        Raises InvalidRequest that names the part, Overloaded when other requests' images leave no room.
+        Raises InvalidRequest naming the part, Overloaded if other requests' images leave no room.
         """
         _refuse_markers(messages, markers)
-        parts = self._find(messages, bool(markers))
-        if not parts:
+        urls = self._find_urls(messages, bool(markers))
+        if not urls:
             return {}
-        pictures = await self._decode_all(parts, await self._fetch_all(parts, share), share)
-        share.keep(sum(len(picture.rgb) for picture in pictures))
-        return {(part.message, part.part): picture for part, picture in zip(parts, pictures, strict=True)}
+        fetches = [asyncio.create_task(_name_part(place, self._fetch, url, allocation)) for place, url in urls.items()]
+        try:
+            files = await asyncio.gather(*fetches)
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+        # One after the other, so that each is known to leave the request's pixels for the next ones.
+        left, images = self._options.max_request_pixels, dict[tuple[int, int], Pixels]()
+        for place, data in zip(urls, files, strict=True):
+            image = await _name_part(place, self._decode, data, min(self._options.max_pixels, left))
+            left -= image.width * image.height
+            allocation.allocate(len(image.rgb))
+            images[place] = image
+        allocation.shrink(sum(len(image.rgb) for image in images.values()))
+        return images
 
     async def aclose(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.aclose()
 
-    def _find(self, messages: list[Message], reads_images: bool) -> list[_Part]:
-        found: list[_Part] = []
+    def _find_urls(self, messages: list[Message], reads_images: bool) -> dict[tuple[int, int], str]:
+        found: dict[tuple[int, int], str] = {}
         for i, message in enumerate(messages):
             for j, part in enumerate(message.parts):
                 if part["type"] == "text":
                     continue
-                where, given = f"messages[{i}].content[{j}]", part["image_url"]
+                where, image = f"messages[{i}].content[{j}]", part["image_url"]
                 if not reads_images:
                     raise InvalidRequest(f"{where} is an image, but this model reads text alone", "messages")
                 if message.role not in _ROLES:
@@ -84,76 +86,56 @@ class MediaConnector:
                         "see --limit-mm-per-prompt",
                         "messages",
                     )
-                found.append(_Part(i, j, given if isinstance(given, str) else given["url"]))
+                found[i, j] = image if isinstance(image, str) else image["url"]
         return found
 
-    async def _fetch_all(self, parts: Sequence[_Part], share: ImageAllocation) -> list[bytes]:
-        tasks = [asyncio.create_task(self._fetch(part, share)) for part in parts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _fetch(self, part: _Part, share: ImageAllocation) -> bytes:
-        try:
-            if part.url[:5].lower() != "data:":
-                return await self._fetcher.fetch(part.url, share)
-            data = data_uri(part.url, self._options.max_bytes)
-            share.take_fetched(len(data), self._options.max_request_bytes)
-            return data
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
-
-    async def _decode_all(self, parts: Sequence[_Part], found: Sequence[bytes], share: ImageAllocation) -> list[Pixels]:
-        """One after the other, so that what they may have together is known before each."""
-        left, pictures = self._options.max_request_pixels, []
-        for part, data in zip(parts, found, strict=True):
-            try:
-                picture = await self._decode(data, min(self._options.max_pixels, left))
-                left -= picture.width * picture.height
-                share.take(len(picture.rgb))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"{part.where}: {error.message}", "messages") from error
-            pictures.append(picture)
-        return pictures
+    async def _fetch(self, url: str, allocation: ImageAllocation) -> bytes:
+        if url[:5].lower() != "data:":
+            return await self._fetcher.fetch(url, allocation)
+        data = decode_data_uri(url, self._options.max_bytes)
+        allocation.allocate_fetched(len(data), self._options.max_request_bytes)
+        return data
 
     async def _decode(self, data: bytes, max_pixels: int) -> Pixels:
-        await self._free.acquire()
+        await self._decoders.acquire()
         try:
             decoding = asyncio.get_running_loop().run_in_executor(self._threads, decode, data, max_pixels)
         except BaseException:
-            self._free.release()
+            self._decoders.release()
             raise
-        decoding.add_done_callback(self._done)
+        decoding.add_done_callback(self._end_decoding)
         try:
             async with asyncio.timeout(self._options.decode_seconds):
                 return await asyncio.shield(decoding)
         except TimeoutError:
             raise InvalidRequest(f"the image was not decoded within {self._options.decode_seconds:g} s") from None
 
-    def _done(self, decoding: "asyncio.Future[Pixels]") -> None:
-        self._free.release()
+    def _end_decoding(self, decoding: "asyncio.Future[Pixels]") -> None:
+        self._decoders.release()
         if not decoding.cancelled():
-            # Looked at, as nobody else may any more.
-            decoding.exception()
+            decoding.exception()  # asyncio logs one that nobody has looked at
+
+
+async def _name_part(place: tuple[int, int], function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
+    """What the function returns. Its InvalidRequest names the message and the part."""
+    try:
+        return await function(*arguments)
+    except InvalidRequest as error:
+        text = f"messages[{place[0]}].content[{place[1]}]: {error.message}"
+        raise InvalidRequest(text, "messages") from error
 
 
 def _refuse_markers(messages: list[Message], markers: tuple[str, ...]) -> None:
-    """Raises InvalidRequest where a text has, or texts side by side have, what stands for an image."""
+    """Raises InvalidRequest if a text, or texts side by side, contain what stands for an image."""
     for i, message in enumerate(messages) if markers else ():
-        if isinstance(message.content, str):
-            _refuse_marker(message.content, markers, f"messages[{i}].content")
-        before = ""
+        texts = {f"messages[{i}].content": message.content if isinstance(message.content, str) else ""}
+        text = ""
         for j, part in enumerate(message.parts):
-            before = before + part["text"] if part["type"] == "text" else ""
-            _refuse_marker(before, markers, f"messages[{i}].content[{j}]")
-            # Enough to complete a marker, so that many parts cost no more than their text.
-            before = before[-max(map(len, markers)) :]
-
-
-def _refuse_marker(text: str, markers: tuple[str, ...], where: str) -> None:
-    for marker in markers:
-        if marker in text:
-            raise InvalidRequest(f"{where} has {marker!r} in it, which stands for an image: send the image", "messages")
+            # Enough of the texts before to complete a marker, so that many parts cost no more than their text.
+            text = text[-max(map(len, markers)) :] + part["text"] if part["type"] == "text" else ""
+            texts[f"messages[{i}].content[{j}]"] = text
+        for where, text in texts.items():
+            for marker in markers:
+                if marker in text:
+                    stands_for = "which stands for an image: send the image"
+                    raise InvalidRequest(f"{where} has {marker!r} in it, {stands_for}", "messages")

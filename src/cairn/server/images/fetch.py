@@ -26,7 +26,7 @@ _SHOWN = 80
 _MAX_HEAD = 256
 
 
-def data_uri(text: str, max_bytes: int) -> bytes:
+def decode_data_uri(text: str, max_bytes: int) -> bytes:
     """What `data:image/png;base64,...` holds. Raises InvalidRequest."""
     head, comma, body = text.partition(",")
     kind, *settings = head[len("data:") : _MAX_HEAD].split(";")
@@ -86,13 +86,13 @@ class ImageFetcher:
         self._transport = transport
         self._slots = _FetchSlots(options.max_fetches, options.max_client_fetches)
 
-    async def fetch(self, url: str, share: ImageAllocation) -> bytes:
+    async def fetch(self, url: str, allocation: ImageAllocation) -> bytes:
         """The bytes at an http(s) URL. Raises InvalidRequest that says what is wrong with it."""
         seconds = self._options.fetch_seconds
-        async with self._slots.slot(share.client):
+        async with self._slots.slot(allocation.client):
             try:
                 async with asyncio.timeout(seconds):
-                    return await self._follow(_parse(url), share)
+                    return await self._follow(_parse(url), allocation)
             except TimeoutError:
                 raise InvalidRequest(f"the image could not be fetched within {seconds:g} s") from None
             except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
@@ -102,13 +102,13 @@ class ImageFetcher:
         if self._transport is not None:
             await self._transport.aclose()
 
-    async def _follow(self, url: httpx.URL, share: ImageAllocation) -> bytes:
+    async def _follow(self, url: httpx.URL, allocation: ImageAllocation) -> bytes:
         for _ in range(self._options.max_redirects + 1):
             self._check_host(url)
             response = await self._send(url)
             try:
                 if response.status_code not in _REDIRECTS:
-                    return await self._read(response, share)
+                    return await self._read(response, allocation)
                 target = response.headers.get("location")
                 if not target:
                     raise InvalidRequest("the image's server redirects to nowhere")
@@ -138,7 +138,7 @@ class ImageFetcher:
         if self._transport is None:
             self._transport = httpx.AsyncHTTPTransport(
                 trust_env=False,
-                # Kept connections are told apart by address, and several hosts may share one.
+                # Kept connections are told apart by address, and several hosts may allocation one.
                 limits=httpx.Limits(max_connections=self._options.max_fetches, max_keepalive_connections=0),
             )
         seconds = self._options.fetch_seconds
@@ -160,7 +160,7 @@ class ImageFetcher:
         )
         return await self._transport.handle_async_request(request)
 
-    async def _read(self, response: httpx.Response, share: ImageAllocation) -> bytes:
+    async def _read(self, response: httpx.Response, allocation: ImageAllocation) -> bytes:
         if response.status_code != 200:
             raise InvalidRequest(f"the image's server answers with status {response.status_code}")
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -176,7 +176,7 @@ class ImageFetcher:
             read += piece
             if len(read) > most:
                 raise InvalidRequest(f"the image has more than {most} bytes")
-            share.take_fetched(len(piece), self._options.max_request_bytes)
+            allocation.allocate_fetched(len(piece), self._options.max_request_bytes)
         return bytes(read)
 
 

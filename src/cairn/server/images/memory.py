@@ -1,4 +1,4 @@
-"""How many bytes the images of open requests may have together."""
+"""The memory that the images of open requests may take together."""
 
 from cairn.errors import InvalidRequest, Overloaded
 
@@ -10,38 +10,39 @@ class ImageMemory:
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
-    def take(self, num_bytes: int) -> None:
-        """Raises Overloaded when there is no room; otherwise `give` has to follow."""
+    def allocate(self, num_bytes: int) -> None:
+        """Raises Overloaded if there is no room; otherwise `free` has to follow."""
         if self.num_bytes + num_bytes > self._max_bytes:
             raise Overloaded(f"the images of open requests have {self.num_bytes} bytes already: try again later")
         self.num_bytes += num_bytes
 
-    def give(self, num_bytes: int) -> None:
+    def free(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
 
 
 class ImageAllocation:
-    """One request's part of an ImageMemory. `client`: who has sent it."""
+    """One request's part of an ImageMemory. `client`: who sent it."""
 
-    def __init__(self, room: ImageMemory, client: str) -> None:
+    def __init__(self, memory: ImageMemory, client: str) -> None:
         self.client = client
-        self._room = room
+        self._memory = memory
         self._num_bytes = 0
         self._num_fetched = 0
 
-    def take_fetched(self, num_bytes: int, max_bytes: int) -> None:
-        """More of the images as they come, which may have `max_bytes` together. Raises InvalidRequest, Overloaded."""
+    def allocate_fetched(self, num_bytes: int, max_bytes: int) -> None:
+        """For more of the images as they come, of which a request may have `max_bytes`. Raises InvalidRequest,
+        Overloaded."""
         self._num_fetched += num_bytes
         if self._num_fetched > max_bytes:
             raise InvalidRequest("the request's images have more bytes together than one request may have")
-        self.take(num_bytes)
+        self.allocate(num_bytes)
 
-    def take(self, num_bytes: int) -> None:
-        """Raises Overloaded when the room is full."""
-        self._room.take(num_bytes)
+    def allocate(self, num_bytes: int) -> None:
+        """Raises Overloaded if the memory is full."""
+        self._memory.allocate(num_bytes)
         self._num_bytes += num_bytes
 
-    def keep(self, num_bytes: int) -> None:
-        """Give back all but these."""
-        self._room.give(self._num_bytes - num_bytes)
+    def shrink(self, num_bytes: int) -> None:
+        """Free all but these."""
+        self._memory.free(self._num_bytes - num_bytes)
         self._num_bytes = num_bytes

@@ -1,0 +1,149 @@
+"""The engine's request of a body: sampling parameters, stop conditions and `kv_transfer_params`."""
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cairn.engine.contract import EngineInfo, GenerateRequest, RenderedPrompt, StopConditions, Structure
+from cairn.errors import InvalidRequest, RequestError
+from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
+from cairn.types import SamplingParams
+
+_GREEDY_BELOW = 1e-5
+_SAMPLING_FIELDS = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
+_STOP_FIELDS = ("min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
+_REQUEST_FIELDS = ("n", "skip_special_tokens", "priority", "cache_salt")
+"""Fields of bodies that `SamplingParams`, `StopConditions` and `GenerateRequest` have under the same names."""
+
+_PARAMS = "kv_transfer_params"
+_MAX_DEPTH = 32
+
+
+def build_engine_request(
+    info: EngineInfo,
+    body: SamplingFields,
+    prompt: RenderedPrompt,
+    *,
+    request_id: str,
+    client: str,
+    structure: Structure | None,
+    bad_words: Sequence[Sequence[int]],
+) -> GenerateRequest:
+    """`client`: who sends it. `bad_words`: their token ids. Raises InvalidRequest naming the field. Ranges are checked
+    by the engine."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed: leave stream out", "prompt_logprobs")
+    _check_length(info.max_model_len, prompt, body)
+    sampling = _fields_sent(body, _SAMPLING_FIELDS)
+    if body.temperature is not None:
+        sampling["temperature"] = 0.0 if 0 <= body.temperature < _GREEDY_BELOW else body.temperature
+    if body.top_k is not None:
+        sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
+    if body.allowed_token_ids is not None:
+        sampling["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs
+    if num_prompt_logprobs is None and isinstance(body, CompletionRequest) and body.echo:
+        num_prompt_logprobs = num_logprobs
+    return GenerateRequest(
+        **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if body.is_kv_export else {}),
+        request_id=request_id,
+        prompt=struct.pack(f"<{len(prompt.token_ids)}q", *prompt.token_ids),
+        sampling=SamplingParams(**sampling, logit_bias=tuple(bias.items()), bad_words=tuple(map(tuple, bad_words))),
+        stop_conditions=StopConditions(**_fields_sent(body, _STOP_FIELDS), stop=stop, max_tokens=body.get_max_tokens()),
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+        boundaries=prompt.boundaries,
+        images=prompt.images,
+        kv_transfer_params=encode_transfer_params(body.kv_transfer_params, info),
+        structure=structure,
+        client=client,
+    )
+
+
+def _fields_sent(body: SamplingFields, names: Sequence[str]) -> dict[str, Any]:
+    """Without those that are left to the engine's defaults."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> None:
+    n, max_tokens, param = len(prompt.token_ids), body.get_max_tokens(), prompt.field.partition("[")[0]
+    which = prompt.field if prompt.field != param else "the prompt"
+    if n == 0:
+        raise InvalidRequest(f"{which} is empty", param)
+    if n >= limit:
+        raise InvalidRequest(f"{which} has {n} tokens; the model takes {limit}, the answer included", param)
+    if max_tokens is None or n + max_tokens <= limit:
+        return
+    field = body.max_tokens_field
+    if field is None:
+        raise InvalidRequest(
+            f"{which} has {n} tokens, and without max_tokens an answer may have {max_tokens}; the model takes "
+            f"{limit} together: send max_tokens of at most {limit - n}",
+            "max_tokens",
+        )
+    text = f"{which} has {n} tokens and {field} asks for {max_tokens} more; the model takes {limit} together"
+    raise InvalidRequest(text, field)
+
+
+def rename_error_param(error: RequestError, body: SamplingFields) -> RequestError:
+    """The engine's error under the name that the field has in the body."""
+    if not isinstance(error, InvalidRequest) or not isinstance(body, ChatRequest) or error.param is None:
+        return error
+    names = {"max_tokens": body.max_tokens_field or "max_tokens", "logprobs": "top_logprobs"}
+    name = names.get(error.param, error.param)
+    return InvalidRequest(error.message.replace(error.param, name, 1), name)
+
+
+def encode_bad_words(encode: Callable[[str, bool], list[int]], words: Sequence[str]) -> list[list[int]]:
+    """The tokens of each word, without and, if they are others, with a space before it.
+
+    Raises InvalidRequest naming the word.
+    """
+    found = []
+    for i, word in enumerate(words):
+        text = word.lstrip()
+        plain, spaced = encode(text, False), encode(f" {text}", False)
+        if not text or not plain:
+            raise InvalidRequest(f"bad_words[{i}] is blank: leave it out", "bad_words")
+        found += [plain] if spaced == plain else [plain, spaced]
+    return found
+
+
+def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
+    """The JSON that the engine gets, which checks what it says; None if there is nothing for it.
+
+    Raises InvalidRequest for what is no JSON, is nested too deeply, or asks a server without a side channel for a
+    transfer.
+    """
+    if params is None:
+        return None
+    if info.side_channel is None:
+        for flag in ("do_remote_decode", "do_remote_prefill"):
+            value, param = params.get(flag), f"{_PARAMS}.{flag}"
+            if value is True:
+                text = "this server takes no part in transfers; start it with --kv-transfer-config"
+                raise InvalidRequest(f"{param}: {text}", param)
+            if value is not None and value is not False:
+                raise InvalidRequest(f"{param} must be true or false, not {type(value).__name__}", param)
+        return None
+    if _is_deeper_than(params, _MAX_DEPTH):
+        raise InvalidRequest(f"{_PARAMS} is nested more than {_MAX_DEPTH} levels deep", _PARAMS)
+    try:
+        # Not msgspec: it writes NaN as null, and null means something here.
+        return json.dumps(params, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{_PARAMS} has text that is not valid Unicode: {error.reason}", _PARAMS) from None
+    except ValueError:
+        raise InvalidRequest(f"{_PARAMS} has a number that is none", _PARAMS) from None
+
+
+def _is_deeper_than(value: object, limit: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_is_deeper_than(one, limit - 1) for one in inner)
