@@ -109,8 +109,8 @@ class Asker:
             workload=workload,
             tokens=len(prompt.token_ids),
             cached=cached,
-            rounds=after.forward_passes - before.forward_passes,
-            encoded=after.images_encoded - before.images_encoded,
+            rounds=after.steps.forward_passes - before.steps.forward_passes,
+            encoded=after.images.num_encoded - before.images.num_encoded,
             ttft_ms=first * 1e3,
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cairn.cache.eviction import eviction_for
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import EngineConfig, EngineInfo, GenerateOutput
+from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, GenerateOutput
 from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.registry import open_model
@@ -102,17 +102,19 @@ def build_engine(config: EngineConfig) -> NoModelEngine:
         dtype=str(opened.dtype).removeprefix("torch."),
         vocab_size=opened.config.vocab_size,
         max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_pages=num_pages,
-        page_bytes=layout.page_bytes,
-        bytes_per_token=layout.bytes_per_token,
-        checkpoint_bytes=layout.checkpoint_bytes,
-        pages_per_checkpoint=layout.pages_per_checkpoint,
         max_num_seqs=num_slots,
-        min_cacheable_tokens=placement.min_cacheable,
-        mamba_cache_mode=config.mamba_cache_mode,
-        enable_prefix_caching=True,
         exact=config.exact,
+        cache=CacheInfo(
+            block_size=config.block_size,
+            num_pages=num_pages,
+            page_bytes=layout.page_bytes,
+            bytes_per_token=layout.bytes_per_token,
+            checkpoint_bytes=layout.checkpoint_bytes,
+            pages_per_checkpoint=layout.pages_per_checkpoint,
+            min_cacheable_tokens=placement.min_cacheable,
+            mamba_cache_mode=config.mamba_cache_mode,
+            enable_prefix_caching=True,
+        ),
     )
     scheduling = SchedulerConfig(
         max_num_seqs=num_slots,

@@ -61,10 +61,23 @@ def in_words(default) -> tuple[str, ...]:
     return (str(default),)
 
 
+def with_a_key(kind):
+    """A record of counters, each of whose dictionaries has a key."""
+    return kind(**{name: {"x": 1} for name, hint in kind.__annotations__.items() if "dict" in str(hint)})
+
+
 def test_every_metric_is_described():
-    stats = EngineStats(**{name: {"x": 1} for name, hint in EngineStats.__annotations__.items() if "dict" in str(hint)})
+    stats = EngineStats(
+        **{name: with_a_key(kind) for name, kind in EngineStats.__annotations__.items() if kind is not int}
+    )
     info = build_echo_core(EngineConfig(model="echo")).info
-    info = replace(info, side_channel="localhost:5600", reads_images=True, logs_requests=True, shares_in_flight=True)
+    info = replace(
+        info,
+        side_channel="localhost:5600",
+        reads_images=True,
+        logs_requests=True,
+        cache=replace(info.cache, shares_in_flight=True),
+    )
     text = Metrics(info, "m").exposition(stats).decode()
     names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
     described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))

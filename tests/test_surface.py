@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cairn.bench.command import add_bench_flags
-from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.contract import EngineConfig, EngineStats, PrefixCacheStats
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
 from cairn.server.metrics import Metrics
@@ -129,11 +129,12 @@ EXPORTED = {
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
     "Vocabulary WordSpeller draw_arrival_times flag spell_prompts",
     "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "Breakpoint CacheReport CacheView EngineClient EngineConfig EngineInfo "
-    "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput KvEventsConfig KvTransferConfig "
-    "MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
-    "MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels RANGES RenderedPrompt RequestLogConfig STEP_SIZES StopConditions Structure "
-    "TemplateValue TextStream TextTokenizer Timings TokenLogprobs TransferReport check_token_ids",
+    "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo "
+    "EngineStats FinishReason GenerateOutput GenerateRequest ImageInput ImageStats KvEventsConfig KvTransferConfig "
+    "MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels PoolStats "
+    "PrefixCacheStats RANGES RenderedPrompt RequestLogConfig STEP_SIZES StepStats StopConditions Structure "
+    "TemplateValue TextStream TextTokenizer Timings TokenLogprobs TokenStats TransferReport TransferStats "
+    "check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
@@ -189,13 +190,14 @@ def test_proxy_metrics():
 
 
 def test_metrics():
-    stats = EngineStats(
-        reasons={"none": 1},
+    cache = PrefixCacheStats(
+        miss_reasons={"none": 1},
         lost_tokens={"evicted": 1},
         checkpoints_taken={"grid": 1},
         checkpoints_hit={"grid": 1},
         checkpoints_evicted={"grid": 1},
     )
+    stats = EngineStats(prefix_cache=cache)
     metrics = Metrics(build_echo_core(EngineConfig(model="echo")).info, "m")
     assert names_of(metrics.exposition(stats)) == set(METRICS.split())
     metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, side_channel="localhost:5600"), "m")
@@ -204,7 +206,8 @@ def test_metrics():
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *IMAGE_METRICS.split()}
     metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, logs_requests=True), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *LOG_METRICS.split()}
-    metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, shares_in_flight=True), "m")
+    info = build_echo_core(EngineConfig(model="echo")).info
+    metrics = Metrics(replace(info, cache=replace(info.cache, shares_in_flight=True)), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SHARING_METRICS.split()}
 
 

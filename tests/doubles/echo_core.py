@@ -15,7 +15,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import EngineConfig, EngineInfo, GenerateOutput, GenerateRequest
+from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, GenerateOutput, GenerateRequest
 from cairn.engine.core import Core
 from cairn.engine.grammars.worker import byte_tokenizer, reason_against
 from cairn.engine.multimodal_keys import ImageKeys
@@ -73,20 +73,22 @@ class EchoCore(Core):
             dtype="float32",
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
-            block_size=config.block_size,
-            num_pages=num_pages,
-            page_bytes=layout.page_bytes,
-            bytes_per_token=layout.bytes_per_token,
-            checkpoint_bytes=layout.checkpoint_bytes,
-            pages_per_checkpoint=layout.pages_per_checkpoint,
             max_num_seqs=max_num_seqs,
             max_waiting=config.max_waiting,
-            min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
-            mamba_cache_mode=config.mamba_cache_mode,
-            enable_prefix_caching=config.enable_prefix_caching,
             exact=config.exact,
             tensor_parallel_size=config.tensor_parallel_size,
             side_channel=None if transfer is None else f"{transfer.host}:{transfer.side_port}",
+            cache=CacheInfo(
+                block_size=config.block_size,
+                num_pages=num_pages,
+                page_bytes=layout.page_bytes,
+                bytes_per_token=layout.bytes_per_token,
+                checkpoint_bytes=layout.checkpoint_bytes,
+                pages_per_checkpoint=layout.pages_per_checkpoint,
+                min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
+                mamba_cache_mode=config.mamba_cache_mode,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
         )
         scheduling = SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -10,7 +10,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo, RequestLogConfig
+from cairn.engine.contract import CacheInfo, CacheReport, EngineConfig, EngineInfo, RequestLogConfig
 from cairn.engine.core import Core, StepRunner
 from cairn.engine.request_log.log import open_log
 from cairn.models.layer_sizes import ForwardSizes
@@ -78,17 +78,19 @@ class LoggedServer:
             dtype="float32",
             vocab_size=1 << 30,
             max_model_len=1 << 16,
-            block_size=sizes.block_size,
-            num_pages=num_pages,
-            page_bytes=sizes.page_bytes,
-            bytes_per_token=sizes.bytes_per_token,
-            checkpoint_bytes=sizes.checkpoint_bytes,
-            pages_per_checkpoint=sizes.pages_per_checkpoint,
             max_num_seqs=config.max_num_seqs,
-            min_cacheable_tokens=1,
-            mamba_cache_mode=mode,
-            enable_prefix_caching=placement is not None,
             exact=config.exact,
+            cache=CacheInfo(
+                block_size=sizes.block_size,
+                num_pages=num_pages,
+                page_bytes=sizes.page_bytes,
+                bytes_per_token=sizes.bytes_per_token,
+                checkpoint_bytes=sizes.checkpoint_bytes,
+                pages_per_checkpoint=sizes.pages_per_checkpoint,
+                min_cacheable_tokens=1,
+                mamba_cache_mode=mode,
+                enable_prefix_caching=placement is not None,
+            ),
         )
         self.clock = Ticking(100.0)
         self.log = open_log(config, info, sizes, SIZES, self.clock)

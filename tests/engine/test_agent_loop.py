@@ -16,7 +16,7 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
-from cairn.engine.contract import Breakpoint, CacheReport, EngineConfig, EngineInfo
+from cairn.engine.contract import Breakpoint, CacheInfo, CacheReport, EngineConfig, EngineInfo
 from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.scheduler.scheduler import Scheduler
@@ -39,17 +39,19 @@ def simulated(tokenizer: ModelTokenizer, mode: str | None = "auto", num_pages: i
         dtype="float32",
         vocab_size=tokenizer.vocab_size,
         max_model_len=MAX_LEN,
-        block_size=16,
-        num_pages=num_pages,
-        page_bytes=64,
-        bytes_per_token=4,
-        checkpoint_bytes=188,
-        pages_per_checkpoint=3,
         max_num_seqs=8,
-        min_cacheable_tokens=1,
-        mamba_cache_mode=mode or "none",
-        enable_prefix_caching=placement is not None,
         exact=False,
+        cache=CacheInfo(
+            block_size=16,
+            num_pages=num_pages,
+            page_bytes=64,
+            bytes_per_token=4,
+            checkpoint_bytes=188,
+            pages_per_checkpoint=3,
+            min_cacheable_tokens=1,
+            mamba_cache_mode=mode or "none",
+            enable_prefix_caching=placement is not None,
+        ),
     )
     scheduler = Scheduler(SchedulerConfig(max_model_len=MAX_LEN), cache, clock)
     runner = SimulatedRunner(LAYOUT, num_pages, 8, tokenizer.vocab_size, numerics=False)
@@ -145,7 +147,7 @@ def test_twenty_turns(folder):
     # with a new question the reasoning behind the last one is dropped, and the prompt parts from all before
     assert parted == list(range(3, 20, 3)) and at_boundary >= 5
     stats = speaker.core.stats()
-    assert stats.computed_prompt_tokens == sum(lengths) - stats.prefix_cache_hits < sum(lengths) // 4
+    assert stats.tokens.computed_prompt == sum(lengths) - stats.prefix_cache.hits < sum(lengths) // 4
 
 
 def test_eight_branches_from_one_history(folder):
@@ -181,7 +183,7 @@ def test_no_more_rounds_than_without_a_cache(folder):
         speaker = Talk(core, tokenizer)
         for messages in agent_messages(4):
             speaker.ask(messages)
-        rounds[mode] = core.stats().steps
+        rounds[mode] = core.stats().steps.num_steps
     # one to save the state at each answer's end; none for what is kept inside the passes
     assert rounds["auto"] <= rounds[None] + 12
 

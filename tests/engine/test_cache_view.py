@@ -52,8 +52,10 @@ def test_a_core_shows_what_it_did(core):
         assert sum(visit.lost.values()) + visit.hit + visit.received == visit.prompt
     assert sum(part.prompt for part in view.history) == 200 and sum(part.hit for part in view.history) == 100
     assert view.tree.paths == len(view.paths) + view.tree.below.paths + sum(path.below.paths for path in view.paths)
-    assert view.paths and view.paths[0].checkpoints and view.pool.pages == core.info.num_pages
-    assert core.stats().lost_tokens["never_seen"] == sum(report.lost_tokens.get("never_seen", 0) for report in reports)
+    assert view.paths and view.paths[0].checkpoints and view.pool.pages == core.info.cache.num_pages
+    assert core.stats().prefix_cache.lost_tokens["never_seen"] == sum(
+        report.lost_tokens.get("never_seen", 0) for report in reports
+    )
 
 
 def test_a_core_shows_no_more_than_asked_for(core):

@@ -118,7 +118,7 @@ class EngineClientContract:
 
         async def no_pages_held(engine):
             stats = await engine.stats()
-            return stats.num_running == 0 and stats.held_pages == 0
+            return stats.num_running == 0 and stats.pool.held_pages == 0
 
         run(scenario())
 
@@ -209,12 +209,12 @@ class EngineClientContract:
             async with self.started() as engine:
                 await until(lambda: audits(engine, 1))
                 await asyncio.sleep(0.2)
-                assert (await engine.stats()).audits == 1
+                assert (await engine.stats()).prefix_cache.audits == 1
                 await collect(engine, request())
                 await until(lambda: audits(engine, 2))
 
         async def audits(engine, count):
-            return (await engine.stats()).audits == count
+            return (await engine.stats()).prefix_cache.audits == count
 
         run(scenario())
 

@@ -7,7 +7,7 @@ from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import EngineInfo, GenerateRequest
+from cairn.engine.contract import CacheInfo, EngineInfo, GenerateRequest
 from cairn.engine.core import Core
 from cairn.engine.output_processor import StopStringChecker
 from cairn.engine.specs import SpecBuilder
@@ -33,17 +33,19 @@ def core(num_pages=400, eos=(), seed=0, **config) -> Core:
         dtype="float32",
         vocab_size=VOCAB,
         max_model_len=2000,
-        block_size=16,
-        num_pages=num_pages,
-        page_bytes=64,
-        bytes_per_token=4,
-        checkpoint_bytes=188,
-        pages_per_checkpoint=3,
         max_num_seqs=8,
-        min_cacheable_tokens=1,
-        mamba_cache_mode="auto",
-        enable_prefix_caching=True,
         exact=False,
+        cache=CacheInfo(
+            block_size=16,
+            num_pages=num_pages,
+            page_bytes=64,
+            bytes_per_token=4,
+            checkpoint_bytes=188,
+            pages_per_checkpoint=3,
+            min_cacheable_tokens=1,
+            mamba_cache_mode="auto",
+            enable_prefix_caching=True,
+        ),
     )
     clock = ManualClock()
     runner = SimulatedRunner(LAYOUT, num_pages, 8, VOCAB, numerics=False)
@@ -87,11 +89,14 @@ def test_a_repeated_prompt_reports_itself_cached():
     assert (report.cached_tokens, report.matched_tokens, report.computed_tokens) == (100, 100, 0)
     assert report.reason == "none" and tokens_of(first) == tokens_of(second)
     stats = engine.stats()
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (200, 100)
-    assert stats.reasons["none"] == stats.reasons["never_seen"] == 1 and stats.lost_tokens["never_seen"] == 100
-    assert (stats.held_pages, stats.open_leases) == (0, 0)
-    assert stats.cached_pages + stats.free_pages == stats.num_pages
-    assert stats.checkpoints_hit == {"prompt_end": 1} and stats.audits == 2
+    assert (stats.prefix_cache.queries, stats.prefix_cache.hits) == (200, 100)
+    assert (
+        stats.prefix_cache.miss_reasons["none"] == stats.prefix_cache.miss_reasons["never_seen"] == 1
+        and stats.prefix_cache.lost_tokens["never_seen"] == 100
+    )
+    assert (stats.pool.held_pages, stats.pool.open_leases) == (0, 0)
+    assert stats.pool.cached_pages + stats.pool.free_pages == stats.pool.num_pages
+    assert stats.prefix_cache.checkpoints_hit == {"prompt_end": 1} and stats.prefix_cache.audits == 2
 
 
 def test_end_of_sequence_ends_unless_ignored():
@@ -116,7 +121,7 @@ def test_a_stop_string_across_tokens_ends_and_is_cut_off():
     outputs = run(engine, request(max_tokens=40, stop=[stop, "never there"]))
     assert "".join(output.text for output in outputs) == whole[: whole.index(stop)]
     assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_reason == stop
-    assert engine.stats().held_pages == 0
+    assert engine.stats().pool.held_pages == 0
 
 
 @pytest.mark.parametrize("stops", [["ab"], ["abc", "b"], ["cab", "aab"], ["aaa"], ["x"], []])

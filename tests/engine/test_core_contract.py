@@ -53,7 +53,7 @@ def test_aborts_are_silent_and_leave_nothing():
     core.abort("nobody")
     assert all(output.request_id != "a" for output in outputs_of(core))
     stats = core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0, 0)
 
 
 def test_refusals_take_nothing():
@@ -86,23 +86,23 @@ def test_counters_only_grow():
     core.submit(request(max_tokens=3, ignore_eos=True))
     outputs_of(core)
     after = core.stats()
-    assert after.generation_tokens - before.generation_tokens == 3
-    assert after.prompt_tokens - before.prompt_tokens == 100
-    assert after.audits > before.audits and after.steps > before.steps
+    assert after.tokens.generation - before.tokens.generation == 3
+    assert after.tokens.prompt - before.tokens.prompt == 100
+    assert after.prefix_cache.audits > before.prefix_cache.audits and after.steps.num_steps > before.steps.num_steps
 
 
 def test_the_cache_is_emptied_only_when_nothing_is_held():
     core = core_of()
     core.submit(request(name="a", max_tokens=5, ignore_eos=True))
     core.step()
-    held = core.stats().held_pages
+    held = core.stats().pool.held_pages
     assert held > 0 and core.reset_cache() == held
     outputs_of(core)
     core.submit(request(name="b", max_tokens=1, ignore_eos=True))
     assert outputs_of(core)[-1].cache.cached_tokens == 100, "a refused reset has dropped something"
     assert core.reset_cache() == 0
     stats = core.stats()
-    assert stats.free_pages == stats.num_pages and stats.cached_pages == 0
+    assert stats.pool.free_pages == stats.pool.num_pages and stats.pool.cached_pages == 0
     core.submit(request(name="c", max_tokens=1, ignore_eos=True))
     assert outputs_of(core)[-1].cache.cached_tokens == 0
 
@@ -111,10 +111,10 @@ def test_every_step_is_counted_by_its_tokens():
     core = core_of()
     core.submit(request(name="a", max_tokens=3, ignore_eos=True))
     outputs_of(core)
-    sizes = dict(zip((*STEP_SIZES, "more"), core.stats().step_sizes, strict=True))
+    sizes = dict(zip((*STEP_SIZES, "more"), core.stats().steps.sizes, strict=True))
     # 100 tokens of the prompt, then each token but the last goes through the model
-    assert core.stats().step_tokens == 102 and sizes[1] == 2 and sum(sizes.values()) == sizes[128] + 2 == 3
+    assert core.stats().steps.num_tokens == 102 and sizes[1] == 2 and sum(sizes.values()) == sizes[128] + 2 == 3
     core.submit(request(name="b", max_tokens=1, ignore_eos=True))
     outputs_of(core)
     grown = core.stats()
-    assert grown.step_tokens - 102 <= 1, "the prompt is cached"
+    assert grown.steps.num_tokens - 102 <= 1, "the prompt is cached"

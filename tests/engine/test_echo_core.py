@@ -46,7 +46,7 @@ def test_it_goes_on_when_told_to():
 def test_a_cached_prompt_and_one_that_had_to_give_way_are_echoed_the_same():
     echoing = core()
     assert [answer(echoing, request("hello" * 20))[0] for _ in range(2)] == ["hello" * 20] * 2
-    assert echoing.stats().prefix_cache_hits == 100
+    assert echoing.stats().prefix_cache.hits == 100
     tight = core(block_size=16, kv_cache_memory_bytes=24 * 16 * BYTES_PER_TOKEN)
     texts = {"ab" * 50: "", "cd" * 50: ""}
     tight.submit(*(request(text, text[0], ignore_eos=True, max_tokens=180) for text in texts))

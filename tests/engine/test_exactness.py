@@ -372,7 +372,7 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
 
 def test_build_core_runs_exact_on_its_own_self_test(tiny_model):
     core = build_core(EngineConfig(model=str(tiny_model), exact=True, kv_cache_memory_bytes=8 << 20))
-    assert core.info.exact and core.info.num_pages == 256
+    assert core.info.exact and core.info.cache.num_pages == 256
 
 
 def test_sizes_that_nobody_asked_for_fit_the_memory(tiny_model, tmp_path):
@@ -382,9 +382,9 @@ def test_sizes_that_nobody_asked_for_fit_the_memory(tiny_model, tmp_path):
     core = build_core(
         EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=None, max_num_seqs=None), machine=machine
     )
-    assert 0.39 * (50 << 20) < core.info.num_pages * core.info.page_bytes <= 0.4 * (50 << 20)
+    assert 0.39 * (50 << 20) < core.info.cache.num_pages * core.info.cache.page_bytes <= 0.4 * (50 << 20)
     # 640 pages of 16 tokens: each request finds 1,024 tokens, and a checkpoint of 6 pages
-    assert core.info.max_num_seqs == core.info.num_pages // (64 + 6) == 9
+    assert core.info.max_num_seqs == core.info.cache.num_pages // (64 + 6) == 9
     assert core.info.cpu_threads == 1
     with pytest.raises(ConfigError, match=r"smallest pool, .* does not fit into memory"):
         build_core(
@@ -406,7 +406,7 @@ def test_plans_are_checked_where_that_is_asked_for(tiny_model):
         while core.has_work:
             core.step()
     # one prefill, and three steps for the other tokens of each
-    assert core.stats().forward_passes == 7
+    assert core.stats().steps.forward_passes == 7
     core.submit(generate_request(request_id="c", prompt=prompt, max_tokens=4, ignore_eos=True))
     plan = core._scheduler.plan
     core._scheduler.plan = lambda: replace(plan(), admits=(), step=1)

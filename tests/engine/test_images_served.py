@@ -64,7 +64,7 @@ class Asker:
 
     @property
     def encoded(self):
-        return self.core.stats().images_encoded
+        return self.core.stats().images.num_encoded
 
 
 def pixels(width, height, seed=0):
@@ -192,9 +192,9 @@ def test_incremental_images_hit_all_that_they_share(tiny_vl_model):
     rounds = []
 
     def ask(*parts):
-        before = asker.core.stats().forward_passes
+        before = asker.core.stats().steps.forward_passes
         tokens, report, _ = asker.ask(*parts, max_tokens=2)
-        rounds.append(asker.core.stats().forward_passes - before)
+        rounds.append(asker.core.stats().steps.forward_passes - before)
         return tokens, report
 
     cold, report = ask(*four, tail)
@@ -210,7 +210,7 @@ def test_incremental_images_hit_all_that_they_share(tiny_vl_model):
     tokens, report, _ = without.ask(*four, image(320, 320, seed=4), tail, max_tokens=2)
     assert tokens == more
     # a full hit needs no pass for its first token
-    assert rounds == [2, 1, 2, 1] and without.core.stats().forward_passes == 2
+    assert rounds == [2, 1, 2, 1] and without.core.stats().steps.forward_passes == 2
 
 
 def test_identity_decides(tiny_vl_model):
@@ -241,7 +241,11 @@ def test_an_image_whose_vectors_were_dropped_is_encoded_again(tiny_vl_model, ref
     assert asker.encoded > 1
     kept = Asker(tiny_vl_model, max_num_batched_tokens=72)
     kept.run(kept.request(image(320, 320), text("a")))
-    assert kept.encoded == 1 and kept.core.stats().image_hits >= 1 and kept.core.stats().image_bytes == 100 * 256 * 4
+    assert (
+        kept.encoded == 1
+        and kept.core.stats().images.num_hits >= 1
+        and kept.core.stats().images.num_bytes == 100 * 256 * 4
+    )
 
 
 def test_text_hits_the_same_with_and_without_the_tower(tiny_vl_model):

@@ -130,13 +130,13 @@ def test_the_replay_of_300_requests_caches_as_much(tiny_model, tmp_path, concurr
     # one that is aborted is told nothing, but its line says what it had
     assert {name for name, hit in told.items() if hit is not None} <= logged.keys() <= told.keys()
     assert all(hit == logged[name] for name, hit in told.items() if hit is not None)
-    assert len(trace.requests) >= 290 and sum(logged.values()) == stats.prefix_cache_hits > 0
-    assert abs(replay.outcome.hit_tokens - stats.prefix_cache_hits) <= 0.01 * stats.prefix_cache_hits
-    assert replay.outcome.prompt_tokens == stats.prefix_cache_queries
+    assert len(trace.requests) >= 290 and sum(logged.values()) == stats.prefix_cache.hits > 0
+    assert abs(replay.outcome.hit_tokens - stats.prefix_cache.hits) <= 0.01 * stats.prefix_cache.hits
+    assert replay.outcome.prompt_tokens == stats.prefix_cache.queries
     assert concurrency > 1 or hits_by_name(trace, replay) == logged
-    assert sum(stats.checkpoints_evicted.values()) or exact or pool > 6 << 20
+    assert sum(stats.prefix_cache.checkpoints_evicted.values()) or exact or pool > 6 << 20
     assert core.info.logs_requests and stats.request_log_dropped == 0
-    assert trace.header.budget_bytes == stats.num_pages * core.info.page_bytes
+    assert trace.header.budget_bytes == stats.pool.num_pages * core.info.cache.page_bytes
 
 
 def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tmp_path):
@@ -158,7 +158,7 @@ def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tm
     assert "secret salt" not in text and str(prompts[0][0])[1:40].replace(" ", "") not in text
     header, *lines = [json.loads(line) for line in text.splitlines()]
     assert header["source"] == "cairn" and header["unit"] == 64 and header["salted"] is True
-    assert header["layout"]["page_bytes"] == core.info.page_bytes
+    assert header["layout"]["page_bytes"] == core.info.cache.page_bytes
     assert [line["cached_tokens"] for line in lines] == [report.cached_tokens for report in reports]
     assert [line["reason"] for line in lines] == [report.reason for report in reports]
     assert [line["matched_tokens"] for line in lines] == [report.matched_tokens for report in reports]

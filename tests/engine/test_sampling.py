@@ -185,8 +185,8 @@ def test_n_answers_are_those_of_n_requests_and_the_prompt_is_computed_once(tiny_
         assert answer(engine.outputs["a"], index) == expected(TEXT, seed=40 + index, max_tokens=6)
     assert answer(engine.outputs["b"]) == expected(OTHER, max_tokens=6)
     stats = engine.core.stats()
-    assert stats.computed_prompt_tokens == stats.prompt_tokens == len(TEXT) + len(OTHER)
-    assert stats.held_pages == stats.open_leases == 0
+    assert stats.tokens.computed_prompt == stats.tokens.prompt == len(TEXT) + len(OTHER)
+    assert stats.pool.held_pages == stats.pool.open_leases == 0
     finishes = [output for output in engine.outputs["a"] if output.finish_reason]
     assert sorted(output.index for output in finishes) == list(range(6))
     assert [output.index for output in finishes if output.cache is not None] == [0]
@@ -265,12 +265,12 @@ def test_an_abort_ends_all_answers_and_leaves_nothing(steps):
     for _ in range(steps):
         engine.step()
     engine.abort("a")
-    assert engine._answers._answers == engine._answers._ids == {}
+    assert engine._outputs._answers == engine._outputs._ids == {}
     while engine.has_work:
         assert engine.step() == []
     engine.idle()
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.held_pages, stats.open_leases) == (0, 0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0, 0)
 
 
 def test_an_error_of_one_answer_ends_them_all():
@@ -281,18 +281,18 @@ def test_an_error_of_one_answer_ends_them_all():
     failed = engine._scheduler.state.requests["a"]
     failed.outcome.failure = "it did not come"
     engine._scheduler.finish(failed, "error")
-    (output,) = engine._answers.outputs([Progress(failed, (), "error")])
+    (output,) = engine._outputs.process_outputs([Progress(failed, (), "error")])
     assert (output.finish_reason, output.error, output.status) == ("error", "it did not come", 502)
     while engine.has_work:
         assert engine.step() == []
     engine.idle()
-    assert engine._answers._answers == engine._answers._ids == {} and engine.stats().open_leases == 0
+    assert engine._outputs._answers == engine._outputs._ids == {} and engine.stats().pool.open_leases == 0
 
 
 def test_ids_of_answers_are_forgotten_at_their_end():
     engine = simulated_core()
     run(engine, request(n=3, max_tokens=4))
-    assert engine._answers._answers == engine._answers._ids == {}
+    assert engine._outputs._answers == engine._outputs._ids == {}
 
 
 def test_a_stop_string_across_tokens_with_and_without_itself():

@@ -329,7 +329,7 @@ def test_what_came_together_is_refused_together(turned, wrong, param):
     engine.ask_together({"good": {"structure": form("regex", "a{5}b")}, "bad": wrong})
     engine.run()
     assert engine.refused.keys() == {"good"} and engine.refused["good"].param == param
-    assert not engine.ends and engine.core.stats().steps == 0
+    assert not engine.ends and engine.core.stats().steps.num_steps == 0
     for name in ("good", "bad"):  # neither name is taken
         engine.ask(name, form("regex", "a{5}b"))
     engine.run()

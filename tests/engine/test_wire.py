@@ -9,6 +9,7 @@ from cairn.engine.contract import (
     EngineStats,
     GenerateOutput,
     KvTransferConfig,
+    PrefixCacheStats,
     TransferReport,
 )
 from cairn.engine.specs import check_request, key_tokens, transfer_params
@@ -95,7 +96,7 @@ def test_messages_to_the_core_survive(message):
             ]
         ),
         Refusal("r", "overloaded", "full", None),
-        StatsReply(7, EngineStats(reasons={"none": 2})),
+        StatsReply(7, EngineStats(prefix_cache=PrefixCacheStats(miss_reasons={"none": 2}))),
         Fatal("bug"),
     ],
 )

@@ -32,7 +32,12 @@ class Footprint:
         self.threads = len(os.listdir(f"/proc/{server.pid}/task"))
         self.resident = resident_bytes(server)
         stats = server.stats()
-        self.held = stats.leased_pages, stats.quarantined_pages, stats.open_transfers, stats.held_pages
+        self.held = (
+            stats.transfers.leased_pages,
+            stats.transfers.quarantined_pages,
+            stats.transfers.num_open,
+            stats.pool.held_pages,
+        )
 
     def matches(self, before: "Footprint") -> bool:
         more = self.resident - before.resident
@@ -65,11 +70,11 @@ def more_connections_than_descriptors(world: World, p: CoreProcess, rng: random.
     resource.prlimit(p.pid, resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
-    before, made = p.stats().side_channel_dropped, []
+    before, made = p.stats().transfers.dropped_frames, []
     try:
         for _ in range(1090):
             made.append(socket.create_connection((HOST, p.side_port), 20))
-        world.wait(lambda: p.stats().side_channel_dropped >= before + 1090 - 64, "P has turned the oldest away")
+        world.wait(lambda: p.stats().transfers.dropped_frames >= before + 1090 - 64, "P has turned the oldest away")
         yield
     finally:
         for each in made:
@@ -178,7 +183,7 @@ def unfetched_offers(world: World, p: CoreProcess, rng: random.Random) -> Iterat
     yield asked
     world.wait(lambda: all(each.is_over for each in asked), "all are handed over or refused")
     p.advance(40.0)
-    world.wait(lambda: p.stats().leased_pages == 0, "the leases have run out")
+    world.wait(lambda: p.stats().transfers.leased_pages == 0, "the leases have run out")
 
 
 ATTACKS = (

@@ -276,7 +276,8 @@ def d_in_a_small_pool(r: Round) -> None:
         r.decode(r.d, prompt, r.prefill(prompt) if r.rng.random() < 0.8 else None)
 
 
-FAILED, RECEIVED, EXPIRED, LEFT = "failed_transfers", "external_prefix_cache_hits", "expired_leases", "left"
+FAILED, RECEIVED = "transfers.num_failed", "transfers.received_tokens"
+EXPIRED, LEFT = "transfers.expired_leases", "left"
 
 EFFECTS = {
     p_killed_before_the_claim: FAILED,

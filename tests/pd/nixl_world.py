@@ -3,6 +3,7 @@
 import contextlib
 import random
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import zmq
@@ -273,15 +274,19 @@ class Round:
         """Nobody holds a page for anybody, each can still answer, and has recounted its books since."""
         servers = self.living
         # what was given up is read to its end; this takes no time but ours
-        self.world.wait(lambda: not any(server.stats().quarantined_pages for server in servers), _Held(servers))
+        self.world.wait(
+            lambda: not any(server.stats().transfers.quarantined_pages for server in servers), _Held(servers)
+        )
         for server in servers:
             server.advance(_IDLE_SECONDS)
         self.world.wait(lambda: all(_is_empty(server) for server in servers), _Held(servers))
-        audits = {server.name: server.stats().audits for server in servers}
+        audits = {server.name: server.stats().prefix_cache.audits for server in servers}
         last = [server.submit([20 + self.rng.randrange(3000)], 1) for server in servers]
         self.world.wait(lambda: all(asked.is_over for asked in last), "each is answered")
         assert all(len(asked.tokens) == 1 for asked in last)
-        self.world.wait(lambda: all(s.stats().audits > audits[s.name] for s in servers), "the books are recounted")
+        self.world.wait(
+            lambda: all(s.stats().prefix_cache.audits > audits[s.name] for s in servers), "the books are recounted"
+        )
         assert all(_is_empty(server) for server in servers)
 
     def failures(self) -> bool:
@@ -290,7 +295,8 @@ class Round:
 
     def grown(self, counter: str) -> int:
         """By how much a counter of the living servers has grown in this round."""
-        return sum(getattr(s.stats(), counter) - getattr(self.before[s.name], counter) for s in self.living)
+        get = attrgetter(counter)
+        return sum(get(s.stats()) - get(self.before[s.name]) for s in self.living)
 
 
 class _Held:
@@ -305,8 +311,13 @@ class _Held:
 
 def _is_empty(server: CoreProcess) -> bool:
     stats = server.stats()
-    held = stats.leased_pages + stats.quarantined_pages + stats.open_leases + stats.held_pages
-    return held + stats.open_transfers + stats.num_running + stats.num_waiting == 0
+    held = (
+        stats.transfers.leased_pages
+        + stats.transfers.quarantined_pages
+        + stats.pool.open_leases
+        + stats.pool.held_pages
+    )
+    return held + stats.transfers.num_open + stats.num_running + stats.num_waiting == 0
 
 
 @contextlib.contextmanager

@@ -93,7 +93,10 @@ def finish(server: RealServer, number: int, *others: RealServer) -> tuple[list[i
 def settle(*servers: RealServer) -> None:
     """Turn until nothing is open between the servers, then have their books recounted."""
     until = time.monotonic() + DEADLINE
-    while any(server.core.stats().leased_pages or server.core.stats().quarantined_pages for server in servers):
+    while any(
+        server.core.stats().transfers.leased_pages or server.core.stats().transfers.quarantined_pages
+        for server in servers
+    ):
         assert time.monotonic() < until, "something is held for ever"
         for server in servers:
             server.turn()

@@ -45,7 +45,7 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
     for found, wanted in zip(d.logits[d.count], logits, strict=True):
         assert np.array_equal(found, wanted)
     after = d.core.stats()
-    assert after.computed_prompt_tokens == before.computed_prompt_tokens
+    assert after.tokens.computed_prompt == before.tokens.computed_prompt
     assert last.cache.cached_tokens + last.cache.received_tokens == length
     assert params["remote_num_tokens"] == length
     settle(p, d)

@@ -38,7 +38,7 @@ def test_every_logit_is_that_of_one_server(servers, length, warm):
     assert len(d.logits[d.count]) == len(one.logits[number])
     for found, wanted in zip(d.logits[d.count], one.logits[number], strict=True):
         assert np.array_equal(found, wanted)
-    assert d.core.stats().computed_prompt_tokens == before.computed_prompt_tokens
+    assert d.core.stats().tokens.computed_prompt == before.tokens.computed_prompt
     assert last.cache.cached_tokens + last.cache.received_tokens == length
     assert params["remote_num_tokens"] == length
     settle(p, d)

@@ -38,16 +38,16 @@ def test_every_logit_is_that_of_one_server_and_d_encodes_nothing(servers):
         [(picture(1), text), (text, picture(1), picture(2, 160, 96), text), (picture(3, 64, 160), text, picture(1))]
     ):
         prompt, fields = chat(p, *parts)
-        encoded = d.core.stats().images_encoded
+        encoded = d.core.stats().images.num_encoded
         tokens, last, params = hand_over(p, d, prompt, **fields)
         request = one.submit(prompt, 4, **fields)
         expected, _ = finish(one, request)
         assert tokens == expected
         for found, wanted in zip(d.logits[d.count], one.logits[request], strict=True):
             assert np.array_equal(found, wanted)
-        assert d.core.stats().images_encoded == encoded
+        assert d.core.stats().images.num_encoded == encoded
         assert last.cache.cached_tokens + last.cache.received_tokens == len(prompt) == params["remote_num_tokens"]
-        assert d.core.stats().failed_transfers == 0, number
+        assert d.core.stats().transfers.num_failed == 0, number
     settle(p, d)
 
 
@@ -58,8 +58,8 @@ def test_a_reference_used_with_another_image_is_refused(servers):
     other, other_fields = chat(p, picture(51), text)
     assert prompt == other
     _, prefilled = finish(p, p.submit(prompt, 1, {"do_remote_decode": True}, **fields))
-    failed = d.core.stats().failed_transfers
+    failed = d.core.stats().transfers.num_failed
     tokens, _ = finish(d, d.submit(other, 4, json.loads(prefilled.kv_transfer_params), **other_fields))
     expected, _ = finish(one, one.submit(other, 4, **other_fields))
     assert tokens == expected
-    assert d.core.stats().failed_transfers == failed + 1
+    assert d.core.stats().transfers.num_failed == failed + 1

@@ -58,11 +58,11 @@ def hand_over(world: World, rng: random.Random) -> None:
     prompt = [rng.randrange(20, 4000) for _ in range(100)]
     first = p.submit(prompt, 1, REMOTE_DECODE)
     world.wait(lambda: first.is_over, "P is done")
-    before = d.stats().external_prefix_cache_hits
+    before = d.stats().transfers.received_tokens
     asked, right = d.submit(prompt, 3, first.params), world.alone().submit(prompt, 3)
     world.wait(lambda: asked.is_over and right.is_over, "D is done")
     assert asked.tokens == right.tokens and len(right.tokens) == 3
-    assert d.stats().external_prefix_cache_hits == before + 100
+    assert d.stats().transfers.received_tokens == before + 100
 
 
 def test_what_is_given_up_is_let_go_of_once_the_peer_is_back(world):
@@ -75,13 +75,13 @@ def test_what_is_given_up_is_let_go_of_once_the_peer_is_back(world):
     r.until("granted")
     r.p.freeze()
     r.relay.reset()
-    world.wait(lambda: r.d.stats().open_transfers == 1 and not r.relay.num_held, "D reads")
+    world.wait(lambda: r.d.stats().transfers.num_open == 1 and not r.relay.num_held, "D reads")
     world.wait(lambda: r.d.advance(0.5) or asked.is_over, "D has computed what it could not read")
-    assert r.d.stats().quarantined_pages >= 3000 // 16
+    assert r.d.stats().transfers.quarantined_pages >= 3000 // 16
     r.p.advance(LEASE_SECONDS)
     r.p.resume()
-    world.wait(lambda: r.p.stats().leased_pages == 0, "P holds nothing any more")
-    world.wait(lambda: r.d.stats().quarantined_pages == 0, "D has its pages back")
+    world.wait(lambda: r.p.stats().transfers.leased_pages == 0, "P holds nothing any more")
+    world.wait(lambda: r.d.stats().transfers.quarantined_pages == 0, "D has its pages back")
     r.finish()
 
 
@@ -199,7 +199,7 @@ def test_an_http_client_that_leaves_at_any_phase_leaves_nothing_behind(world, se
     served.until(lambda: served.metric("vllm:num_requests_waiting") + served.metric("vllm:num_requests_running") == 0)
     relay.reset()
     p.advance(700.0)
-    world.wait(lambda: p.stats().leased_pages == 0, "P lets go")
+    world.wait(lambda: p.stats().transfers.leased_pages == 0, "P lets go")
     served.until(lambda: served.metric("cairn:quarantined_pages") == 0)
     served.assert_at_rest()
 

@@ -40,5 +40,5 @@ def test_only_servers_with_the_same_quantization_exchange_pages(made_model, capl
 def test_a_server_says_what_its_weights_are_in(made_model):
     server = RealServer(made_model("lfm2"), None, "alone", **PREFILL)
     info = server.core.info
-    assert (info.dtype, info.quantization) == ("bfloat16", "int8") and math.isfinite(info.bytes_per_token)
+    assert (info.dtype, info.quantization) == ("bfloat16", "int8") and math.isfinite(info.cache.bytes_per_token)
     server.close()

@@ -31,12 +31,12 @@ def test_what_finds_no_room_in_time_is_refused_as_the_queue_refuses(server):
     assert "no room" in refused.error and refused.kv_transfer_params is None
     _, plain = finish(server, server.submit(PROMPTS[1], 1))
     assert plain.finish_reason == "length"
-    assert server.core.stats().refused_kv_exports == {"total": 0, "client": 0, "timeout": 1}
+    assert server.core.stats().transfers.refused_kv_exports == {"total": 0, "client": 0, "timeout": 1}
     settle(server)
 
 
 def test_more_than_the_bounds_are_refused_at_once(server):
-    before = dict(server.core.stats().refused_kv_exports)
+    before = dict(server.core.stats().transfers.refused_kv_exports)
     numbers = [server.submit(prompt, 1, REMOTE_DECODE, client="a") for prompt in PROMPTS[:2]]
     with pytest.raises(QueueFull, match="max_leases_per_client 2") as raised:
         server.submit(PROMPTS[2], 1, REMOTE_DECODE, client="a")
@@ -44,7 +44,7 @@ def test_more_than_the_bounds_are_refused_at_once(server):
     numbers.append(server.submit(PROMPTS[3], 1, REMOTE_DECODE, client="b"))
     with pytest.raises(QueueFull, match=r"max_leases 3"):
         server.submit(PROMPTS[4], 1, REMOTE_DECODE, client="b")
-    assert server.core.stats().refused_kv_exports == before | {"total": before["total"] + 1, "client": 1}
+    assert server.core.stats().transfers.refused_kv_exports == before | {"total": before["total"] + 1, "client": 1}
     for number in numbers:
         server.core.abort(f"r{number}")
     settle(server)

@@ -38,7 +38,7 @@ def test_any_sizes_hand_over(tiny_model, p_size, d_size):
             else:
                 assert close_enough(remote, local)
             assert tokens == again
-        assert d.core.stats().failed_transfers == 0
+        assert d.core.stats().transfers.num_failed == 0
         settle(p, d)
     finally:
         for server in servers:

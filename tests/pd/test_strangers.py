@@ -47,11 +47,11 @@ def hand_over(world, p, d, rng, **changed) -> None:
     prompt = [rng.randrange(20, 4000) for _ in range(100)]
     first = p.submit(prompt, 1, REMOTE_DECODE)
     world.wait(lambda: first.is_over, "P is done")
-    before = d.stats().external_prefix_cache_hits
+    before = d.stats().transfers.received_tokens
     asked, right = d.submit(prompt, 3, first.params | changed), world.alone().submit(prompt, 3)
     world.wait(lambda: asked.is_over and right.is_over, "D is done")
     assert asked.tokens == right.tokens and len(right.tokens) == 3, asked.end
-    assert d.stats().external_prefix_cache_hits == before + 100
+    assert d.stats().transfers.received_tokens == before + 100
 
 
 def test_more_connections_than_descriptors(world, pair):
@@ -129,8 +129,8 @@ def test_a_silent_port_is_waited_for_once(world, pair):
         again = send()
         world.wait(lambda: all(asked.is_over for asked in again), "they are computed here")
     stats = p.stats()
-    assert stats.skipped_transfers >= before.skipped_transfers + 48
-    assert stats.failed_transfers == before.failed_transfers + 96
+    assert stats.transfers.num_skipped >= before.transfers.num_skipped + 48
+    assert stats.transfers.num_failed == before.transfers.num_failed + 96
     p.advance(20.0)
 
 
@@ -146,8 +146,8 @@ def test_offers_that_nobody_fetches_take_their_pages_once(world, pair):
         refused = [each for each in asked if each.refusal is not None]
         assert len(refused) == 100 - 63 and all("max_leases_per_client" in each.refusal for each in refused)
         stats = p.stats()
-        assert stats.refused_kv_exports["client"] == len(refused)
-        pages = stats.leased_pages - before.leased_pages
+        assert stats.transfers.refused_kv_exports["client"] == len(refused)
+        pages = stats.transfers.leased_pages - before.transfers.leased_pages
         assert 8000 // 16 <= pages <= 8000 // 16 + 64, "63 leases of the same pages"
 
 

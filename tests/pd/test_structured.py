@@ -37,6 +37,6 @@ def test_the_decode_server_holds_the_answer_to_its_form(servers):
         expected, _ = finish(one, one.submit(prompt, 200, structure=STRUCTURE))
         assert tokens == expected and params["remote_num_tokens"] == length
         jsonschema.validate(json.loads(d.tokenizer.decode(tokens)), SCHEMA)
-    assert d.core.stats().failed_transfers == 0
+    assert d.core.stats().transfers.num_failed == 0
     assert d.core._grammars._tokenizer is not None and p.core._grammars._tokenizer is None
     settle(p, d)

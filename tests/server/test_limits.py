@@ -439,7 +439,7 @@ def test_the_cache_is_emptied_unless_pages_are_held(serve):
         assert next(lines)
         refused = server.post("/reset_prefix_cache")
         assert refused.status_code == 409 and refused.json()["error"]["message"].startswith("2 pages are held")
-    server.until(lambda: server.core.stats().held_pages == 0)
+    server.until(lambda: server.core.stats().pool.held_pages == 0)
     assert cached() == 20, "it was refused, and has dropped something"
     emptied = server.post("/reset_prefix_cache")
     assert emptied.status_code == 200 and emptied.content == b""

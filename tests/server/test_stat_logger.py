@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cairn.engine.contract import EngineConfig, EngineStats
+from cairn.engine.contract import EngineConfig, EngineStats, PoolStats, PrefixCacheStats, TokenStats, TransferStats
 from cairn.server.stat_logger import ThroughputLogger, format_startup_lines
 from doubles.echo_core import build_echo_core
 
@@ -10,16 +10,12 @@ from doubles.echo_core import build_echo_core
 def test_the_throughput_line_has_the_words_that_people_look_for():
     line = ThroughputLogger(100.0)
     stats = EngineStats(
-        prompt_tokens=2000,
-        generation_tokens=50,
-        prefix_cache_queries=2000,
-        prefix_cache_hits=500,
-        external_prefix_cache_queries=800,
-        external_prefix_cache_hits=600,
+        tokens=TokenStats(prompt=2000, generation=50),
+        prefix_cache=PrefixCacheStats(queries=2000, hits=500),
+        transfers=TransferStats(queried_tokens=800, received_tokens=600),
         num_running=2,
         num_waiting=1,
-        num_pages=200,
-        held_pages=25,
+        pool=PoolStats(num_pages=200, held_pages=25),
     )
     assert line.update(stats, 110.0) == (
         "Avg prompt throughput: 200.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
@@ -30,7 +26,12 @@ def test_the_throughput_line_has_the_words_that_people_look_for():
 
 def test_it_is_silent_while_nothing_happens():
     line = ThroughputLogger(0.0)
-    busy = EngineStats(prompt_tokens=10, prefix_cache_queries=10, prefix_cache_hits=5, num_running=1, num_pages=10)
+    busy = EngineStats(
+        tokens=TokenStats(prompt=10),
+        prefix_cache=PrefixCacheStats(queries=10, hits=5),
+        num_running=1,
+        pool=PoolStats(num_pages=10),
+    )
     idle = msgspec.structs.replace(busy, num_running=0)
     assert line.update(EngineStats(), 10.0) is None
     assert "Running: 1 reqs" in line.update(busy, 20.0)
@@ -42,30 +43,26 @@ def test_it_is_silent_while_nothing_happens():
 def test_the_hit_rates_are_of_late():
     line = ThroughputLogger(0.0)
     first = EngineStats(
-        prompt_tokens=100,
-        prefix_cache_queries=100,
-        prefix_cache_hits=10,
-        external_prefix_cache_queries=100,
-        external_prefix_cache_hits=10,
+        tokens=TokenStats(prompt=100),
+        prefix_cache=PrefixCacheStats(queries=100, hits=10),
+        transfers=TransferStats(queried_tokens=100, received_tokens=10),
     )
     line.update(first, 10.0)
     later = EngineStats(
-        prompt_tokens=200,
-        prefix_cache_queries=200,
-        prefix_cache_hits=90,
-        external_prefix_cache_queries=120,
-        external_prefix_cache_hits=19,
+        tokens=TokenStats(prompt=200),
+        prefix_cache=PrefixCacheStats(queries=200, hits=90),
+        transfers=TransferStats(queried_tokens=120, received_tokens=19),
     )
     said = line.update(later, 20.0)
     assert "Prefix cache hit rate: 80.0%" in said and "External prefix cache hit rate: 45.0%" in said
-    nobody_asked = msgspec.structs.replace(later, prompt_tokens=201)
+    nobody_asked = msgspec.structs.replace(later, tokens=TokenStats(prompt=201))
     assert "External prefix cache hit rate: 45.0%" in line.update(nobody_asked, 30.0)
 
 
 def test_the_start_lines_say_what_the_pool_holds():
     info = build_echo_core(EngineConfig(model="echo", block_size=16, kv_cache_memory_bytes=1 << 20)).info
-    info = msgspec.structs.replace(
-        info,
+    cache = msgspec.structs.replace(
+        info.cache,
         num_pages=8192,
         page_bytes=128,
         bytes_per_token=8.0,
@@ -74,7 +71,7 @@ def test_the_start_lines_say_what_the_pool_holds():
         min_cacheable_tokens=64,
         mamba_cache_mode="align",
     )
-    text = "\n".join(format_startup_lines(info))
+    text = "\n".join(format_startup_lines(msgspec.structs.replace(info, cache=cache)))
     assert "8192 pages of 128 bytes (1 MiB in all)" in text
     assert "8 bytes per token; the pool alone would hold 131072 tokens" in text
     assert "300 bytes per state checkpoint (3 pages); the pool alone would hold 2730 checkpoints" in text
@@ -90,7 +87,8 @@ def test_the_start_lines_of_quantized_weights():
 
 def test_the_start_lines_of_other_models():
     info = build_echo_core(EngineConfig(model="echo", enable_prefix_caching=False)).info
-    text = "\n".join(format_startup_lines(msgspec.structs.replace(info, bytes_per_token=0.0, checkpoint_bytes=0)))
+    cache = msgspec.structs.replace(info.cache, bytes_per_token=0.0, checkpoint_bytes=0)
+    text = "\n".join(format_startup_lines(msgspec.structs.replace(info, cache=cache)))
     assert "no attention layers" in text and "no recurrent state" in text and "prefix caching is off" in text
 
 

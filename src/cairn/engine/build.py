@@ -12,7 +12,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import EngineConfig, EngineInfo, KvTransferConfig
+from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
@@ -65,7 +65,7 @@ def build_core(
     placement = _placement(config)
     sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
     info = _plain_info(config, opened, layout, placement, sizes)
-    num_pages, vocab_size, eos_token_ids = info.num_pages, info.vocab_size, opened.config.eos_token_ids
+    num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model))
     ranks = _build_ranks(config, opened, layout, info, observe)
     transfer = None
@@ -106,24 +106,26 @@ def _plain_info(
         architecture=opened.family.model_type,
         dtype=str(opened.dtype).removeprefix("torch."),
         vocab_size=opened.config.vocab_size,
-        num_pages=_num_pages(sizes.kv_cache_memory_bytes, layout),
         max_model_len=_max_model_len(config, opened),
-        block_size=config.block_size,
-        page_bytes=layout.page_bytes,
-        bytes_per_token=layout.bytes_per_token,
-        checkpoint_bytes=layout.checkpoint_bytes,
-        pages_per_checkpoint=layout.pages_per_checkpoint,
         max_num_seqs=sizes.max_num_seqs,
         max_waiting=config.max_waiting,
         cpu_threads=torch.get_num_threads(),
-        min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
-        mamba_cache_mode=config.mamba_cache_mode,
-        enable_prefix_caching=placement is not None,
         exact=config.exact,
         tensor_parallel_size=config.tensor_parallel_size,
         logs_requests=config.request_log is not None,
-        shares_in_flight=config.in_flight_sharing and placement is not None,
         quantization=config.quantization,
+        cache=CacheInfo(
+            num_pages=_num_pages(sizes.kv_cache_memory_bytes, layout),
+            block_size=config.block_size,
+            page_bytes=layout.page_bytes,
+            bytes_per_token=layout.bytes_per_token,
+            checkpoint_bytes=layout.checkpoint_bytes,
+            pages_per_checkpoint=layout.pages_per_checkpoint,
+            min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
+            mamba_cache_mode=config.mamba_cache_mode,
+            enable_prefix_caching=placement is not None,
+            shares_in_flight=config.in_flight_sharing and placement is not None,
+        ),
     )
 
 
@@ -146,7 +148,7 @@ def _build_ranks(
     config: EngineConfig, opened: OpenModel, layout: CacheLayout, info: EngineInfo, observe: Observe | None
 ) -> _Ranks:
     tp_size, units, encoder_bytes = config.tensor_parallel_size, _model_units(opened), config.mm_encoder_cache_bytes
-    num_pages, slots, extra = info.num_pages, info.max_num_seqs, _extra_pages(config, opened, layout)
+    num_pages, slots, extra = info.cache.num_pages, info.max_num_seqs, _extra_pages(config, opened, layout)
     if tp_size == 1:
         vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
         model = opened.build(exact=config.exact)

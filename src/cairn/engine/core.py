@@ -4,7 +4,6 @@ requests -> scheduler -> plan -> runner -> result -> scheduler -> answers
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from cairn.cache.audit import audit
 from cairn.cache.look import look
@@ -16,7 +15,7 @@ from cairn.engine.contract import (
     GenerateRequest,
     TextTokenizer,
 )
-from cairn.engine.core_report import StepSizes, engine_stats, tokens_of
+from cairn.engine.core_report import StepSizes, engine_stats, num_step_tokens
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
 from cairn.engine.multimodal_keys import ImageKeys
@@ -26,12 +25,9 @@ from cairn.engine.specs import SpecBuilder, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
-from cairn.runner.contract import StepRunner
+from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.contract import TransferRole
-
-if TYPE_CHECKING:
-    from cairn.runner.contract import EncoderCounters
 
 __all__ = ["Core"]
 
@@ -56,7 +52,7 @@ class Core:
         transfer: KvTransfer | None = None,
         events: EventPublisher | None = None,
         image_keys: ImageKeys | None = None,
-        encoder_counters: "EncoderCounters | None" = None,
+        encoder_counters: EncoderCounters | None = None,
         request_log: RequestLog | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -152,7 +148,7 @@ class Core:
     def step(self) -> list[GenerateOutput]:
         """Send out what may go, then take in the oldest step; the outputs of the requests that moved."""
         while self._steps.can_launch:
-            self._step_sizes.add(tokens_of(self._steps.launch()))
+            self._step_sizes.add(num_step_tokens(self._steps.launch()))
         outputs = self._outputs.process_outputs(self._steps.collect())
         if self._events is not None:
             self._events.flush()

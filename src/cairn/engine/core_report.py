@@ -1,22 +1,28 @@
 """The core's counters as records for the client: one request's, and the engine's."""
 
-from typing import TYPE_CHECKING
-
-from cairn.cache.reasons import Reason
-from cairn.engine.contract import CacheReport, EngineStats, Timings
-from cairn.engine.transfers.kv_transfer import KvTransfer
-from cairn.scheduler.request import Request
-from cairn.scheduler.state import SchedulerState
-
-if TYPE_CHECKING:
-    from cairn.runner.contract import EncoderCounters
 from bisect import bisect_left
 
-from cairn.engine.contract import STEP_SIZES
+from cairn.cache.reasons import Reason
+from cairn.engine.contract import (
+    STEP_SIZES,
+    CacheReport,
+    EngineStats,
+    ImageStats,
+    PoolStats,
+    PrefixCacheStats,
+    StepStats,
+    Timings,
+    TokenStats,
+    TransferStats,
+)
+from cairn.engine.transfers.kv_transfer import KvTransfer
+from cairn.runner.contract import EncoderCounters
+from cairn.scheduler.request import Request
+from cairn.scheduler.state import SchedulerState
 from cairn.step import StepPlan
 
 
-def tokens_of(plan: StepPlan) -> int:
+def num_step_tokens(plan: StepPlan) -> int:
     """Tokens that go through the model, and those that are drawn without."""
     rows = [*plan.decodes.slots.tolist(), *(row.slot for row in plan.prefills)]
     num_drawn_only = len(set(plan.samples.slots.tolist()).difference(rows))
@@ -39,7 +45,7 @@ class StepSizes:
 def engine_stats(
     state: SchedulerState,
     transfer: KvTransfer | None,
-    images: "EncoderCounters | None",
+    images: EncoderCounters | None,
     steps: StepSizes,
     *,
     forward_passes: int,
@@ -55,45 +61,55 @@ def engine_stats(
     return EngineStats(
         num_running=len(state.running),
         num_waiting=state.num_waiting,
-        num_pages=cache.pool.num_pages,
-        free_pages=cache.pool.num_free,
-        held_pages=held,
-        cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
-        held_checkpoints=len(cache.checkpoints.held),
-        open_leases=len(cache.sequences),
-        prefix_cache_queries=cache.counters.queries,
-        prefix_cache_hits=hits,
-        prompt_tokens=counters.prompt_tokens,
-        prompt_tokens_by_source=sources,
-        computed_prompt_tokens=counters.computed_prompt_tokens,
-        generation_tokens=counters.generation_tokens,
         num_preemptions=counters.preemptions,
-        recomputed_tokens=counters.recomputed_tokens,
-        steps=counters.steps,
-        forward_passes=forward_passes,
-        step_tokens=steps.num_tokens,
-        step_sizes=list(steps.counts),
-        audits=audits,
-        reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
-        lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
-        checkpoints_taken={kind.value: count for kind, count in cache.checkpoints.taken.items()},
-        checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
-        checkpoints_evicted={kind.value: count for kind, count in cache.checkpoints.evicted.items()},
-        external_prefix_cache_queries=counters.external_queries,
-        external_prefix_cache_hits=counters.external_hits,
-        leased_pages=0 if transfer is None else transfer.port.num_leased,
-        quarantined_pages=sum(len(hold.pages) for hold in transfers.quarantine.values()),
-        open_transfers=len(transfers.fetching),
-        failed_transfers=counters.failed_pulls,
-        expired_leases=counters.expired_offers,
-        refused_kv_exports=dict(counters.refused_kv_exports),
-        in_flight_shared_requests=counters.shared.requests,
-        in_flight_shared_tokens=counters.shared.tokens,
-        skipped_transfers=0 if transfer is None else transfer.loop.num_skipped,
-        side_channel_dropped=0 if transfer is None else transfer.loop.dropped,
-        images_encoded=0 if images is None else images.encodes,
-        image_hits=0 if images is None else images.hits,
-        image_bytes=0 if images is None else images.cached_bytes,
+        pool=PoolStats(
+            num_pages=cache.pool.num_pages,
+            free_pages=cache.pool.num_free,
+            held_pages=held,
+            cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
+            open_leases=len(cache.sequences),
+        ),
+        tokens=TokenStats(
+            prompt=counters.prompt_tokens,
+            prompt_by_source=sources,
+            computed_prompt=counters.computed_prompt_tokens,
+            generation=counters.generation_tokens,
+            recomputed=counters.recomputed_tokens,
+        ),
+        prefix_cache=PrefixCacheStats(
+            queries=cache.counters.queries,
+            hits=hits,
+            miss_reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
+            lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
+            checkpoints_taken={kind.value: count for kind, count in cache.checkpoints.taken.items()},
+            checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
+            checkpoints_evicted={kind.value: count for kind, count in cache.checkpoints.evicted.items()},
+            held_checkpoints=len(cache.checkpoints.held),
+            audits=audits,
+            in_flight_shared_requests=counters.shared.requests,
+            in_flight_shared_tokens=counters.shared.tokens,
+        ),
+        steps=StepStats(
+            num_steps=counters.steps,
+            forward_passes=forward_passes,
+            num_tokens=steps.num_tokens,
+            sizes=list(steps.counts),
+        ),
+        transfers=TransferStats(
+            queried_tokens=counters.external_queries,
+            received_tokens=counters.external_hits,
+            leased_pages=0 if transfer is None else transfer.port.num_leased,
+            quarantined_pages=sum(len(hold.pages) for hold in transfers.quarantine.values()),
+            num_open=len(transfers.fetching),
+            num_failed=counters.failed_pulls,
+            num_skipped=0 if transfer is None else transfer.loop.num_skipped,
+            expired_leases=counters.expired_offers,
+            refused_kv_exports=dict(counters.refused_kv_exports),
+            dropped_frames=0 if transfer is None else transfer.loop.dropped,
+        ),
+        images=ImageStats()
+        if images is None
+        else ImageStats(num_encoded=images.encodes, num_hits=images.hits, num_bytes=images.cached_bytes),
         request_log_dropped=request_log_dropped,
     )
 

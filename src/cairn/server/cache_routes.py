@@ -40,11 +40,12 @@ class CacheViews:
 
 
 def _body(service: Service, view: CacheView) -> dict[str, Any]:
-    info = service.engine.info
+    cache = service.engine.info.cache
     about: dict[str, Any] = {"model": service.options.model_name, "version": __version__}
-    about |= {name: getattr(info, name) for name in ("mamba_cache_mode", "exact", "block_size")}
+    about |= {"mamba_cache_mode": cache.mamba_cache_mode, "exact": service.engine.info.exact}
     # a file takes whole pages, and so does each checkpoint in the list
-    about |= {"checkpoint_bytes": info.pages_per_checkpoint * info.page_bytes, "bytes_per_token": info.bytes_per_token}
+    about |= {"block_size": cache.block_size, "checkpoint_bytes": cache.pages_per_checkpoint * cache.page_bytes}
+    about["bytes_per_token"] = cache.bytes_per_token
     return {"object": "cairn.cache", "server": about} | {
         name: getattr(view, name)
         for name in ("enabled", "pool", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")

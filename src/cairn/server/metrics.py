@@ -6,6 +6,7 @@ to this object, so two servers in one process do not mix.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -42,73 +43,86 @@ _TRANSFER_BUCKETS = (
     ),
 )
 
-# A row: name, field of EngineStats, help, and, if the field is a dictionary, the label that its keys are.
+# A row: name, place in EngineStats, help, and, if the field is a dictionary, the label that its keys are.
 _COUNTERS = (
-    ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of requests that were started, cached ones included."),
+    ("vllm:prefix_cache_queries", "prefix_cache.queries", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "prefix_cache.hits", "Prompt tokens found in the prefix cache."),
+    ("vllm:prompt_tokens", "tokens.prompt", "Prompt tokens of requests that were started, cached ones included."),
     (
-        *("vllm:prompt_tokens_by_source", "prompt_tokens_by_source"),
+        *("vllm:prompt_tokens_by_source", "tokens.prompt_by_source"),
         *("Prompt tokens of requests that were started, by where what they need came from.", "source"),
     ),
-    ("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
+    ("vllm:generation_tokens", "tokens.generation", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
-    ("cairn:forward_passes", "forward_passes", "Forward passes of the model."),
-    ("cairn:steps", "steps", "Engine steps."),
-    ("cairn:computed_prompt_tokens", "computed_prompt_tokens", "Prompt tokens that went through the model."),
-    ("cairn:recomputed_tokens", "recomputed_tokens", "Tokens computed again after a preemption."),
-    ("cairn:audits", "audits", "Recounts of the cache's accounting that came out right."),
-    ("cairn:miss_requests", "reasons", "Requests by why their cached part was not longer.", "reason"),
-    ("cairn:lost_tokens", "lost_tokens", "Prompt tokens that were not cached, by why.", "reason"),
-    ("cairn:checkpoints_taken", "checkpoints_taken", "State checkpoints taken.", "kind"),
-    ("cairn:checkpoints_hit", "checkpoints_hit", "State checkpoints that a request started from.", "kind"),
-    ("cairn:checkpoints_evicted", "checkpoints_evicted", "State checkpoints dropped for want of memory.", "kind"),
+    ("cairn:forward_passes", "steps.forward_passes", "Forward passes of the model."),
+    ("cairn:steps", "steps.num_steps", "Engine steps."),
+    ("cairn:computed_prompt_tokens", "tokens.computed_prompt", "Prompt tokens that went through the model."),
+    ("cairn:recomputed_tokens", "tokens.recomputed", "Tokens computed again after a preemption."),
+    ("cairn:audits", "prefix_cache.audits", "Recounts of the cache's accounting that came out right."),
+    ("cairn:miss_requests", "prefix_cache.miss_reasons", "Requests by why their cached part was not longer.", "reason"),
+    ("cairn:lost_tokens", "prefix_cache.lost_tokens", "Prompt tokens that were not cached, by why.", "reason"),
+    ("cairn:checkpoints_taken", "prefix_cache.checkpoints_taken", "State checkpoints taken.", "kind"),
+    ("cairn:checkpoints_hit", "prefix_cache.checkpoints_hit", "State checkpoints that a request started from.", "kind"),
+    (
+        "cairn:checkpoints_evicted",
+        "prefix_cache.checkpoints_evicted",
+        "State checkpoints dropped for want of memory.",
+        "kind",
+    ),
 )
 _TRANSFER_COUNTERS = (
     (
-        *("vllm:external_prefix_cache_queries", "external_prefix_cache_queries"),
+        *("vllm:external_prefix_cache_queries", "transfers.queried_tokens"),
         "Prompt tokens that other servers were asked for.",
     ),
-    ("vllm:external_prefix_cache_hits", "external_prefix_cache_hits", "Prompt tokens received from other servers."),
-    ("vllm:nixl_num_failed_transfers", "failed_transfers", "Transfers that did not bring what they were to bring."),
-    ("vllm:nixl_num_kv_expired_reqs", "expired_leases", "Prefilled prompts that nobody fetched in time."),
-    ("cairn:skipped_transfers", "skipped_transfers", "Transfers not tried, as the peer had not answered lately."),
+    ("vllm:external_prefix_cache_hits", "transfers.received_tokens", "Prompt tokens received from other servers."),
+    ("vllm:nixl_num_failed_transfers", "transfers.num_failed", "Transfers that did not bring what they were to bring."),
+    ("vllm:nixl_num_kv_expired_reqs", "transfers.expired_leases", "Prefilled prompts that nobody fetched in time."),
+    ("cairn:skipped_transfers", "transfers.num_skipped", "Transfers not tried, as the peer had not answered lately."),
     (
-        *("cairn:side_channel_dropped", "side_channel_dropped"),
+        *("cairn:side_channel_dropped", "transfers.dropped_frames"),
         "Frames on the side channel that were no valid record, and connections without a proof of the secret.",
     ),
     (
-        *("cairn:hand_overs_refused", "refused_kv_exports"),
+        *("cairn:hand_overs_refused", "transfers.refused_kv_exports"),
         *("Requests for another server that were refused (429), by the bound of the leases that they met.", "reason"),
     ),
 )
 _IMAGE_COUNTERS = (
-    ("cairn:images_encoded", "images_encoded", "Images that went through the vision model."),
-    ("cairn:image_hits", "image_hits", "How often an image was found encoded, in the steps that needed it."),
+    ("cairn:images_encoded", "images.num_encoded", "Images that went through the vision model."),
+    ("cairn:image_hits", "images.num_hits", "How often an image was found encoded, in the steps that needed it."),
 )
 _SHARING_COUNTERS = (
     (
-        *("cairn:in_flight_shared_requests", "in_flight_shared_requests"),
+        *("cairn:in_flight_shared_requests", "prefix_cache.in_flight_shared_requests"),
         "Requests that waited for another one's prefill and started from it.",
     ),
-    ("cairn:in_flight_shared_tokens", "in_flight_shared_tokens", "Prompt tokens that this waiting has saved."),
+    (
+        "cairn:in_flight_shared_tokens",
+        "prefix_cache.in_flight_shared_tokens",
+        "Prompt tokens that this waiting has saved.",
+    ),
 )
 _LOG_COUNTERS = (("cairn:request_log_dropped", "request_log_dropped", "Requests that the request log has no line of."),)
 _GAUGES = (
     ("vllm:num_requests_running", "num_running", "Requests being computed."),
     ("vllm:num_requests_waiting", "num_waiting", "Requests waiting for their turn."),
-    ("cairn:held_checkpoints", "held_checkpoints", "Checkpoints that clients hold with cache_control."),
-    ("cairn:held_pages", "held_pages", "Pages that running requests refer to."),
-    ("cairn:cached_pages", "cached_pages", "Pages that only the cache refers to."),
-    ("cairn:free_pages", "free_pages", "Pages that nobody refers to."),
-    ("cairn:open_leases", "open_leases", "Leases on cached pages that are open."),
+    ("cairn:held_checkpoints", "prefix_cache.held_checkpoints", "Checkpoints that clients hold with cache_control."),
+    ("cairn:held_pages", "pool.held_pages", "Pages that running requests refer to."),
+    ("cairn:cached_pages", "pool.cached_pages", "Pages that only the cache refers to."),
+    ("cairn:free_pages", "pool.free_pages", "Pages that nobody refers to."),
+    ("cairn:open_leases", "pool.open_leases", "Leases on cached pages that are open."),
 )
 _TRANSFER_GAUGES = (
-    ("cairn:leased_pages", "leased_pages", "Pages that are held for other servers."),
-    ("cairn:quarantined_pages", "quarantined_pages", "Pages given up into which a late write may still come."),
-    ("cairn:open_transfers", "open_transfers", "Transfers from other servers that are under way."),
+    ("cairn:leased_pages", "transfers.leased_pages", "Pages that are held for other servers."),
+    (
+        "cairn:quarantined_pages",
+        "transfers.quarantined_pages",
+        "Pages given up into which a late write may still come.",
+    ),
+    ("cairn:open_transfers", "transfers.num_open", "Transfers from other servers that are under way."),
 )
-_IMAGE_GAUGES = (("cairn:image_bytes", "image_bytes", "Bytes of encoded images that are kept."),)
+_IMAGE_GAUGES = (("cairn:image_bytes", "images.num_bytes", "Bytes of encoded images that are kept."),)
 
 # The second column: the field of EngineInfo without which a group is left out: a number that cannot change says less
 # than none.
@@ -116,7 +130,7 @@ _GROUPS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str | None, 
     (CounterMetricFamily, None, _COUNTERS),
     (CounterMetricFamily, "side_channel", _TRANSFER_COUNTERS),
     (CounterMetricFamily, "reads_images", _IMAGE_COUNTERS),
-    (CounterMetricFamily, "shares_in_flight", _SHARING_COUNTERS),
+    (CounterMetricFamily, "cache.shares_in_flight", _SHARING_COUNTERS),
     (CounterMetricFamily, "logs_requests", _LOG_COUNTERS),
     (GaugeMetricFamily, None, _GAUGES),
     (GaugeMetricFamily, "side_channel", _TRANSFER_GAUGES),
@@ -135,29 +149,29 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, info = self.stats, self._info
         for family, needs, rows in _GROUPS:
-            for name, field, text, *label in rows if needs is None or getattr(info, needs) else ():
-                value = getattr(stats, field)
+            for name, field, text, *label in rows if needs is None or attrgetter(needs)(info) else ():
+                value = attrgetter(field)(stats)
                 samples: dict[tuple[str, ...], float]
                 samples = {(key,): value[key] for key in sorted(value)} if label else {(): value}
                 yield self._family(family, name, text, label, samples)
-        usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
+        usage = stats.pool.held_pages / stats.pool.num_pages if stats.pool.num_pages else 0.0
         text = "Share of the pages that running requests hold, 0 to 1."
         yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, (), {(): usage})
         facts = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_pages),
-            "page_bytes": str(info.page_bytes),
-            "pages_per_checkpoint": str(info.pages_per_checkpoint),
-            "enable_prefix_caching": str(info.enable_prefix_caching),
-            "mamba_cache_mode": info.mamba_cache_mode,
+            "block_size": str(info.cache.block_size),
+            "num_gpu_blocks": str(info.cache.num_pages),
+            "page_bytes": str(info.cache.page_bytes),
+            "pages_per_checkpoint": str(info.cache.pages_per_checkpoint),
+            "enable_prefix_caching": str(info.cache.enable_prefix_caching),
+            "mamba_cache_mode": info.cache.mamba_cache_mode,
             "cache_dtype": info.dtype,
         }
         text = "The cache's configuration; the value is always 1."
         yield self._family(GaugeMetricFamily, "vllm:cache_config_info", text, [*facts], {tuple(facts.values()): 1.0})
-        counts = accumulate(stats.step_sizes or [0] * (len(STEP_SIZES) + 1))
+        counts = accumulate(stats.steps.sizes or [0] * (len(STEP_SIZES) + 1))
         bounds = [*(str(float(size)) for size in STEP_SIZES), "+Inf"]
         histogram = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in one step.", labels=_LABELS)
-        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), stats.step_tokens)
+        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), stats.steps.num_tokens)
         yield histogram
 
     def _family(

@@ -5,32 +5,33 @@ from cairn.engine.contract import EngineInfo, EngineStats
 
 def format_startup_lines(info: EngineInfo) -> list[str]:
     """The cache in words."""
-    pool = info.num_pages * info.page_bytes
+    cache = info.cache
+    pool = cache.num_pages * cache.page_bytes
     ranks = info.tensor_parallel_size
     weights = f", weights in {info.quantization}" if info.quantization else ""
     lines = [
         f"{info.architecture} in {info.dtype}{weights}: prompt and answer together up to {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} requests computed at once",
         *([f"tensor parallel over {ranks} processes; bytes below are those of each"] if ranks > 1 else []),
-        f"cache: one pool of {info.num_pages} pages of {info.page_bytes} bytes ({_size(pool)} in all)",
+        f"cache: one pool of {cache.num_pages} pages of {cache.page_bytes} bytes ({_size(pool)} in all)",
     ]
-    if info.bytes_per_token:
-        tokens = info.num_pages * info.block_size
-        lines.append(f"cache: {info.bytes_per_token:g} bytes per token; the pool alone would hold {tokens} tokens")
+    if cache.bytes_per_token:
+        tokens = cache.num_pages * cache.block_size
+        lines.append(f"cache: {cache.bytes_per_token:g} bytes per token; the pool alone would hold {tokens} tokens")
     else:
         lines.append("cache: this model has no attention layers: tokens cost nothing")
-    if info.checkpoint_bytes:
-        count = info.num_pages // info.pages_per_checkpoint
+    if cache.checkpoint_bytes:
+        count = cache.num_pages // cache.pages_per_checkpoint
         lines.append(
-            f"cache: {_size(info.checkpoint_bytes)} per state checkpoint ({info.pages_per_checkpoint} pages); "
+            f"cache: {_size(cache.checkpoint_bytes)} per state checkpoint ({cache.pages_per_checkpoint} pages); "
             f"the pool alone would hold {count} checkpoints"
         )
     else:
         lines.append("cache: this model has no recurrent state: every shared token is a hit")
-    if info.enable_prefix_caching:
+    if cache.enable_prefix_caching:
         lines.append(
-            f"cache: checkpoints by policy '{info.mamba_cache_mode}'; "
-            f"the smallest prefix that can be hit, in tokens: {info.min_cacheable_tokens}"
+            f"cache: checkpoints by policy '{cache.mamba_cache_mode}'; "
+            f"the smallest prefix that can be hit, in tokens: {cache.min_cacheable_tokens}"
         )
     else:
         lines.append("cache: prefix caching is off")
@@ -67,19 +68,19 @@ class ThroughputLogger:
         old, seconds = self._stats, now - self._then
         self._stats, self._then = stats, now
         busy = bool(stats.num_running or stats.num_waiting)
-        prompt = stats.prompt_tokens - old.prompt_tokens
-        generated = stats.generation_tokens - old.generation_tokens
+        prompt = stats.tokens.prompt - old.tokens.prompt
+        generated = stats.tokens.generation - old.tokens.generation
         quiet = not (busy or self._was_busy or prompt or generated)
         self._was_busy = busy
         if quiet or seconds <= 0:
             return None
-        queries = stats.prefix_cache_queries - old.prefix_cache_queries
+        queries = stats.prefix_cache.queries - old.prefix_cache.queries
         if queries > 0:
-            self._hit_rate = (stats.prefix_cache_hits - old.prefix_cache_hits) / queries
-        asked = stats.external_prefix_cache_queries - old.external_prefix_cache_queries
+            self._hit_rate = (stats.prefix_cache.hits - old.prefix_cache.hits) / queries
+        asked = stats.transfers.queried_tokens - old.transfers.queried_tokens
         if asked > 0:
-            self._external_hit_rate = (stats.external_prefix_cache_hits - old.external_prefix_cache_hits) / asked
-        usage = stats.held_pages / stats.num_pages if stats.num_pages else 0.0
+            self._external_hit_rate = (stats.transfers.received_tokens - old.transfers.received_tokens) / asked
+        usage = stats.pool.held_pages / stats.pool.num_pages if stats.pool.num_pages else 0.0
         return (
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "

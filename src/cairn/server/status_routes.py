@@ -70,10 +70,12 @@ async def version(service: ServiceDep) -> dict[str, str]:
 async def server_info(service: ServiceDep) -> dict[str, Any]:
     """What was built, and the limits of requests. No keys."""
     options, limits = service.options, service.limits
+    engine = msgspec.to_builtins(service.engine.info)
+    cache = engine.pop("cache")
     return {
         "version": __version__,
         "model_name": options.model_name,
-        "engine": msgspec.to_builtins(service.engine.info),
+        "engine": {**engine, **cache},
         "limits": {
             "max_open": service.gate.max_open,
             "max_body_bytes": options.max_body_bytes,

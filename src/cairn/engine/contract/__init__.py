@@ -10,7 +10,18 @@ asynchronous face. All records are msgspec structs, so the process wire is their
 from cairn.cache.view import MAX_SHOWN, CacheView
 from cairn.engine.contract.config import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig
 from cairn.engine.contract.faces import EngineClient
-from cairn.engine.contract.info import STEP_SIZES, EngineInfo, EngineStats
+from cairn.engine.contract.info import (
+    STEP_SIZES,
+    CacheInfo,
+    EngineInfo,
+    EngineStats,
+    ImageStats,
+    PoolStats,
+    PrefixCacheStats,
+    StepStats,
+    TokenStats,
+    TransferStats,
+)
 from cairn.engine.contract.output import (
     CacheReport,
     FinishReason,
@@ -45,6 +56,7 @@ __all__ = [
     "RANGES",
     "STEP_SIZES",
     "Breakpoint",
+    "CacheInfo",
     "CacheReport",
     "CacheView",
     "EngineClient",
@@ -55,11 +67,15 @@ __all__ = [
     "GenerateOutput",
     "GenerateRequest",
     "ImageInput",
+    "ImageStats",
     "KvEventsConfig",
     "KvTransferConfig",
     "Pixels",
+    "PoolStats",
+    "PrefixCacheStats",
     "RenderedPrompt",
     "RequestLogConfig",
+    "StepStats",
     "StopConditions",
     "Structure",
     "TemplateValue",
@@ -67,6 +83,8 @@ __all__ = [
     "TextTokenizer",
     "Timings",
     "TokenLogprobs",
+    "TokenStats",
     "TransferReport",
+    "TransferStats",
     "check_token_ids",
 ]

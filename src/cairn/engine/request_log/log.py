@@ -201,9 +201,9 @@ def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: F
         "salted": True,
         "layout": asdict(layout),
         "forward_sizes": asdict(sizes),
-        "budget_bytes": info.num_pages * layout.page_bytes,
+        "budget_bytes": info.cache.num_pages * layout.page_bytes,
         "policy": {
-            "placement": info.mamba_cache_mode if info.enable_prefix_caching else "none",
+            "placement": info.cache.mamba_cache_mode if info.cache.enable_prefix_caching else "none",
             "eviction": config.eviction,
             "exact": info.exact,
         },
