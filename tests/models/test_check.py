@@ -165,7 +165,7 @@ def test_unserved_parts_are_counted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, NANO, headers, num_shards=1)
     report = check(tmp_path)
     assert report.ok
-    assert report.accounting.ignored == 1
+    assert report.accounting.num_ignored == 1
     assert "1 ignored" in rendered(tmp_path)
 
 

@@ -18,7 +18,7 @@ def test_published_shapes(tmp_path: Path) -> None:
     report = check(tmp_path)
     assert report.ok, report.accounting.problems[:3]
     assert report.layers == {"gated delta net": 30, "gated attention": 10}
-    assert report.accounting.ignored == 785  # multi-token prediction
+    assert report.accounting.num_ignored == 785  # multi-token prediction
     assert report.num_tensors == len(headers)
     assert report.dtype == "bfloat16"
     assert report.parameters == sum(_count(shape) for name, (_, shape) in headers.items() if _served(name))

@@ -169,9 +169,9 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
 
 def _tensor_row(report: CheckReport) -> str:
     stored = ", ".join(f"{count:,} {dtype}" for dtype, count in report.stored_dtypes.items())
-    found = report.accounting
-    ignored = f", {found.ignored:,} ignored" if found.ignored else ""
-    state = "every one accounted for" if report.ok else _count(len(found.problems), "problem")
+    accounting = report.accounting
+    ignored = f", {accounting.num_ignored:,} ignored" if accounting.num_ignored else ""
+    state = "every one accounted for" if report.ok else _count(len(accounting.problems), "problem")
     return f"{report.num_tensors:,} in {report.num_files} files ({stored}{ignored}): {state}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cairn.errors import ModelError
-from cairn.models.weights.quantization import Quantization, consumed, stored
+from cairn.models.weights.quantization import Quantization, used_tensors
 from cairn.models.weights.tensor_headers import read_headers
 
 _IDENTITY = b"cairn/weights/1"
@@ -30,20 +30,18 @@ def weights_identity(folder: Path, names: Iterable[str], quantization: Quantizat
     digest = hashlib.sha256(_IDENTITY)
     offsets: dict[str, tuple[int, int]] = {}
     samples: dict[str, bytes] = {}
-    asked = list(names)
-    for name in asked:
-        if stored(headers, name, quantization) is None:
-            raise ModelError(f"{folder}: {name} is missing")
-    wanted = sorted(consumed(headers, asked, quantization))
-    for file in sorted({headers[name].file for name in wanted}):
+    expected = list(names)
+    if missing := [name for name in expected if name not in headers]:
+        raise ModelError(f"{folder}: {missing[0]} is missing")
+    used = sorted(used_tensors(headers, expected, quantization))
+    for file in sorted({headers[name].file for name in used}):
         try:
             with (folder / file).open("rb") as opened:
                 offsets |= _offsets(opened)
-                mine = [name for name in wanted if headers[name].file == file]
-                samples |= {name: _sample(opened, *offsets[name]) for name in mine}
+                samples |= {name: _sample(opened, *offsets[name]) for name in used if headers[name].file == file}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ModelError(f"{folder / file}: cannot be read: {error}") from error
-    for name in wanted:
+    for name in used:
         header = headers[name]
         for part in (name.encode(), header.dtype.encode(), str(header.shape).encode(), samples[name]):
             digest.update(len(part).to_bytes(8, "little") + part)

@@ -17,7 +17,14 @@ from safetensors import safe_open
 from cairn.errors import ModelError
 from cairn.models.served_dtype import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
-from cairn.models.weights.quantization import FP8, Quantization, Stored, consumed, dequantized, scale_problem, stored
+from cairn.models.weights.quantization import (
+    FP8,
+    Quantization,
+    dequantize,
+    find_scale,
+    find_scale_problem,
+    used_tensors,
+)
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -35,20 +42,11 @@ READABLE = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """A checkpoint's tensors against the ones its config calls for, a sentence for each that is wrong.
+    """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong.
+    `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads."""
 
-    `ignored` counts those of parts that are not served, such as multi-token prediction heads.
-    """
-
-    missing: tuple[str, ...]
-    unknown: tuple[str, ...]
-    misshapen: tuple[str, ...]
-    unreadable: tuple[str, ...]
-    ignored: int
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return self.misshapen + self.unreadable + self.missing + self.unknown
+    problems: tuple[str, ...]
+    num_ignored: int
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -75,42 +73,29 @@ def account(
     quantization: Quantization | None = None,
 ) -> Accounting:
     """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
-    misshapen, unreadable, missing = [], [], []
-    for name, shape in expected.items():
-        source = stored(headers, name, quantization)
-        if source is None:
-            missing.append(f"{name} {list(shape)} is missing")
-        elif source.header.shape != shape:
-            misshapen.append(_misshapen(source, name, shape))
-        elif problem := _unreadable(headers, source, name, quantization):
-            unreadable.append(problem)
-    used = consumed(headers, expected, quantization)
-    extra = headers.keys() - used
+    found = (find_problem(headers, name, shape, quantization) for name, shape in expected.items())
+    problems = sorted(filter(None, found), key=lambda problem: (problem.endswith("is missing"), problem))
+    extra = headers.keys() - used_tensors(headers, expected, quantization)
     unknown = [name for name in extra if not name.startswith(ignored)]
-    return Accounting(
-        missing=tuple(sorted(missing)),
-        unknown=tuple(f"{headers[name].file}: {name} is not part of this architecture" for name in sorted(unknown)),
-        misshapen=tuple(sorted(misshapen)),
-        unreadable=tuple(sorted(unreadable)),
-        ignored=len(extra) - len(unknown),
-    )
+    problems += [f"{headers[name].file}: {name} is not part of this architecture" for name in sorted(unknown)]
+    return Accounting(tuple(problems), len(extra) - len(unknown))
 
 
-def _misshapen(source: Stored, name: str, shape: tuple[int, ...]) -> str:
-    found = source.header
-    return f"{found.file}: {name} has shape {list(found.shape)}, config.json makes it {list(shape)}"
-
-
-def _unreadable(
-    headers: Mapping[str, TensorHeader], source: Stored, name: str, quantization: Quantization | None
+def find_problem(
+    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
 ) -> str | None:
-    found = source.header
-    if found.dtype == FP8:
-        problem = scale_problem(headers, name, source, quantization)
-        return f"{found.file}: {name} {problem}" if problem else None
-    if found.dtype in READABLE:
+    """Why the tensor `name` cannot be read with this shape, in a sentence, or None."""
+    header = headers.get(name)
+    if header is None:
+        return f"{name} {list(shape)} is missing"
+    if header.shape != shape:
+        return f"{header.file}: {name} has shape {list(header.shape)}, config.json makes it {list(shape)}"
+    if header.dtype == FP8:
+        problem = find_scale_problem(headers, name, quantization)
+        return f"{header.file}: {name} {problem}" if problem else None
+    if header.dtype in READABLE:
         return None
-    return f"{found.file}: {name} is {found.dtype}; only {', '.join(READABLE)} can be read"
+    return f"{header.file}: {name} is {header.dtype}; only {', '.join(READABLE)} can be read"
 
 
 class WeightReader:
@@ -167,43 +152,40 @@ class WeightReader:
 
         Raises ModelError naming tensor and file.
         """
-        source = stored(self.headers, name, self._quantization)
-        if source is None:
-            raise ModelError(f"{self._folder}: {name} {list(shape)} is missing")
-        if source.header.shape != shape:
-            raise ModelError(_misshapen(source, name, shape))
-        if problem := _unreadable(self.headers, source, name, self._quantization):
-            raise ModelError(problem)
+        if problem := find_problem(self.headers, name, shape, self._quantization):
+            raise ModelError(f"{self._folder}: {problem}")
         try:
-            return self._read(name, source, shape, shard)
+            return self._read(name, shape, shard)
         except READ_ERRORS as error:
-            raise ModelError(f"{self._folder / source.header.file}: {name} cannot be read: {error}") from error
+            raise ModelError(f"{self._folder / self.headers[name].file}: {name} cannot be read: {error}") from error
 
-    def _read(self, name: str, source: Stored, shape: tuple[int, ...], shard: TensorShard | None) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> torch.Tensor:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
+        everything = tuple(slice(0, length) for length in shape)
         if shard is None:
-            return self._numbers(name, source, tuple(slice(0, length) for length in shape)).to(dtype, copy=True)
+            return self._numbers(name, everything).to(dtype, copy=True)
         out = torch.empty(shard.shape(shape), dtype=dtype)
         place = 0
         for begin, end in shard.slices:
             if begin < end:
-                wanted = [slice(0, length) for length in shape]
-                wanted[shard.dim] = slice(begin, end)
-                out.narrow(shard.dim, place, end - begin).copy_(self._numbers(name, source, tuple(wanted)))
+                part = (*everything[: shard.dim], slice(begin, end), *everything[shard.dim + 1 :])
+                out.narrow(shard.dim, place, end - begin).copy_(self._numbers(name, part))
             place += end - begin
         return out
 
-    def _numbers(self, name: str, source: Stored, wanted: tuple[slice, ...]) -> torch.Tensor:
-        """These places of a tensor, as they are stored, or in float32 where they are quantized."""
-        file = self._file(source.header.file)
-        if all(part == slice(0, length) for part, length in zip(wanted, source.header.shape, strict=True)):
+    def _numbers(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, as it is stored, or in float32 where it is quantized."""
+        header = self.headers[name]
+        file = self._file(header.file)
+        if all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True)):
             values: torch.Tensor = file.get_tensor(name)
         else:
-            values = file.get_slice(name)[wanted]
-        if source.scale is None or self._quantization is None:
+            values = file.get_slice(name)[part]
+        scale = find_scale(self.headers, name, self._quantization)
+        if scale is None or self._quantization is None:
             return values
-        scale = self._file(self.headers[source.scale].file).get_tensor(source.scale)
-        return dequantized(values, scale, wanted[0], wanted[1], self._quantization.block)
+        factors = self._file(self.headers[scale].file).get_tensor(scale)
+        return dequantize(values, factors, part[0], part[1], self._quantization.block)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -1,4 +1,4 @@
-"""Which quantization a checkpoint says it has. Two are read, both with FP8 (e4m3) weights:
+"""Quantized checkpoints. Two forms are read, both with FP8 (e4m3) weights:
 
 fp8         Qwen's and DeepSeek's: `weight_scale_inv`, one factor for each block of 128 x 128 numbers
             (transformers' FineGrainedFP8Config; `quantization_config` of config.json)
@@ -44,97 +44,77 @@ def read_quantization(folder: Path, raw: Mapping[str, object]) -> Quantization |
 
     Raises ModelError that names the field of a quantization that is not read.
     """
-    given = raw.get("quantization_config")
-    if given is None:
+    fields = raw.get("quantization_config")
+    if fields is None:
         path = folder / MODELOPT_FILE
         return _modelopt(MODELOPT_FILE, read_json(path).get("quantization")) if path.exists() else None
-    if not isinstance(given, Mapping):
-        raise ModelError(f"config.json: quantization_config must be an object, not {type(given).__name__}")
-    method = given.get("quant_method")
+    if not isinstance(fields, Mapping):
+        raise ModelError(f"config.json: quantization_config must be an object, not {type(fields).__name__}")
+    method = fields.get("quant_method")
     if method == "modelopt":
-        return _modelopt("config.json: quantization_config", given)
+        return _modelopt("config.json: quantization_config", fields)
     if method != "fp8":
         raise ModelError(f"config.json: quant_method {method!r} is not read; known: fp8, modelopt")
-    fields = Fields(given)
-    fields.only("fmt", "e4m3")
-    block = fields.integers("weight_block_size", 1, MAX_BLOCK)
+    Fields(fields).only("fmt", "e4m3")
+    block = Fields(fields).integers("weight_block_size", 1, MAX_BLOCK)
     if len(block) != 2:
         raise ModelError(f"config.json: weight_block_size must be two numbers, as [128, 128], not {list(block)}")
     return Quantization((block[0], block[1]))
 
 
-def _modelopt(where: str, given: object) -> Quantization:
-    algorithm = given.get("quant_algo") if isinstance(given, Mapping) else None
+def _modelopt(where: str, fields: object) -> Quantization:
+    algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else None
     if algorithm != "FP8":
         raise ModelError(f"{where}: quant_algo {algorithm!r} is not read; known: FP8")
     return Quantization(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """`header`: the tensor of the file that has it. `scale`: the name of its factors."""
-
-    header: TensorHeader
-    scale: str | None = None
-
-
-def stored(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> Stored | None:
-    """Where the tensor `name` is, or None where it is nowhere."""
-    header = headers.get(name)
-    if header is None:
+def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> str | None:
+    """The name of the tensor with the factors of a stored FP8 weight, or None where there is none."""
+    header = headers[name]
+    if quantization is None or header.dtype != FP8 or not name.endswith(_WEIGHT) or len(header.shape) != 2:
         return None
-    if header.dtype == FP8 and quantization is not None and name.endswith(_WEIGHT) and len(header.shape) == 2:
-        scale = f"{name.removesuffix(_WEIGHT)}.{quantization.scale}"
-        return Stored(header, scale if scale in headers else None)
-    return Stored(header)
+    scale = f"{name.removesuffix(_WEIGHT)}.{quantization.scale}"
+    return scale if scale in headers else None
 
 
-def consumed(
+def used_tensors(
     headers: Mapping[str, TensorHeader], expected: Iterable[str], quantization: Quantization | None
 ) -> set[str]:
-    """The stored tensors that are `expected` or belong to such ones."""
-    found = set()
-    for name in expected:
-        source = stored(headers, name, quantization)
-        if source is None:
+    """The stored tensors that are `expected`, or factors of such ones."""
+    used = set()
+    for name in headers.keys() & set(expected):
+        used.add(name)
+        if quantization is None or not name.endswith(_WEIGHT):
             continue
-        found.add(name)
-        if quantization is not None and name.endswith(_WEIGHT):
-            found |= {each for each in _companions(name, quantization, source) if each in headers}
-    return found
+        base, scale = name.removesuffix(_WEIGHT), find_scale(headers, name, quantization)
+        if scale is not None:
+            used |= {scale, f"{base}.input_scale"} if quantization.block is None else {scale}
+        # Those of keys and values are there whether the projection is quantized or not.
+        if base.endswith((".k_proj", ".v_proj")):
+            used.add(f"{base}.{base[-6]}_scale")
+    return used & headers.keys()
 
 
-def _companions(name: str, quantization: Quantization, source: Stored) -> list[str]:
-    """The factors of a weight. Those of keys and values are there whether the projection is quantized or not."""
-    base = name.removesuffix(_WEIGHT)
-    kept = [f"{base}.{base[-6]}_scale"] if base.endswith((".k_proj", ".v_proj")) else []
-    if source.scale is None:
-        return kept
-    return [source.scale, *kept, *([f"{base}.input_scale"] if quantization.block is None else [])]
-
-
-def scale_problem(
-    headers: Mapping[str, TensorHeader], name: str, source: Stored, quantization: Quantization | None
-) -> str | None:
-    """What is wrong with an FP8 tensor's factors, in a sentence, or None."""
+def find_scale_problem(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> str | None:
+    """What is wrong with the factors of a stored FP8 tensor, in a sentence, or None."""
     if quantization is None:
         return f"is {FP8}, but config.json has no quantization_config that says how it is scaled"
     if not name.endswith(_WEIGHT):
         return f"is {FP8}, which only matrices named .weight are read as"
-    if source.scale is None:
+    scale = find_scale(headers, name, quantization)
+    if scale is None:
         return f"is {FP8}, but its {quantization.scale} is missing"
-    header = headers[source.scale]
-    wanted: tuple[tuple[int, ...], ...] = ((), (1,))
+    header = headers[scale]
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,))
     if quantization.block is not None:
-        wanted = (tuple(-(-n // size) for n, size in zip(source.header.shape, quantization.block, strict=True)),)
-    if header.shape not in wanted or header.dtype not in ("F32", "BF16"):
-        return (
-            f"is {FP8} with {quantization.scale} {header.dtype} {list(header.shape)} instead of F32 {list(wanted[0])}"
-        )
-    return None
+        shapes = (tuple(-(-n // size) for n, size in zip(headers[name].shape, quantization.block, strict=True)),)
+    if header.shape in shapes and header.dtype in ("F32", "BF16"):
+        return None
+    return f"is {FP8} with {quantization.scale} {header.dtype} {list(header.shape)} instead of F32 {list(shapes[0])}"
 
 
-def dequantized(values: Tensor, scale: Tensor, rows: slice, columns: slice, block: tuple[int, int] | None) -> Tensor:
+def dequantize(values: Tensor, scale: Tensor, rows: slice, columns: slice, block: tuple[int, int] | None) -> Tensor:
     """values: float8 [rows, columns] at these places of a weight; scale: its factors, all of them -> float32.
 
     A cut may begin and end inside a block.
