@@ -17,8 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from cairn.kernels.cuda.device import Limits  # noqa: E402
 from cairn.kernels.cuda_support import MIN_CAPABILITY  # noqa: E402
-
-MODULES = ("attention", "conv", "elementwise", "experts", "gdn", "norms", "routers", "ssd", "write_kv")
+from kernels.cuda_configurations import CONFIGURATIONS, configurations  # noqa: E402
 
 GPUS: Mapping[int, Limits] = {80: Limits(108, 166_912), 90: Limits(132, 232_448), 100: Limits(148, 232_448)}
 """By compute capability: an A100's, an H100's and a B200's multiprocessors and shared memory."""
@@ -74,15 +73,14 @@ def variants(name: str, gpu: Limits) -> list[Variant]:
         if hasattr(module, "limits"):
             patch.setattr(module, "limits", lambda: gpu)
         found = {
-            Variant(kernel, *(tuple(sorted(part.items())) for part in parts))
-            for kernel, *parts in module.configurations()
+            Variant(kernel, *(tuple(sorted(part.items())) for part in parts)) for kernel, *parts in configurations(name)
         }
     return sorted(found, key=lambda each: each.sort_key)
 
 
 def every_variant() -> Iterator[Any]:
     for capability, gpu in GPUS.items():
-        for name in MODULES if capability == EVERYTHING else TENSOR_CORES:
+        for name in CONFIGURATIONS if capability == EVERYTHING else TENSOR_CORES:
             for number, variant in enumerate(variants(name, gpu)):
                 if capability == EVERYTHING or ("PAGE_SIZE", 16) not in variant.constants:
                     label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
@@ -107,8 +105,8 @@ def test_a_variant_compiles_and_fits(capability: int, variant: Variant) -> None:
 
 
 def test_every_kernel_has_variants() -> None:
-    """A kernel that is launched but not named by `configurations` would be compiled nowhere."""
-    for name in MODULES:
+    """A kernel that is launched but not named by `cuda_configurations` would be compiled nowhere."""
+    for name in CONFIGURATIONS:
         module = import_module(f"cairn.kernels.cuda.{name}")
         kernels = {key for key, value in vars(module).items() if key.endswith("_kernel") and hasattr(value, "params")}
         assert kernels == {each.kernel.fn.__name__ for each in variants(name, GPUS[90])}

@@ -1,9 +1,8 @@
-"""No kernel is launched at the shapes of Nemotron-3-Nano-30B-A3B and Qwen3.5-35B-A3B with constants or options that its
-module's `configurations` does not name: what is compiled without a GPU is what a GPU will be asked for."""
+"""No kernel is launched at the shapes of Nemotron-3-Nano-30B-A3B and Qwen3.5-35B-A3B with constants or options that
+`cuda_configurations` does not name: what is compiled without a GPU is what a GPU will be asked for."""
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ if not INTERPRETED:
 from benchmarks import gpu_kernels
 
 from cairn.kernels import cuda
-
-MODULES = ("attention", "conv", "elementwise", "experts", "gdn", "norms", "routers", "ssd", "write_kv")
+from kernels.cuda_configurations import CONFIGURATIONS, configurations
 
 Launch = tuple[str, frozenset[tuple[str, object]]]
 """A kernel's name behind its module's, its constants and options."""
@@ -38,10 +36,10 @@ class Recorder:
         return launch
 
 
-def named(module: Any, name: str) -> set[Launch]:
+def named(name: str) -> set[Launch]:
     return {
         (f"{name}.{kernel.fn.__name__}", frozenset({**constants, **options}.items()))
-        for kernel, _, constants, options in module.configurations()
+        for kernel, _, constants, options in configurations(name)
     }
 
 
@@ -55,14 +53,14 @@ def test_every_launch_at_models_shapes_is_a_named_configuration(monkeypatch: pyt
     monkeypatch.setattr(gpu_kernels, "random", one_number)
     known: set[Launch] = set()
     launches: set[Launch] = set()
-    for name in MODULES:
+    for name in CONFIGURATIONS:
         module = import_module(f"cairn.kernels.cuda.{name}")
-        known |= named(module, name)
+        known |= named(name)
         for key in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, key, Recorder(f"{name}.{key}", launches))
     for case in gpu_kernels.cases(tuple(gpu_kernels.MODELS)):
         if case.load.num_rows <= 8192:
             case.call(cuda, case.operands(0))()
-    assert {name.partition(".")[0] for name, _ in launches} == {*MODULES}
+    assert {name.partition(".")[0] for name, _ in launches} == {*CONFIGURATIONS}
     unknown = launches - known
     assert not unknown, unknown

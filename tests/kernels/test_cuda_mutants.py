@@ -72,7 +72,7 @@ MUTANTS = (
     *(
         Mutant(
             "a snapshot at a chunk's end is of the chunk before",
-            scan,
+            "scalars",
             "(start % 64 + here) // 64, num_chunks",
             "(start % 64 + here - 1) // 64, num_chunks",
             (scan,),
@@ -82,9 +82,9 @@ MUTANTS = (
     *(
         Mutant(
             "every snapshot's loop begins at chunk 0",
-            scan,
-            "tl.range((start % 64 + before) // 64, stop",
-            "tl.range(0, stop",
+            "scalars",
+            "return (start % 64 + before) // 64, stop",
+            "return 0, stop",
             (scan,),
         )
         for scan in ("ssd", "gdn")
@@ -203,21 +203,35 @@ MUTANTS = (
 )
 
 
-def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> ModuleType:
-    """The CUDA backend with one module's source changed. Triton reads kernels' sources from files."""
-    original = sys.modules[f"cairn.kernels.cuda.{name}"]
+def source_of(name: str) -> str:
+    return Path(str(sys.modules[f"cairn.kernels.cuda.{name}"].__file__)).read_text()
+
+
+def load(folder: Path, name: str, source: str) -> ModuleType:
+    """Triton reads kernels' sources from files."""
     path = folder / f"changed_{name}.py"
-    path.write_text(change(Path(str(original.__file__)).read_text()))
+    path.write_text(source)
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    changed = module_from_spec(spec)
-    spec.loader.exec_module(changed)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> ModuleType:
+    """The CUDA backend with one module's source changed."""
+    changed = [load(folder, name, change(source_of(name)))]
     if name == "metadata":
         # The other modules ask for theirs.
-        changed.__dict__["CudaMetadata"] = original.__dict__["CudaMetadata"]
+        changed[0].__dict__["CudaMetadata"] = sys.modules["cairn.kernels.cuda.metadata"].__dict__["CudaMetadata"]
+    if name == "scalars":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "cairn.kernels.cuda.scalars", changed[0])
+            changed = [load(folder, scan, source_of(scan)) for scan in ("ssd", "gdn")]
     backend = ModuleType("changed")
     backend.__dict__.update({each: getattr(CUDA, each) for each in CUDA.__all__})
-    backend.__dict__.update({each: value for each, value in vars(changed).items() if each in CUDA.__all__})
+    for module in changed:
+        backend.__dict__.update({each: value for each, value in vars(module).items() if each in CUDA.__all__})
     return backend
 
 
@@ -231,7 +245,7 @@ def build_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return build
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.module}: {mutant.name}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.module}: {mutant.name}, {mutant.found_by}")
 def test_a_mutant_is_found(mutant: Mutant, build_backend: Callable[[str, Callable[[str], str]], ModuleType]) -> None:
     def changed(source: str) -> str:
         assert mutant.text in source, f"{mutant.module} no longer has {mutant.text!r}"

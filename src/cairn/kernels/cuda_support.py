@@ -23,16 +23,7 @@ def check_device(dtype: torch.dtype, head_dim: int) -> None:
             f"the CUDA backend needs Triton, which cannot be imported ({error}): install torch for CUDA, which brings "
             "it, or 'triton>=3.6,<4' beside the torch that is installed"
         ) from error
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"the CUDA backend computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}: ask for "
-            "one of them with --dtype"
-        )
-    if head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"the CUDA backend's attention takes heads of at most {MAX_HEAD_DIM} numbers, and the model's have "
-            f"{head_dim} (head_dim in its config.json): serve it with the CPU's kernels"
-        )
+    check_model(dtype, head_dim)
     if triton.knobs.runtime.interpret:
         return
     if torch.version.cuda is None:
@@ -49,6 +40,20 @@ def check_device(dtype: torch.dtype, head_dim: int) -> None:
         raise ConfigError(
             f"{torch.cuda.get_device_name()} has compute capability {_dotted(capability)}, and the CUDA backend needs "
             f"{_dotted(MIN_CAPABILITY)} (Ampere) or newer: choose another one with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def check_model(dtype: torch.dtype, head_dim: int) -> None:
+    """Raises ConfigError if the kernels take no model of `dtype` whose attention heads have `head_dim` numbers."""
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"the CUDA backend computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}: ask for "
+            "one of them with --dtype"
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"the CUDA backend's attention takes heads of at most {MAX_HEAD_DIM} numbers, and the model's have "
+            f"{head_dim} (head_dim in its config.json): serve it with the CPU's kernels"
         )
 
 

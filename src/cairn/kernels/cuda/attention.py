@@ -9,7 +9,6 @@ A prefill row's result does not depend on the rest of the batch: tiles lie on th
 added block by block from position 0 on. A decode's depends on the split length.
 """
 
-from collections.abc import Iterator
 from math import log2
 from typing import Any
 
@@ -17,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cuda.device import limits, power_of_2
+from cairn.kernels.cuda.device import kernel, limits, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
-from cairn.kernels.cuda_support import MAX_HEAD_DIM
+from cairn.kernels.cuda_support import check_model
 
 _TILE_ROWS = (64, 128)
 """Of a prefill tile in bfloat16, tokens times the group's query heads: with heads of at most 128, and with wider ones,
@@ -40,10 +38,6 @@ PROGRAMS_PER_MULTIPROCESSOR = 3
 
 _COMBINED = (16, 64)
 """Parts that are put together at a time: of few, and of more."""
-
-_VARYING = ("chunk_seqs", "chunk_rows", "cu_seqlens", "seq_starts", "seq_lens", "slots", "num_splits")
-"""Arguments of which a kernel is not to know whether they are multiples of 16: tables that may lie anywhere in a step's
-copy to the device would otherwise have it compiled anew in the middle of serving."""
 
 
 @triton.jit
@@ -76,28 +70,11 @@ def _rows(x, offsets, mask, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, MASKED: 
 
 @triton.jit
 def _attend(
-    total,
-    largest,
-    weight,
-    pages,
-    q,
-    seen,
-    first,
-    end,
-    table,
-    keys,
-    values,
-    key_page,
-    key_token,
-    value_page,
-    value_token,
-    SCALE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    total, largest, weight, pages, q, seen, first, end, table, keys, values,
+    key_page, key_token, value_page, value_token,
+    SCALE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the keys at positions [first, first + BLOCK) to the weighted values' total, the largest score and the sum of
     the weights of each row; `pages` are the block's, and the next one's are given back: loads of keys and values can
     then be sent for some blocks ahead without waiting for the table. If MASKED, a row's keys at and behind `seen` do
@@ -119,38 +96,14 @@ def _attend(
     return total, new_largest, weight, _pages(table, first + BLOCK, end, PAGE_SIZE, BLOCK)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _prefill_kernel(
-    q,
-    keys,
-    values,
-    out,
-    table,
-    chunk_seqs,
-    chunk_rows,
-    cu_seqlens,
-    seq_starts,
-    slots,
-    q_row,
-    q_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    table_row,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHUNK_TOKENS: tl.constexpr,
-    SCALE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q, keys, values, out, table, chunk_seqs, chunk_rows, cu_seqlens, seq_starts, slots,
+    q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # The last chunks of a prompt see most keys: they begin first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = program % KV_HEADS
@@ -185,52 +138,14 @@ def _prefill_kernel(
     seen_by_all = (first_position + 1) // BLOCK * BLOCK
     for first in range(0, seen_by_all, BLOCK):
         total, largest, weight, pages = _attend(
-            total,
-            largest,
-            weight,
-            pages,
-            queries,
-            seen,
-            first,
-            end,
-            own_table,
-            own_keys,
-            own_values,
-            key_page,
-            key_token,
-            value_page,
-            value_token,
-            SCALE,
-            DIM,
-            DIM_BLOCK,
-            PAGE_SIZE,
-            BLOCK,
-            False,
-        )
+            total, largest, weight, pages, queries, seen, first, end, own_table, own_keys, own_values,
+            key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, False,
+        )  # fmt: skip
     for first in range(seen_by_all, end, BLOCK):
         total, largest, weight, pages = _attend(
-            total,
-            largest,
-            weight,
-            pages,
-            queries,
-            seen,
-            first,
-            end,
-            own_table,
-            own_keys,
-            own_values,
-            key_page,
-            key_token,
-            value_page,
-            value_token,
-            SCALE,
-            DIM,
-            DIM_BLOCK,
-            PAGE_SIZE,
-            BLOCK,
-            True,
-        )
+            total, largest, weight, pages, queries, seen, first, end, own_table, own_keys, own_values,
+            key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, True,
+        )  # fmt: skip
 
     dims = tl.arange(0, DIM_BLOCK)
     places = (rows.to(tl.int64) * (KV_HEADS * GROUP) + heads) * DIM
@@ -239,36 +154,14 @@ def _prefill_kernel(
     tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _decode_kernel(
-    q,
-    keys,
-    values,
-    out,
-    parts,
-    part_weights,
-    table,
-    slots,
-    seq_lens,
-    q_row,
-    q_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    table_row,
+    q, keys, values, out, parts, part_weights, table, slots, seq_lens,
+    q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
     split_length,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    SCALE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     split = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -292,28 +185,9 @@ def _decode_kernel(
     # One loop with masks: a tail of its own would have to wait for its loads.
     for first in range(begin, end, BLOCK):
         total, largest, weight, pages = _attend(
-            total,
-            largest,
-            weight,
-            pages,
-            queries,
-            seen,
-            first,
-            end,
-            own_table,
-            own_keys,
-            own_values,
-            key_page,
-            key_token,
-            value_page,
-            value_token,
-            SCALE,
-            DIM,
-            DIM_BLOCK,
-            PAGE_SIZE,
-            BLOCK,
-            True,
-        )
+            total, largest, weight, pages, queries, seen, first, end, own_table, own_keys, own_values,
+            key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, True,
+        )  # fmt: skip
 
     dims = tl.arange(0, DIM_BLOCK)
     mask = (members < GROUP)[:, None] & (dims < DIM)[None, :]
@@ -327,18 +201,11 @@ def _decode_kernel(
         tl.store(out + rows[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _combine_kernel(
-    parts,
-    part_weights,
-    seq_lens,
-    out,
-    split_length,
-    num_splits,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    parts, part_weights, seq_lens, out, split_length, num_splits,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The parts' outputs, weighted by their sums of weights, of which the logarithm to base 2 is known."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -419,12 +286,8 @@ def split_length(num_decodes: int, kv_heads: int, longest: int, multiprocessors:
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
-    """See `Kernels.attention`."""
-    if q.dtype not in (torch.bfloat16, torch.float32) or not q.dtype == keys.dtype == values.dtype:
-        dtypes = f"{q.dtype}, {keys.dtype} and {values.dtype}"
-        raise ValueError(f"attention takes queries, keys and values in bfloat16 or all in float32, not {dtypes}")
-    if q.shape[2] > MAX_HEAD_DIM:
-        raise ValueError(f"attention takes heads of at most {MAX_HEAD_DIM} elements, not {q.shape[2]}")
+    """See `Kernels.attention`. Raises ConfigError for a dtype or a head dim that the kernels do not take."""
+    check_model(q.dtype, q.shape[2])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     if metadata.num_chunks:
@@ -440,20 +303,9 @@ def _prefill(
     kv_heads, page_size = keys.shape[1:3]
     constants, options = _prefill_tile(q.dtype, q.shape[1], kv_heads, q.shape[2], page_size)
     _prefill_kernel[(metadata.num_chunks * (CHUNK // constants["TOKENS"]) * kv_heads,)](
-        q,
-        keys,
-        values,
-        out,
-        table,
-        metadata.chunk_seqs,
-        metadata.chunk_rows,
-        batch.cu_seqlens,
-        batch.seq_starts,
-        batch.slots,
-        *q.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        table.stride(0),
+        *(q, keys, values, out, table),
+        *(metadata.chunk_seqs, metadata.chunk_rows, batch.cu_seqlens, batch.seq_starts, batch.slots),
+        *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0)),
         **constants,
         **options,
     )
@@ -474,61 +326,16 @@ def _decode(
         parts = torch.empty((num_decodes, heads, splits, dim), dtype=torch.float32, device=q.device)
         part_weights = torch.empty((num_decodes, heads, splits), dtype=torch.float32, device=q.device)
     _decode_kernel[(splits, kv_heads, num_decodes)](
-        q,
-        keys,
-        values,
-        out,
-        parts,
-        part_weights,
-        table,
-        batch.slots,
-        batch.seq_lens,
-        *q.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        table.stride(0),
-        length,
+        *(q, keys, values, out, parts, part_weights, table, batch.slots, batch.seq_lens),
+        *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0), length),
         **constants,
         **options,
     )
     if split:
         _combine_kernel[(heads, num_decodes)](
-            parts,
-            part_weights,
-            batch.seq_lens,
-            out,
-            length,
-            splits,
+            *(parts, part_weights, batch.seq_lens, out, length, splits),
             DIM=dim,
             DIM_BLOCK=constants["DIM_BLOCK"],
             BLOCK=_COMBINED[splits > _COMBINED[0]],
             num_warps=4,
         )
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Every variant at models' shapes: kernel, types of its arguments, constants, options."""
-    for dtype, model in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for heads, kv_heads, dim in ((32, 8, 64), (14, 2, 64), (32, 8, 128), (32, 2, 128), (16, 2, 256), (16, 4, 256)):
-            for page_size in (16, 64):
-                constants, options = _prefill_tile(dtype, heads, kv_heads, dim, page_size)
-                yield _prefill_kernel, _signature(_prefill_kernel, model), constants, options
-                for split in (False, True):
-                    constants, options = _decode_tile(dtype, heads, kv_heads, dim, page_size, split)
-                    parts = {} if not split else {"parts": "*fp32", "part_weights": "*fp32"}
-                    yield _decode_kernel, _signature(_decode_kernel, model, parts), constants, options
-            parts = {"parts": "*fp32", "part_weights": "*fp32"}
-            for block in _COMBINED:
-                combined: dict[str, object] = {"DIM": dim, "DIM_BLOCK": power_of_2(dim, 16), "BLOCK": block}
-                yield _combine_kernel, _signature(_combine_kernel, model, parts), combined, {"num_warps": 4}
-
-
-_TENSORS = frozenset({"q", "keys", "values", "out", "parts", "part_weights"})
-_TABLES = frozenset({"table", "chunk_seqs", "chunk_rows", "cu_seqlens", "seq_starts", "seq_lens", "slots"})
-
-
-def _signature(kernel: JITFunction, model: str, others: dict[str, str] | None = None) -> dict[str, str]:
-    """Types of a kernel's arguments: `model` that of tensors, unless `others` has it."""
-    names = [name for name in kernel.arg_names if name.islower()]
-    types = {name: model if name in _TENSORS else "*i32" if name in _TABLES else "i32" for name in names}
-    return types | (others or {})

@@ -2,21 +2,15 @@
 
 A token's taps are the last W - 1 inputs and itself; inputs before a sequence's first row are in its state. The bound is
 the memory: inputs are read once from it, further taps find them in the caches.
-
-Numbers of rows and sequences are not specialized on, here and in other modules: they are others at every step, and a
-variant for multiples of 16 would be compiled while requests wait.
 """
-
-from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.cuda.device import kernel, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 
 _ROWS = 16
@@ -55,26 +49,12 @@ def _store_window(target, window, channel, channels, W: tl.constexpr, TAPS: tl.c
     tl.store(target + (tap * channels)[:, None] + channel[None, :], window, mask=mask)
 
 
-@triton.jit
+@kernel
 def _decode_kernel(
-    x,
-    weight,
-    bias,
-    states,
-    out,
-    snapshots,
-    slots,
-    seq_starts,
-    seq_snapshots,
-    channels,
-    x_stride,
-    state_stride,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    W: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, weight, bias, states, out, snapshots, slots, seq_starts, seq_snapshots, channels,
+    x_stride, state_stride,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """One sequence's one row, its output and its state; sequence i has row i."""
     seq = tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -102,28 +82,14 @@ def _decode_kernel(
     _store_window(state, window, channel, channels, W, TAPS)
 
 
-@triton.jit(do_not_specialize=["first_row", "end_row"])
+@kernel
 def _prefill_kernel(
-    x,
-    weight,
-    bias,
-    states,
-    out,
-    row_seqs,
-    cu_seqlens,
-    slots,
-    seq_starts,
-    first_row,
-    end_row,
+    x, weight, bias, states, out, row_seqs, cu_seqlens, slots, seq_starts,
+    first_row, end_row,
     channels,
-    x_stride,
-    state_stride,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x_stride, state_stride,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """Outputs of some rows, which may be several sequences'."""
     row = first_row + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -154,24 +120,12 @@ def _prefill_kernel(
     tl.store(out + out_places, _activated(sums, SILU).to(out.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["first_seq"])
-def _move_states_kernel(
-    x,
-    states,
-    snapshots,
-    cu_seqlens,
-    slots,
-    seq_starts,
-    seq_snapshots,
-    snapshot_offsets,
-    first_seq,
-    channels,
-    x_stride,
-    state_stride,
-    W: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+@kernel
+def _update_states_kernel(
+    x, states, snapshots, cu_seqlens, slots, seq_starts, seq_snapshots, snapshot_offsets, first_seq, channels,
+    x_stride, state_stride,
+    W: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """One sequence's snapshots, and at last its new state: everything is read before that is written."""
     seq = first_seq + tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -229,7 +183,7 @@ def conv(
         )
         # Afterwards, because the rows of a sequence, which may be several programs', want the state before them.
         block = _block(channels, _DECODE_CHANNELS)
-        _move_states_kernel[(triton.cdiv(channels, block), num_prefills)](
+        _update_states_kernel[(triton.cdiv(channels, block), num_prefills)](
             *(x, states, snapshots),
             *(batch.cu_seqlens, batch.state_slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
             *(host.num_decodes, channels, x.stride(0), states.stride(0)),
@@ -243,23 +197,3 @@ def conv(
 
 def _block(channels: int, most: int) -> int:
     return min(power_of_2(channels, 16), most)
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    strides = {"channels": "i32", "x_stride": "i32", "state_stride": "i32"}
-    seqs = {"slots": "*i32", "seq_starts": "*i32"}
-    for model in ("*bf16", "*fp32"):
-        for width in (3, 4):
-            taps = {"TAPS": power_of_2(width - 1), "CHANNELS": _DECODE_CHANNELS}
-            rows = {"row_seqs": "*i32", "cu_seqlens": "*i32", **seqs, "first_row": "i32", "end_row": "i32"}
-            operands = {"x": model, "weight": "*fp32", "bias": "*fp32", "states": model, "out": model}
-            for has_bias in (False, True):
-                variant = {"HAS_BIAS": has_bias, "SILU": width == 4, "W": width}
-                signature = {**operands, "snapshots": model, **seqs, "seq_snapshots": "*i32", **strides}
-                yield _decode_kernel, signature, {**variant, **taps}, {"num_warps": 2}
-                tile = {"ROWS": _ROWS, "CHANNELS": _CHANNELS}
-                yield _prefill_kernel, {**operands, **rows, **strides}, {**variant, **tile}, {"num_warps": 4}
-            kept = {"seq_snapshots": "*i32", "snapshot_offsets": "*i32", "first_seq": "i32"}
-            signature = {"x": model, "states": model, "snapshots": model, "cu_seqlens": "*i32", **seqs, **kept}
-            yield _move_states_kernel, {**signature, **strides}, {"W": width, **taps}, {"num_warps": 2}

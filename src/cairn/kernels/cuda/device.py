@@ -36,6 +36,16 @@ def device() -> torch.device:
     return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
 
 
+VARYING = (
+    "num_rows", "num_decodes", "num_pairs", "num_splits", "first_snapshot", "first_row", "end_row", "first_seq"
+)  # fmt: skip
+"""Numbers that are others at every step: a kernel compiled for multiples of 16 of them would be compiled anew while
+requests wait. The tables of a step's copy to the device begin at multiples of 64 bytes."""
+
+kernel = triton.jit(do_not_specialize=list(VARYING))
+"""Decorator of what is launched."""
+
+
 def power_of_2(n: int, least: int = 1) -> int:
     """The smallest power of 2 that is at least n and `least`: what the extent of a block has to be."""
     return max(least, int(triton.next_power_of_2(n)))

@@ -1,20 +1,17 @@
 """Activations, gates and rotations (RoPE, arXiv 2104.09864): tiles of some rows and columns, computed in float32."""
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
-from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.cuda.device import kernel, power_of_2
 
 _TILE = 1024
 """Numbers of a program: 8 for each thread of 4 warps, 16 bytes of bfloat16."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _activation_kernel(
     x, y, out, num_rows, width, x_stride, y_stride, FUNCTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -38,25 +35,12 @@ def _activation_kernel(
     tl.store(out + (rows * width)[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _rope_kernel(
-    x,
-    cos,
-    sin,
-    out,
-    num_rows,
-    heads,
-    pairs,
-    width,
-    x_stride,
-    x_head_stride,
-    cos_stride,
-    sin_stride,
-    HAS_REST: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, cos, sin, out, num_rows, heads, pairs, width,
+    x_stride, x_head_stride, cos_stride, sin_stride,
+    HAS_REST: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """out [num_rows, width]; row r is head r % heads of token r // heads. REST: columns behind the pairs, padded."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens = rows // heads
@@ -132,20 +116,3 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x, cos, sin, out, tokens * heads, heads, pairs, width, *strides, **tile, num_warps=4
     )
     return out
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    options = {"num_warps": 4}
-    sizes = {"num_rows": "i32", "width": "i32", "x_stride": "i32", "y_stride": "i32"}
-    for model in ("*bf16", "*fp32"):
-        for width in (128, 1024, 4096):
-            for function in ("silu", "sigmoid", "sigmoid_of_one", "squared_relu"):
-                for y in {model, "*fp32"} if function == "silu" else {model}:
-                    operands = {"x": model, "y": y, "out": model}
-                    yield _activation_kernel, {**operands, **sizes}, {"FUNCTION": function, **_tile(width)}, options
-        rope_sizes = ("num_rows", "heads", "pairs", "width", "x_stride", "x_head_stride", "cos_stride", "sin_stride")
-        operands = {"x": model, "cos": "*fp32", "sin": "*fp32", "out": model}
-        for pairs, width in ((32, 64), (16, 128), (64, 128), (32, 256), (128, 256)):
-            signature = {**operands, **dict.fromkeys(rope_sizes, "i32")}
-            yield _rope_kernel, signature, dict(_rope_tile(pairs, width)), options

@@ -10,17 +10,13 @@ With few tokens the bound is the reading of the weights, and most experts have b
 of a matrix and a vector, and two launches do.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
 
 _FEW_TOKENS = 4
 """Up to so many each pair reads its expert's weights, even if another one has just done so."""
@@ -31,7 +27,7 @@ _COUNTED_PAIRS = 8192
 _SORT_ROWS, _SORT_COLUMNS = 32, 512
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@kernel
 def _sort_kernel(topk_ids, order, starts, num_pairs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Pair i goes to the place that is the number of pairs that come before it; `starts` [experts + 1]: the number of
     pairs with a lower expert, as of pairs that follow the last one and come before all others of their expert."""
@@ -81,27 +77,13 @@ def _activated(gate, up, GATED: tl.constexpr):
     return tl.where(up < 0, 0.0, up * up)
 
 
-@triton.jit
+@kernel
 def _up_kernel(
-    x,
-    weight,
-    inner,
-    order,
-    starts,
-    num_experts,
-    top_k,
-    inner_width,
-    width,
-    x_stride,
-    expert_stride,
-    weight_stride,
-    GATED: tl.constexpr,
-    TENSOR_CORES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, weight, inner, order, starts, num_experts, top_k, inner_width, width,
+    x_stride, expert_stride, weight_stride,
+    GATED: tl.constexpr, TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """inner [pairs in the order of experts, inner_width]."""
     expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
     if expert >= num_experts:
@@ -133,24 +115,13 @@ def _up_kernel(
     tl.store(inner + places, result, mask=(pair < end)[:, None] & (column < inner_width)[None, :])
 
 
-@triton.jit
+@kernel
 def _down_kernel(
-    inner,
-    weight,
-    terms,
-    order,
-    starts,
-    num_experts,
-    inner_width,
-    width,
-    expert_stride,
-    weight_stride,
-    TENSOR_CORES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    inner, weight, terms, order, starts, num_experts, inner_width, width,
+    expert_stride, weight_stride,
+    TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     """terms [pairs in the order of tokens, width]."""
     expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
     if expert >= num_experts:
@@ -175,7 +146,7 @@ def _down_kernel(
     tl.store(terms + (place * width)[:, None] + column[None, :], total.to(terms.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _sum_kernel(
     topk_ids, topk_weights, terms, out, width, TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -196,22 +167,12 @@ def _sum_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-@triton.jit
+@kernel
 def _up_of_one_kernel(
-    x,
-    weight,
-    topk_ids,
-    inner,
-    top_k,
-    inner_width,
-    width,
-    x_stride,
-    expert_stride,
-    weight_stride,
-    GATED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, weight, topk_ids, inner, top_k, inner_width, width,
+    x_stride, expert_stride, weight_stride,
+    GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """inner [pairs in the order of tokens, inner_width]."""
     pair = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -237,22 +198,12 @@ def _up_of_one_kernel(
     tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=column < inner_width)
 
 
-@triton.jit
+@kernel
 def _down_of_one_kernel(
-    inner,
-    weight,
-    topk_ids,
-    topk_weights,
-    out,
-    inner_width,
-    width,
-    expert_stride,
-    weight_stride,
-    TOP_K: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    inner, weight, topk_ids, topk_weights, out, inner_width, width,
+    expert_stride, weight_stride,
+    TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """A token's terms, all at once, and their sum, in ascending order of the experts."""
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -425,31 +376,3 @@ def _few_down_tile(inner_width: int, top_k: int) -> tuple[dict[str, int], dict[s
 
 def _sum_columns(width: int) -> int:
     return min(1024, power_of_2(width))
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    sort = {"topk_ids": "*i64", "order": "*i32", "starts": "*i32", "num_pairs": "i32", "num_experts": "i32"}
-    yield _sort_kernel, sort, {"ROWS": _SORT_ROWS, "COLUMNS": _SORT_COLUMNS}, {"num_warps": 4}
-    table = {"order": "*i32", "starts": "*i32", "num_experts": "i32"}
-    widths, strides = {"inner_width": "i32", "width": "i32"}, {"expert_stride": "i32", "weight_stride": "i32"}
-    chosen = {"topk_ids": "*i64", "topk_weights": "*fp32"}
-    for dtype, model in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
-            variant: dict[str, Any] = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
-            up = {"x": model, "weight": model, "inner": model, **table, "top_k": "i32", **widths, "x_stride": "i32"}
-            down = {"inner": model, "weight": model, "terms": model, **table, **widths, **strides}
-            for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
-                tile, options = _tile(rows, inner_width, width, dtype, gated=gated)
-                yield _up_kernel, {**up, **strides}, {"GATED": gated, **variant, **tile}, options
-                tile, options = _tile(rows, width, inner_width, dtype, gated=False)
-                yield _down_kernel, down, {**variant, **tile}, options
-            token: dict[str, Any] = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k)}
-            terms = {**chosen, "terms": model, "out": model, "width": "i32"}
-            yield _sum_kernel, terms, {**token, "COLUMNS": _sum_columns(width)}, {"num_warps": 4}
-            tile, options = _few_up_tile(width, gated=gated)
-            up = {"x": model, "weight": model, "topk_ids": "*i64", "inner": model, "top_k": "i32", **widths}
-            yield _up_of_one_kernel, {**up, "x_stride": "i32", **strides}, {"GATED": gated, **tile}, options
-            tile, options = _few_down_tile(inner_width, top_k)
-            down = {"inner": model, "weight": model, **chosen, "out": model, **widths, **strides}
-            yield _down_of_one_kernel, down, {"TOP_K": top_k, **tile}, options

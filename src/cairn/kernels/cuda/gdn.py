@@ -13,24 +13,27 @@ Of a chunk of 64 tokens, with Q and K over their lengths and G the sum of the lo
 Decodes are one token each and take the recurrence as it is written.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
 from cairn.kernels.cuda.metadata import CudaMetadata
-from cairn.kernels.cuda.scalars import LEAST_DECAY, product, sigmoid, softplus, wide_product
+from cairn.kernels.cuda.scalars import (
+    LEAST_DECAY,
+    chunk_rows_of,
+    chunks_before_snapshot,
+    product,
+    sigmoid,
+    softplus,
+    wide_product,
+)
 
 EPS = tl.constexpr(1e-6)
-
-_VARYING = ("num_rows", "num_decodes", "first_snapshot")
-"""Numbers of which a kernel is not to know whether they are multiples of 16: they are others at every step."""
 
 
 @triton.jit
@@ -59,43 +62,19 @@ def _inverse(a, LOW: tl.constexpr):
     return half - wide_product(n, half, LOW)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _chunks_kernel(
-    k,
-    v,
-    beta,
-    dt,
-    a,
-    dt_bias,
-    totals,
-    scales,
-    w,
-    u,
-    cu_seqlens,
-    chunk_seqs,
-    chunk_rows,
-    num_rows,
-    k_stride,
-    v_stride,
-    beta_stride,
-    dt_stride,
-    H: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    BS: tl.constexpr,
-    BP: tl.constexpr,
+    k, v, beta, dt, a, dt_bias, totals, scales, w, u, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
+    k_stride, v_stride, beta_stride, dt_stride,
+    H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     LOW: tl.constexpr,
-):
+):  # fmt: skip
     """What a chunk of a value head has without the state before it: G, W and U, and what K is multiplied with to have
     length 1: products are made of it as it came, rows and columns of their results are scaled."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    sequence = tl.load(chunk_seqs + chunk)
-    row = tl.load(chunk_rows + chunk)
+    first, valid = chunk_rows_of(chunk, chunk_seqs, chunk_rows, cu_seqlens)
     token = tl.arange(0, 64)
-    valid = (row + token >= tl.load(cu_seqlens + sequence)) & (row + token < tl.load(cu_seqlens + sequence + 1))
-    row = row.to(tl.int64)
-    rows = row + token
+    rows = first.to(tl.int64) + token
 
     raw = tl.load(dt + rows * dt_stride + head, mask=valid, other=0.0).to(tl.float32)
     decay = tl.load(a + head) * softplus(raw + tl.load(dt_bias + head))
@@ -132,35 +111,14 @@ def _chunks_kernel(
         tl.store(u + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(u.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _states_kernel(
-    k,
-    w,
-    u,
-    totals,
-    scales,
-    chunk_states,
-    states,
-    snapshots,
-    cu_seqlens,
-    seq_starts,
-    slots,
-    seq_chunks,
-    seq_snapshots,
-    snapshot_offsets,
-    num_decodes,
-    num_rows,
-    k_stride,
-    slot_stride,
-    H: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    BS: tl.constexpr,
-    BP: tl.constexpr,
-    LOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    k, w, u, totals, scales, chunk_states, states, snapshots, cu_seqlens, seq_starts, slots, seq_chunks,
+    seq_snapshots, snapshot_offsets, num_decodes, num_rows,
+    k_stride, slot_stride,
+    H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
+    LOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One sequence's states of a part of a value head, chunk after chunk, and its snapshots.
 
     In a program of its own, so that it may write N where it has read U: nobody else reads that part of these rows.
@@ -182,11 +140,10 @@ def _states_kernel(
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
     kept = snapshots + snapshot.to(tl.int64) * (H * S * P) + inside
     for index in range(snapshot, end_of_snapshots + 1):
-        # Where the snapshot before has ended is read again: Triton 3.6 takes a bound that the outer loop carries for 0.
-        before = tl.load(snapshot_offsets + index - 1, mask=index > snapshot, other=-(start % 64))
-        here = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=0)
-        stop = tl.where(index < end_of_snapshots, (start % 64 + here) // 64, num_chunks)
-        for c in tl.range((start % 64 + before) // 64, stop, num_stages=STAGES):
+        begin_chunk, end_chunk = chunks_before_snapshot(
+            index, snapshot, end_of_snapshots, snapshot_offsets, start, num_chunks
+        )
+        for c in tl.range(begin_chunk, end_chunk, num_stages=STAGES):
             at = chunk_states + (first_chunk + c).to(tl.int64) * (H * S * P) + inside
             tl.store(at, state.to(chunk_states.dtype.element_ty), mask=mask)
             begin = first - start % 64 + c * 64
@@ -214,33 +171,19 @@ def _states_kernel(
     tl.store(live, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _snapshots_kernel(
-    k,
-    u,
-    totals,
-    scales,
-    snapshots,
-    cu_seqlens,
-    seq_starts,
-    snapshot_rows,
-    snapshot_offsets,
-    first_snapshot,
+    k, u, totals, scales, snapshots, cu_seqlens, seq_starts, snapshot_seqs, snapshot_offsets, first_snapshot,
     num_rows,
     k_stride,
-    H: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    BS: tl.constexpr,
-    BP: tl.constexpr,
+    H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     LOW: tl.constexpr,
-):
+):  # fmt: skip
     """Takes a part of a head of a prefill's snapshot from its chunk's first position to its own; N stands in U."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
     snapshot = first_snapshot + tl.program_id(0) // (parts * H)
-    sequence = tl.load(snapshot_rows + snapshot)
+    sequence = tl.load(snapshot_seqs + snapshot)
     start, first = tl.load(seq_starts + sequence), tl.load(cu_seqlens + sequence)
     position = start % 64 + tl.load(snapshot_offsets + snapshot)
     if position % 64 > 0:
@@ -264,38 +207,20 @@ def _snapshots_kernel(
         tl.store(kept, product(tl.trans(keys), new * left[:, None], state, LOW), mask=mask)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _outputs_kernel(
-    q,
-    k,
-    u,
-    totals,
-    scales,
-    chunk_states,
-    y,
-    cu_seqlens,
-    chunk_seqs,
-    chunk_rows,
-    num_rows,
-    q_stride,
-    k_stride,
-    H: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    BS: tl.constexpr,
-    BP: tl.constexpr,
+    q, k, u, totals, scales, chunk_states, y, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
+    q_stride, k_stride,
+    H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     LOW: tl.constexpr,
-):
+):  # fmt: skip
     """What the queries of a chunk read, of a part of a value head."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
     chunk = tl.program_id(0) // (parts * H)
-    sequence = tl.load(chunk_seqs + chunk)
-    row = tl.load(chunk_rows + chunk)
+    first, valid = chunk_rows_of(chunk, chunk_seqs, chunk_rows, cu_seqlens)
     token = tl.arange(0, 64)
-    valid = (row + token >= tl.load(cu_seqlens + sequence)) & (row + token < tl.load(cu_seqlens + sequence + 1))
-    rows = row.to(tl.int64) + token
+    rows = first.to(tl.int64) + token
     size, dim = tl.arange(0, BS), part * BP + tl.arange(0, BP)
     key_mask = valid[:, None] & (size < S)[None, :]
     mask = valid[:, None] & (dim < P)[None, :]
@@ -324,34 +249,12 @@ def _outputs_kernel(
     tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _decode_kernel(
-    q,
-    k,
-    v,
-    beta,
-    dt,
-    a,
-    dt_bias,
-    states,
-    y,
-    snapshots,
-    seq_starts,
-    slots,
-    seq_snapshots,
-    q_stride,
-    k_stride,
-    v_stride,
-    beta_stride,
-    dt_stride,
-    slot_stride,
-    H: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    S: tl.constexpr,
-    P: tl.constexpr,
-    BS: tl.constexpr,
-    BP: tl.constexpr,
-):
+    q, k, v, beta, dt, a, dt_bias, states, y, snapshots, seq_starts, slots, seq_snapshots,
+    q_stride, k_stride, v_stride, beta_stride, dt_stride, slot_stride,
+    H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
     """One token of a part of a value head."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
@@ -462,31 +365,3 @@ def _snapshots_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
 def _outputs_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
     tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
     return {**tile, "maxnreg": 168} if low else tile
-
-
-_FLOAT32 = ("a", "dt_bias", "totals", "scales", "states", "snapshots")
-_TABLES = (
-    "cu_seqlens", "chunk_seqs", "chunk_rows", "seq_starts", "slots", "seq_chunks", "seq_snapshots", "snapshot_rows",
-    "snapshot_offsets",
-)  # fmt: skip
-_STRIDES = ("q_stride", "k_stride", "v_stride", "beta_stride", "dt_stride", "slot_stride")
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    known = dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_TABLES, "*i32")
-    known |= dict.fromkeys(_STRIDES + _VARYING, "i32")
-    for low, model in ((True, "*bf16"), (False, "*fp32")):
-        for heads, per_key, size, dim in ((32, 2, 128, 128), (16, 1, 64, 64)):
-            shape: dict[str, object] = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
-            for kernel, tile in (
-                (_decode_kernel, _decode_tile(size, dim)),
-                (_chunks_kernel, _chunks_tile(size, dim, low)),
-                (_states_kernel, _states_tile(size, dim, low)),
-                (_snapshots_kernel, _snapshots_tile(size, dim, low)),
-                (_outputs_kernel, _outputs_tile(size, dim, low)),
-            ):
-                signature = {name: known.get(name, model) for name in kernel.arg_names if name.islower()}
-                options = {name: value for name, value in tile.items() if name.islower()}
-                constants = {name: value for name, value in tile.items() if not name.islower()}
-                yield kernel, signature, {**shape, **constants}, options

@@ -3,21 +3,18 @@
 A "row" here is what one mean is taken over: a token's numbers, or those of one head or group of it, a `part`.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
-from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.cuda.device import kernel, power_of_2
 
 _TILE = 2048
 """Numbers that a program takes at least, as far as there are rows: 16 for each thread of 4 warps."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _rms_norm_kernel(
     x, weight, out, num_rows, parts, width, x_stride, x_part_stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -33,7 +30,7 @@ def _rms_norm_kernel(
     tl.store(out + (rows * width)[:, None] + columns[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _add_rms_norm_kernel(
     residual, x, weight, out, num_rows, width, x_stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -54,24 +51,13 @@ def _add_rms_norm_kernel(
     tl.store(out + places, normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _gated_norm_kernel(
-    x,
-    gate,
-    weight,
-    out,
-    num_rows,
-    parts,
-    width,
-    x_stride,
-    x_part_stride,
-    gate_stride,
-    weight_stride,
+    x, gate, weight, out, num_rows, parts, width,
+    x_stride, x_part_stride, gate_stride, weight_stride,
     eps,
-    GATE_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """As `_rms_norm_kernel`, times silu(gate) before the norm or behind it; each part has its own weight, or all have
     the same (`weight_stride` 0)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -153,23 +139,3 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, weight_stride: int, eps
         x, gate, weight, out, rows, parts, width, *strides, eps, GATE_FIRST=gate_first, **tile, **options
     )
     return out
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    sizes = {"num_rows": "i32", "parts": "i32", "width": "i32"}
-    strides = {"x_stride": "i32", "x_part_stride": "i32"}
-    for model in ("*bf16", "*fp32"):
-        for weight in {model, "*fp32"}:
-            for width in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
-                tile, options = _tile(width)
-                operands = {"x": model, "weight": weight, "out": model}
-                yield _rms_norm_kernel, {**operands, **sizes, **strides, "eps": "fp32"}, dict(tile), options
-                operands = {"residual": model, **operands}
-                rows = {"num_rows": "i32", "width": "i32", "x_stride": "i32"}
-                yield _add_rms_norm_kernel, {**operands, **rows, "eps": "fp32"}, dict(tile), options
-                for first in (False, True):
-                    operands = {"x": "*fp32", "gate": model, "weight": weight, "out": model}
-                    more = {"gate_stride": "i32", "weight_stride": "i32", "eps": "fp32"}
-                    constants: dict[str, object] = {"GATE_FIRST": first, **tile}
-                    yield _gated_norm_kernel, {**operands, **sizes, **strides, **more}, constants, options

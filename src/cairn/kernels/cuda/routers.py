@@ -5,15 +5,12 @@ order of the scores and, where these are equal, with the lowest expert as the la
 of a token are different ones whatever the scores, NaN and infinity included.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
-from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.cuda.device import kernel, power_of_2
 
 _TAKEN = tl.constexpr(-(2**63))
 """Below every key: of what was chosen before, and of what is padding."""
@@ -34,18 +31,11 @@ def _index(key):
     return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
 
 
-@triton.jit
+@kernel
 def _softmax_kernel(
-    logits,
-    topk_ids,
-    topk_weights,
-    num_experts,
-    stride,
-    TOP_K: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    logits, topk_ids, topk_weights, num_experts, stride,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     own = logits + row * stride
@@ -68,24 +58,12 @@ def _softmax_kernel(
     tl.store(topk_weights + row * TOP_K + place, rates / total, mask=inside)
 
 
-@triton.jit
+@kernel
 def _sigmoid_kernel(
-    logits,
-    correction,
-    topk_ids,
-    topk_weights,
-    per_group,
-    num_groups,
-    stride,
-    scale,
-    TOP_K: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-):
+    logits, correction, topk_ids, topk_weights, per_group, num_groups, stride, scale,
+    TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPED: tl.constexpr, NORMALIZE: tl.constexpr,
+    CHOSEN: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
+):  # fmt: skip
     """Experts as [groups, experts of a group]; `GROUPED`: not every group is open."""
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, PER_GROUP)
@@ -169,24 +147,3 @@ def _results(rows: int, top_k: int, logits: Tensor) -> tuple[Tensor, Tensor]:
 def _num_warps(experts: int) -> int:
     """One, whose threads need no memory to agree on a maximum, as long as each has but some of the experts."""
     return 1 if experts <= 512 else 4
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    results = {"topk_ids": "*i64", "topk_weights": "*fp32"}
-    for experts, top_k in ((128, 6), (128, 8), (256, 8), (512, 10), (1024, 22)):
-        options = {"num_warps": _num_warps(experts)}
-        signature = {"logits": "*fp32", **results, "num_experts": "i32", "stride": "i32"}
-        for normalize in (False, True):
-            constants: dict[str, object] = {"TOP_K": top_k, "NORMALIZE": normalize, "CHOSEN": power_of_2(top_k)}
-            yield _softmax_kernel, signature, {**constants, "EXPERTS": power_of_2(experts, 32)}, options
-            for groups, top_groups in ((1, 1), (8, 4)):
-                sizes = {"per_group": "i32", "num_groups": "i32", "stride": "i32", "scale": "fp32"}
-                more = {
-                    "TOP_GROUPS": top_groups,
-                    "GROUPED": groups > 1,
-                    "GROUPS": groups,
-                    "PER_GROUP": experts // groups,
-                }
-                operands = {"logits": "*fp32", "correction": "*fp32", **results}
-                yield _sigmoid_kernel, {**operands, **sizes}, {**constants, **more}, options

@@ -1,4 +1,4 @@
-"""Formulas that several kernels share, in float32."""
+"""What several kernels share: formulas in float32, the rows of a chunk and the snapshots of a sequence."""
 
 import triton
 import triton.language as tl
@@ -36,3 +36,26 @@ def wide_product(a, b, LOW: tl.constexpr):
     if LOW:
         return tl.dot(a, b, input_precision="tf32")
     return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def chunk_rows_of(chunk, chunk_seqs, chunk_rows, cu_seqlens):
+    """The row of a chunk's first token, and which of its 64 rows are its sequence's."""
+    sequence = tl.load(chunk_seqs + chunk)
+    first = tl.load(chunk_rows + chunk)
+    rows = first + tl.arange(0, 64)
+    return first, (rows >= tl.load(cu_seqlens + sequence)) & (rows < tl.load(cu_seqlens + sequence + 1))
+
+
+@triton.jit
+def chunks_before_snapshot(index, first_snapshot, end_of_snapshots, snapshot_offsets, start, num_chunks):
+    """The chunks that a sequence's state goes through between the snapshot before `index` and the chunk that snapshot
+    `index` is in: the first one, and the end. Behind the last snapshot the end is `num_chunks`. `start`: the position
+    of the sequence's first row.
+
+    Where the snapshot before has ended is read again: Triton 3.6 takes a bound that the outer loop carries for 0.
+    """
+    before = tl.load(snapshot_offsets + index - 1, mask=index > first_snapshot, other=-(start % 64))
+    here = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=0)
+    stop = tl.where(index < end_of_snapshots, (start % 64 + here) // 64, num_chunks)
+    return (start % 64 + before) // 64, stop

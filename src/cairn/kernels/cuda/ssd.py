@@ -10,48 +10,32 @@ Of a chunk of 64 tokens, with G the sum of step * a so far:
 Decodes are one token each and take the recurrence as it is written.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
 from cairn.kernels.cuda.metadata import CudaMetadata
-from cairn.kernels.cuda.scalars import LEAST_DECAY, product, softplus
-
-_VARYING = ("num_rows", "num_decodes", "first_snapshot")
-"""Numbers of which a kernel is not to know whether they are multiples of 16: they are others at every step."""
+from cairn.kernels.cuda.scalars import LEAST_DECAY, chunk_rows_of, chunks_before_snapshot, product, softplus
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _steps_kernel(
-    dt,
-    a,
-    dt_bias,
-    steps,
-    totals,
-    cu_seqlens,
-    chunk_seqs,
-    chunk_rows,
-    num_rows,
+    dt, a, dt_bias, steps, totals, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
     dt_stride,
-    limit_low,
-    limit_high,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-):
+    limit_low, limit_high,
+    H: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
     """How far each token of a chunk moves its states, and G: both [H, T], so that a chunk's lie side by side."""
     parts: tl.constexpr = (H + BH - 1) // BH
     chunk = tl.program_id(0) // parts
     head = tl.program_id(0) % parts * BH + tl.arange(0, BH)
-    sequence = tl.load(chunk_seqs + chunk)
-    row = tl.load(chunk_rows + chunk) + tl.arange(0, 64)
-    valid = (row >= tl.load(cu_seqlens + sequence)) & (row < tl.load(cu_seqlens + sequence + 1))
+    first, valid = chunk_rows_of(chunk, chunk_seqs, chunk_rows, cu_seqlens)
+    row = first + tl.arange(0, 64)
     mask = valid[:, None] & (head < H)[None, :]
     raw = tl.load(dt + row.to(tl.int64)[:, None] * dt_stride + head[None, :], mask=mask, other=0.0).to(tl.float32)
     step = softplus(raw + tl.load(dt_bias + head, mask=head < H, other=0.0)[None, :])
@@ -88,35 +72,14 @@ def _chunk_update(
     return product(tl.trans(writes), inputs * moves[:, None], state * tl.exp(final), LOW)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _states_kernel(
-    x,
-    b,
-    steps,
-    totals,
-    chunk_states,
-    states,
-    snapshots,
-    cu_seqlens,
-    seq_starts,
-    slots,
-    seq_chunks,
-    seq_snapshots,
-    snapshot_offsets,
-    num_decodes,
-    num_rows,
-    x_stride,
-    b_stride,
-    slot_stride,
-    H: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-    LOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, b, steps, totals, chunk_states, states, snapshots, cu_seqlens, seq_starts, slots, seq_chunks, seq_snapshots,
+    snapshot_offsets, num_decodes, num_rows,
+    x_stride, b_stride, slot_stride,
+    H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    LOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One sequence's states of a part of a head, chunk after chunk, and its snapshots."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
@@ -138,11 +101,10 @@ def _states_kernel(
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
     kept = snapshots + snapshot.to(tl.int64) * (H * P * S) + kept_at
     for index in range(snapshot, end_of_snapshots + 1):
-        # Where the snapshot before has ended is read again: Triton 3.6 takes a bound that the outer loop carries for 0.
-        before = tl.load(snapshot_offsets + index - 1, mask=index > snapshot, other=-(start % 64))
-        here = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=0)
-        stop = tl.where(index < end_of_snapshots, (start % 64 + here) // 64, num_chunks)
-        for c in tl.range((start % 64 + before) // 64, stop, num_stages=STAGES):
+        begin_chunk, end_chunk = chunks_before_snapshot(
+            index, snapshot, end_of_snapshots, snapshot_offsets, start, num_chunks
+        )
+        for c in tl.range(begin_chunk, end_chunk, num_stages=STAGES):
             at = chunk_states + (first_chunk + c).to(tl.int64) * (H * S * P) + passed_at
             tl.store(at, state.to(chunk_states.dtype.element_ty), mask=mask)
             state = _chunk_update(
@@ -156,34 +118,19 @@ def _states_kernel(
     tl.store(live, tl.trans(state), mask=tl.trans(mask))
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _snapshots_kernel(
-    x,
-    b,
-    steps,
-    totals,
-    snapshots,
-    cu_seqlens,
-    seq_starts,
-    snapshot_rows,
-    snapshot_offsets,
-    first_snapshot,
+    x, b, steps, totals, snapshots, cu_seqlens, seq_starts, snapshot_seqs, snapshot_offsets, first_snapshot,
     num_rows,
-    x_stride,
-    b_stride,
-    H: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
+    x_stride, b_stride,
+    H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
     LOW: tl.constexpr,
-):
+):  # fmt: skip
     """Takes a part of a head of a prefill's snapshot from its chunk's first position to its own."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
     snapshot = first_snapshot + tl.program_id(0) // (parts * H)
-    sequence = tl.load(snapshot_rows + snapshot)
+    sequence = tl.load(snapshot_seqs + snapshot)
     start, first = tl.load(seq_starts + sequence), tl.load(cu_seqlens + sequence)
     position = start % 64 + tl.load(snapshot_offsets + snapshot)
     if position % 64 > 0:
@@ -199,43 +146,21 @@ def _snapshots_kernel(
         tl.store(kept, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _outputs_kernel(
-    x,
-    b,
-    c,
-    d,
-    steps,
-    totals,
-    chunk_states,
-    y,
-    cu_seqlens,
-    chunk_seqs,
-    chunk_rows,
-    num_rows,
-    x_stride,
-    b_stride,
-    c_stride,
-    H: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    HEADS: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-    LOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, b, c, d, steps, totals, chunk_states, y, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
+    x_stride, b_stride, c_stride,
+    H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+    BP: tl.constexpr, BS: tl.constexpr, LOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """What a chunk reads of its states, for some heads that share b and c."""
     parts: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     groups: tl.constexpr = H // PER_GROUP
     part, group = tl.program_id(0) % parts, tl.program_id(0) // parts % groups
     chunk = tl.program_id(0) // (parts * groups)
-    sequence = tl.load(chunk_seqs + chunk)
-    row = tl.load(chunk_rows + chunk)
+    first_row, valid = chunk_rows_of(chunk, chunk_seqs, chunk_rows, cu_seqlens)
     token = tl.arange(0, 64)
-    valid = (row + token >= tl.load(cu_seqlens + sequence)) & (row + token < tl.load(cu_seqlens + sequence + 1))
-    rows = row.to(tl.int64) + token
+    rows = first_row.to(tl.int64) + token
 
     dim, size = tl.arange(0, BP), tl.arange(0, BS)
     size_mask = valid[:, None] & (size < S)[None, :]
@@ -260,35 +185,13 @@ def _outputs_kernel(
         tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _decode_kernel(
-    x,
-    dt,
-    b,
-    c,
-    a,
-    d,
-    dt_bias,
-    states,
-    y,
-    snapshots,
-    seq_starts,
-    slots,
-    seq_snapshots,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
-    slot_stride,
-    limit_low,
-    limit_high,
-    H: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-):
+    x, dt, b, c, a, d, dt_bias, states, y, snapshots, seq_starts, slots, seq_snapshots,
+    x_stride, dt_stride, b_stride, c_stride, slot_stride,
+    limit_low, limit_high,
+    H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
     """One token of a part of a head."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
@@ -399,31 +302,3 @@ def _outputs_tile(dim: int, size: int, per_group: int, low: bool) -> dict[str, A
     """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
     tile = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16), "LOW": low}
     return {**tile, "STAGES": 3 if low else 1, "num_warps": 4}
-
-
-_FLOAT32 = ("a", "d", "dt_bias", "steps", "totals", "states", "snapshots")
-_TABLES = (
-    "cu_seqlens", "chunk_seqs", "chunk_rows", "seq_starts", "slots", "seq_chunks", "seq_snapshots", "snapshot_rows",
-    "snapshot_offsets",
-)  # fmt: skip
-_STRIDES = ("x_stride", "dt_stride", "b_stride", "c_stride", "slot_stride")
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Variants that models of usual sizes ask for: (kernel, signature, constants, options)."""
-    known = dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_TABLES, "*i32")
-    known |= dict.fromkeys(_STRIDES + _VARYING, "i32") | dict.fromkeys(("limit_low", "limit_high"), "fp32")
-    for low, model in ((True, "*bf16"), (False, "*fp32")):
-        for heads, per_group, dim, size in ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64)):
-            shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
-            for kernel, sizes, tile in (
-                (_steps_kernel, {"H": heads}, _steps_tile(heads)),
-                (_decode_kernel, shape, _decode_tile(dim, size)),
-                (_states_kernel, shape, _states_tile(dim, size, low)),
-                (_snapshots_kernel, shape, _snapshots_tile(dim, size, low)),
-                (_outputs_kernel, shape, _outputs_tile(dim, size, per_group, low)),
-            ):
-                signature = {name: known.get(name, model) for name in kernel.arg_names if name.islower()}
-                options = {name: value for name, value in tile.items() if name.islower()}
-                constants = {name: value for name, value in tile.items() if not name.islower()}
-                yield kernel, signature, {**sizes, **constants}, options

@@ -1,14 +1,11 @@
 """New keys and values into their pages: moved, not computed, thus bound by memory."""
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.cuda.device import kernel, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 
 ELEMENTS = 1024
@@ -16,39 +13,14 @@ ELEMENTS = 1024
 
 NUM_WARPS = 4
 
-_VARYING = ("row_seqs", "cu_seqlens", "slots", "seq_starts", "kv_write_from", "num_rows")
-"""What a kernel is not compiled anew for: the tables may lie anywhere in a step's copy to the device."""
 
-
-@triton.jit(do_not_specialize=list(_VARYING))
+@kernel
 def _write_kv_kernel(
-    k,
-    v,
-    keys,
-    values,
-    table,
-    row_seqs,
-    cu_seqlens,
-    slots,
-    seq_starts,
-    kv_write_from,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    table_row,
+    k, v, keys, values, table, row_seqs, cu_seqlens, slots, seq_starts, kv_write_from,
+    k_row, k_head, v_row, v_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
     num_rows,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = rows < num_rows
@@ -86,31 +58,10 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
     constants = _constants(dim, keys.shape[2])
     table = batch.block_tables[group]
     _write_kv_kernel[(triton.cdiv(num_rows, constants["BLOCK"]), kv_heads)](
-        k,
-        v,
-        keys,
-        values,
-        table,
-        metadata.row_seqs,
-        batch.cu_seqlens,
-        batch.slots,
-        batch.seq_starts,
-        batch.kv_write_from,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        table.stride(0),
+        *(k, v, keys, values, table),
+        *(metadata.row_seqs, batch.cu_seqlens, batch.slots, batch.seq_starts, batch.kv_write_from),
+        *(*k.stride()[:2], *v.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0)),
         num_rows,
         **constants,
         num_warps=NUM_WARPS,
     )
-
-
-def configurations() -> Iterator[tuple[JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
-    """Every variant at models' shapes: kernel, types of its arguments, constants, options."""
-    tables = ("table", "row_seqs", "cu_seqlens", "slots", "seq_starts", "kv_write_from")
-    for dtype, dim, page_size in ((x, d, p) for x in ("*bf16", "*fp32") for d in (64, 128, 256) for p in (16, 64)):
-        signature = dict.fromkeys(("k", "v", "keys", "values"), dtype) | dict.fromkeys(tables, "*i32")
-        signature |= {name: "i32" for name in _write_kv_kernel.arg_names if name.islower() and name not in signature}
-        yield _write_kv_kernel, signature, dict(_constants(dim, page_size)), {"num_warps": NUM_WARPS}

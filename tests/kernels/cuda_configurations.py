@@ -1,0 +1,188 @@
+"""Variants of the CUDA backend's kernels that models of usual sizes ask for: what `test_cuda_compiles` compiles."""
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from cairn.kernels.cuda.device import power_of_2
+
+Configuration = tuple[Any, dict[str, str], dict[str, object], dict[str, int]]
+"""A kernel, the types of its arguments, its constants, and how it is launched."""
+
+DTYPES = ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32"))
+
+TENSORS = frozenset((
+    "q", "k", "v", "x", "y", "b", "c", "w", "u", "beta", "dt", "gate", "residual", "weight", "bias", "inner",
+    "terms", "out", "keys", "values", "parts", "part_weights", "states", "snapshots", "chunk_states",
+))  # fmt: skip
+"""Of the model's dtype, unless a call of `signature` says otherwise."""
+
+FLOAT32 = frozenset((
+    "a", "d", "dt_bias", "totals", "scales", "steps", "logits", "correction", "topk_weights", "cos", "sin",
+))  # fmt: skip
+
+TABLES = frozenset((
+    "table", "slots", "seq_starts", "seq_lens", "cu_seqlens", "kv_write_from", "row_seqs", "chunk_seqs",
+    "chunk_rows", "seq_chunks", "seq_snapshots", "snapshot_seqs", "snapshot_offsets", "order", "starts",
+))  # fmt: skip
+
+
+def signature(kernel: Any, model: str, **others: str) -> dict[str, str]:
+    """Types of a kernel's arguments: `model` that of tensors, `others` by name those that are different."""
+
+    def type_of(name: str) -> str:
+        if name in TENSORS:
+            return model
+        return "*fp32" if name in FLOAT32 else "*i32" if name in TABLES else "*i64" if name == "topk_ids" else "i32"
+
+    return {name: others.get(name) or type_of(name) for name in kernel.arg_names if name.islower()}
+
+
+def split(tile: dict[str, Any]) -> tuple[dict[str, object], dict[str, int]]:
+    """Constants and options of a tile."""
+    return {k: v for k, v in tile.items() if k.isupper()}, {k: v for k, v in tile.items() if not k.isupper()}
+
+
+def attention(module: Any) -> Iterator[Configuration]:
+    parts = {"parts": "*fp32", "part_weights": "*fp32"}
+    for dtype, model in DTYPES:
+        for heads, kv_heads, dim in ((32, 8, 64), (14, 2, 64), (32, 8, 128), (32, 2, 128), (16, 2, 256), (16, 4, 256)):
+            for page_size in (16, 64):
+                tile = module._prefill_tile(dtype, heads, kv_heads, dim, page_size)
+                yield module._prefill_kernel, signature(module._prefill_kernel, model), *tile
+                for is_split in (False, True):
+                    tile = module._decode_tile(dtype, heads, kv_heads, dim, page_size, is_split)
+                    others = parts if is_split else {}
+                    yield module._decode_kernel, signature(module._decode_kernel, model, **others), *tile
+            for block in module._COMBINED:
+                constants = {"DIM": dim, "DIM_BLOCK": power_of_2(dim, 16), "BLOCK": block}
+                types = signature(module._combine_kernel, model, **parts)
+                yield module._combine_kernel, types, constants, {"num_warps": 4}
+
+
+def write_kv(module: Any) -> Iterator[Configuration]:
+    for dtype, dim, page_size in ((x, d, p) for _, x in DTYPES for d in (64, 128, 256) for p in (16, 64)):
+        types, options = signature(module._write_kv_kernel, dtype), {"num_warps": module.NUM_WARPS}
+        yield module._write_kv_kernel, types, dict(module._constants(dim, page_size)), options
+
+
+def conv(module: Any) -> Iterator[Configuration]:
+    for _, model in DTYPES:
+        for width in (3, 4):
+            taps = {"W": width, "TAPS": power_of_2(width - 1), "CHANNELS": module._DECODE_CHANNELS}
+            tile = {"W": width, "ROWS": module._ROWS, "CHANNELS": module._CHANNELS}
+            wide = {"weight": "*fp32", "bias": "*fp32"}
+            for has_bias in (False, True):
+                variant = {"HAS_BIAS": has_bias, "SILU": width == 4}
+                types = signature(module._decode_kernel, model, **wide)
+                yield module._decode_kernel, types, {**variant, **taps}, {"num_warps": 2}
+                types = signature(module._prefill_kernel, model, **wide)
+                yield module._prefill_kernel, types, {**variant, **tile}, {"num_warps": 4}
+            yield module._update_states_kernel, signature(module._update_states_kernel, model), taps, {"num_warps": 2}
+
+
+def ssd(module: Any) -> Iterator[Configuration]:
+    others = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
+    for low, model in ((True, "*bf16"), (False, "*fp32")):
+        for heads, per_group, dim, size in ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64)):
+            shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
+            for kernel, sizes, tile in (
+                (module._steps_kernel, {"H": heads}, module._steps_tile(heads)),
+                (module._decode_kernel, shape, module._decode_tile(dim, size)),
+                (module._states_kernel, shape, module._states_tile(dim, size, low)),
+                (module._snapshots_kernel, shape, module._snapshots_tile(dim, size, low)),
+                (module._outputs_kernel, shape, module._outputs_tile(dim, size, per_group, low)),
+            ):
+                constants, options = split(tile)
+                yield kernel, signature(kernel, model, **others), {**sizes, **constants}, options
+
+
+def gdn(module: Any) -> Iterator[Configuration]:
+    others = {"states": "*fp32", "snapshots": "*fp32"}
+    for low, model in ((True, "*bf16"), (False, "*fp32")):
+        for heads, per_key, size, dim in ((32, 2, 128, 128), (16, 1, 64, 64)):
+            shape: dict[str, object] = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
+            for kernel, tile in (
+                (module._decode_kernel, module._decode_tile(size, dim)),
+                (module._chunks_kernel, module._chunks_tile(size, dim, low)),
+                (module._states_kernel, module._states_tile(size, dim, low)),
+                (module._snapshots_kernel, module._snapshots_tile(size, dim, low)),
+                (module._outputs_kernel, module._outputs_tile(size, dim, low)),
+            ):
+                constants, options = split(tile)
+                yield kernel, signature(kernel, model, **others), {**shape, **constants}, options
+
+
+def elementwise(module: Any) -> Iterator[Configuration]:
+    kernel, rope, options = module._activation_kernel, module._rope_kernel, {"num_warps": 4}
+    for _, model in DTYPES:
+        for width in (128, 1024, 4096):
+            for function in ("silu", "sigmoid", "sigmoid_of_one", "squared_relu"):
+                for y in {model, "*fp32"} if function == "silu" else {model}:
+                    constants = {"FUNCTION": function, **module._tile(width)}
+                    yield kernel, signature(kernel, model, y=y), constants, options
+        for pairs, width in ((32, 64), (16, 128), (64, 128), (32, 256), (128, 256)):
+            yield rope, signature(rope, model), dict(module._rope_tile(pairs, width)), options
+
+
+def norms(module: Any) -> Iterator[Configuration]:
+    for _, model in DTYPES:
+        for weight in {model, "*fp32"}:
+            for width in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+                tile, options = module._tile(width)
+                others = {"weight": weight, "eps": "fp32", "parts": "i32"}
+                for kernel in (module._rms_norm_kernel, module._add_rms_norm_kernel):
+                    yield kernel, signature(kernel, model, **others), dict(tile), options
+                types = signature(module._gated_norm_kernel, model, x="*fp32", **others)
+                for first in (False, True):
+                    yield module._gated_norm_kernel, types, {"GATE_FIRST": first, **tile}, options
+
+
+def routers(module: Any) -> Iterator[Configuration]:
+    softmax, sigmoid = module._softmax_kernel, module._sigmoid_kernel
+    for experts, top_k in ((128, 6), (128, 8), (256, 8), (512, 10), (1024, 22)):
+        options = {"num_warps": module._num_warps(experts)}
+        for normalize in (False, True):
+            constants: dict[str, object] = {"TOP_K": top_k, "NORMALIZE": normalize, "CHOSEN": power_of_2(top_k)}
+            yield softmax, signature(softmax, ""), {**constants, "EXPERTS": power_of_2(experts, 32)}, options
+            for groups, top_groups in ((1, 1), (8, 4)):
+                sizes = {"GROUPS": groups, "PER_GROUP": experts // groups}
+                constants |= {"TOP_GROUPS": top_groups, "GROUPED": groups > 1}
+                yield sigmoid, signature(sigmoid, "", scale="fp32"), {**constants, **sizes}, options
+
+
+def experts(module: Any) -> Iterator[Configuration]:
+    kernel, tile = module._sort_kernel, {"ROWS": module._SORT_ROWS, "COLUMNS": module._SORT_COLUMNS}
+    yield kernel, signature(kernel, ""), tile, {"num_warps": 4}
+    for dtype, model in DTYPES:
+
+        def variant(kernel: Any, constants: dict[str, object], options: dict[str, int], model: str = model) -> Any:
+            return kernel, signature(kernel, model), constants, options
+
+        for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
+            cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
+            for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
+                tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
+                yield variant(module._up_kernel, {"GATED": gated, **cores, **tile}, options)
+                tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
+                yield variant(module._down_kernel, {**cores, **tile}, options)
+            token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
+            yield variant(module._sum_kernel, token, {"num_warps": 4})
+            tile, options = module._few_up_tile(width, gated=gated)
+            yield variant(module._up_of_one_kernel, {"GATED": gated, **tile}, options)
+            tile, options = module._few_down_tile(inner_width, top_k)
+            yield variant(module._down_of_one_kernel, {"TOP_K": top_k, **tile}, options)
+
+
+CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
+    {each.__name__: each for each in (attention, conv, elementwise, experts, gdn, norms, routers, ssd, write_kv)}
+)
+"""By module of the backend."""
+
+
+def configurations(name: str) -> Iterator[Configuration]:
+    """A module's. The package has a function under the name of some modules."""
+    return CONFIGURATIONS[name](import_module(f"cairn.kernels.cuda.{name}"))
