@@ -59,6 +59,7 @@ ARROWS = MappingProxyType(
         "engine": tuple(
             f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
         ),
+        "check": ("cairn.engine", "cairn.models"),
         "http": (),
         "server": ("cairn.engine.contract", "cairn.http"),
         "proxy": ("cairn.http",),
@@ -71,7 +72,7 @@ ARROWS = MappingProxyType(
 )
 
 TORCH = ("torch", "safetensors.torch")
-TORCH_ROOMS = ("kernels", "layers", "models", "runner")
+TORCH_ROOMS = ("kernels", "layers", "models", "runner", "check")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
 NO_TORCH_MODULES = ("doubles.simulated_runner",)
 WEB = ("fastapi", "starlette", "uvicorn")

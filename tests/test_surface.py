@@ -138,6 +138,7 @@ EXPORTED = {
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
+    "cairn.check.generation": "GenerationReport check_generation render_generation",
     "cairn.cli": "engine_config image_options main",
     "cairn.engine.client": "CoreClient EngineDeadlines OutputQueue Transport",
     "cairn.engine.process": "ProcessTransport",

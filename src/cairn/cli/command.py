@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cairn import __version__
-from cairn.cli.run import find_served_model, load_model_tokenizer, run_proxy, run_server
+from cairn.cli.run import find_served_model, load_model_tokenizer, run_generation_check, run_proxy, run_server
 from cairn.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _run(
             asked = parser.parse_args(arguments)
             return run_bench(asked, _find_tokenizer(asked))
     parsed = parser.parse_args(arguments)
-    return _make_model(parsed) if parsed.command == "make-model" else _check(parsed)
+    return _make_model(parsed) if parsed.command == "make-model" else _check(parsed, core, load_tokenizer)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, ...]:
@@ -132,6 +132,12 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     )
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
     check.add_argument("--max-num-seqs", type=_count, default=64, help="requests at once; default: %(default)s")
+    check.add_argument(
+        "--generate",
+        action="store_true",
+        help="answer 20 prompts, and compare them and a text's perplexity with transformers on the same weights",
+    )
+    check.add_argument("--output", type=Path, metavar="FILE", help="with --generate: write what was found as JSON")
     replay = commands.add_parser("replay", help="run a request trace through the cache", allow_abbrev=False)
     bench = commands.add_parser("bench", help="measure a server, or compare two measurements", allow_abbrev=False)
     return parser, serve, proxy, replay, bench
@@ -175,15 +181,22 @@ def _find_tokenizer(parsed: argparse.Namespace) -> Path | None:
     return find_tokenizer(_source(parsed, parsed.tokenizer, "--tokenizer"))
 
 
-def _check(parsed: argparse.Namespace) -> int:
+def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
     from rich.console import Console
 
     from cairn.models.check import CheckSettings, check, render
-    from cairn.models.weights.hub import find_headers
+    from cairn.models.weights.hub import find_checkpoint, find_headers
 
-    folder, headers = find_headers(_source(parsed, parsed.model, "MODEL"))
+    if parsed.output is not None and not parsed.generate:
+        raise ConfigError("--output: what is written there is found with --generate: add it")
+    if parsed.output is not None and not parsed.output.parent.is_dir():
+        raise ConfigError(f"--output: there is no folder {parsed.output.parent}")
+    source = _source(parsed, parsed.model, "MODEL")
+    folder, headers = (find_checkpoint(source), None) if parsed.generate else find_headers(source)
     names = {one.name for one in fields(CheckSettings)}
     settings = {name: value for name, value in vars(parsed).items() if name in names}
     report = check(folder, CheckSettings(**settings), headers)
     Console().print(render(report))
-    return 0 if report.ok else 1
+    if not report.ok or not parsed.generate:
+        return 0 if report.ok else 1
+    return run_generation_check(report, parsed.output, core, load_tokenizer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from cairn.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig, TextTokenizer
+    from cairn.models.check import CheckReport
     from cairn.proxy.app import ProxyServer
     from cairn.server.options import ImageOptions
     from cairn.server.run import HttpServer
@@ -73,6 +75,40 @@ def run_proxy(settings: "ProxySettings") -> int:
         return await _until_drained(ProxyServer(settings))
 
     return asyncio.run(run())
+
+
+def run_generation_check(
+    report: "CheckReport", output: Path | None, core: str, load_tokenizer: "Callable[[str], TextTokenizer]"
+) -> int:
+    """Answer prompts with the checkpoint that was looked at, compare with transformers, show it, and write it to
+    `output` as JSON. Returns 0 if it is the same model, else 1. Raises as `check_generation`."""
+    from rich.console import Console
+
+    from cairn.check.generation import MAX_TEXT_TOKENS, MAX_TOKENS, check_generation, render_generation
+    from cairn.engine.client import CoreClient
+    from cairn.engine.contract import EngineConfig
+    from cairn.engine.process import ProcessTransport
+    from cairn.engine.sizing import choose_cpu_threads
+
+    asked = report.settings
+    config = EngineConfig(
+        model=str(report.folder),
+        dtype=asked.dtype,
+        quantization=asked.quantization,
+        block_size=asked.block_size,
+        kv_cache_memory_bytes=asked.kv_cache_memory_bytes,
+        max_model_len=min(report.max_model_len, 2 * (MAX_TEXT_TOKENS + MAX_TOKENS)),
+        max_num_seqs=1,
+        language_model_only=True,
+    )
+    transport = ProcessTransport(config, core=core, threads=choose_cpu_threads(None, 1, os.environ))
+    engine = CoreClient(transport, lambda: load_tokenizer(config.model))
+    console = Console()
+    found = check_generation(report.folder, report.dtype, asked.quantization, engine, console)
+    console.print(render_generation(found))
+    if output is not None:
+        output.write_text(json.dumps(found.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 1 if found.problems else 0
 
 
 def _start_log(level: str) -> None:

@@ -1,0 +1,69 @@
+"""What transformers computes with a checkpoint's weights, as the truth that cairn's answers are compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cairn.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAnswer:
+    """A greedy answer. `logprobs`: float32 [num_tokens, vocab_size], log-probabilities at each of its tokens."""
+
+    token_ids: list[int]
+    logprobs: torch.Tensor
+
+
+class TransformersReference:
+    """A checkpoint as transformers loads it, on the CPU, in `dtype`. Code that comes with a checkpoint is never run."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        """Raises ModelError when transformers cannot load the checkpoint."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"{folder}: transformers cannot load it: {error}") from error
+        self._model = model.eval()
+        # Nemotron-H in transformers 5.23 ignores config.json's time_step_limit and bounds the time steps of prefill,
+        # but not those of decode, by time_step_min; vLLM goes by time_step_limit.
+        limit = getattr(model.config, "time_step_limit", None)
+        for module in model.modules():
+            if limit is not None and hasattr(module, "time_step_limit"):
+                module.time_step_limit = tuple(limit)
+
+    @torch.inference_mode()
+    def sum_logprobs(self, token_ids: Sequence[int]) -> float:
+        """The sum of the log-probabilities of all tokens but the first, in nats."""
+        tokens = torch.tensor([token_ids])
+        logits: torch.Tensor = self._model(tokens, use_cache=False).logits[0, :-1].float()
+        return -torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> ReferenceAnswer:
+        """The greedy answer of exactly `max_tokens` tokens."""
+        tokens = torch.tensor([list(prompt)])
+        found = self._model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logprobs = torch.cat(found.logits).float().log_softmax(dim=-1)
+        return ReferenceAnswer(found.sequences[0, len(prompt) :].tolist(), logprobs)

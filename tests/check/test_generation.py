@@ -1,0 +1,155 @@
+"""`cairn check --generate`: the same model is found to be the same, and one that is not is not."""
+
+import json
+import math
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from cairn.check.generation import (
+    NUM_PROMPTS,
+    AnswerComparison,
+    GenerationReport,
+    prompts_of,
+    render_generation,
+)
+from cairn.check.reference import TransformersReference
+from cairn.cli import main
+from cairn.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "qwen3_5"
+    assert main(["make-model", "qwen3_5", str(folder)]) == 0
+    return folder
+
+
+def answer(**changes):
+    same = AnswerComparison(
+        prompt_tokens=20,
+        text="a",
+        transformers_text="a",
+        first_difference=None,
+        gap=0.0,
+        cached_tokens=20,
+        cached_answer_equal=True,
+    )
+    return replace(same, **changes)
+
+
+def report(*answers, dtype="bfloat16", perplexity=10.0):
+    return GenerationReport(
+        model="m",
+        dtype=dtype,
+        text_tokens=100,
+        perplexity=perplexity,
+        transformers_perplexity=10.0,
+        answers=answers or (answer(),),
+    )
+
+
+NEAR_TIE = answer(first_difference=3, gap=0.1)
+OUTLIER = answer(first_difference=0, gap=2.0)
+
+
+def test_equal_answers_and_near_ties_are_right():
+    found = report(answer(), NEAR_TIE)
+    assert (found.problems, found.num_equal, found.num_near_ties, found.outliers) == ([], 1, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (report(perplexity=10.5), "perplexities are 5.00% apart"),
+        (report(perplexity=math.nan), "perplexities"),
+        (report(OUTLIER, OUTLIER, OUTLIER), "answers 0, 1, 2 part where transformers' token is up to 2.000 nats"),
+        (report(NEAR_TIE, dtype="float32"), "answers 0 part"),
+        (report(answer(cached_tokens=0)), "found nothing in the cache"),
+        (report(answer(cached_answer_equal=False)), "another one when its prompt is cached"),
+    ],
+)
+def test_what_is_wrong_is_said(found, problem):
+    assert problem in " ".join(found.problems)
+    assert not found.as_json()["ok"]
+
+
+def test_two_outliers_are_rounding_in_bfloat16_alone():
+    assert report(OUTLIER, OUTLIER).problems == []
+    assert report(OUTLIER, OUTLIER, dtype="float32").problems
+
+
+def test_the_table_shows_both_texts():
+    out = StringIO()
+    found = report(answer(text="mine", transformers_text="theirs", first_difference=1, gap=9.0))
+    Console(file=out, width=150).print(render_generation(found))
+    assert "mine" in out.getvalue() and "theirs" in out.getvalue() and "the same model" in out.getvalue()
+
+
+@pytest.mark.parametrize(("num_tokens", "limit"), [(1024, 991), (1024, 64), (40, 30)])
+def test_prompts_fit_and_differ_in_length(num_tokens, limit):
+    prompts = prompts_of(range(num_tokens), limit)
+    assert len(prompts) == NUM_PROMPTS
+    assert all(16 <= len(prompt) <= limit for prompt in prompts)
+    assert len(prompts[-1]) == min(num_tokens, limit)
+
+
+def test_a_made_model_is_the_same_model(model, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    assert main(["check", "--generate", "--output", str(found), str(model)]) == 0
+    assert "the same model" in capsys.readouterr().out
+    written = json.loads(found.read_text())
+    assert written["ok"] and written["num_equal"] == NUM_PROMPTS
+    assert all(one["cached_tokens"] == one["prompt_tokens"] for one in written["answers"])
+
+
+def test_another_model_is_found_out(model, tmp_path, monkeypatch, capsys):
+    """transformers is given weights of which one matrix is another."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in model.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    changed = False
+    for path in sorted(other.glob("*.safetensors")):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("layers.2.mlp.down_proj.weight"):
+                tensors[name] = tensors[name].flip(0).contiguous()
+                changed = True
+        save_file(tensors, path, metadata={"format": "pt"})
+    assert changed
+    started = TransformersReference.__init__
+    monkeypatch.setattr(TransformersReference, "__init__", lambda self, folder, dtype: started(self, other, dtype))
+    assert main(["check", "--generate", str(model)]) == 1
+    assert "not the same model" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_transformers_cannot_load(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
+    with pytest.raises(ModelError, match="transformers cannot load it"):
+        TransformersReference(Path(tmp_path), "float32")
+
+
+def test_the_reference_scores_as_it_generates(model):
+    """The log-probabilities of a greedy answer, token by token, are those of the whole text."""
+    reference = TransformersReference(model, "float32")
+    prompt = list(range(100, 120))
+    generated = reference.generate(prompt, 8)
+    chosen = sum(row[token].item() for row, token in zip(generated.logprobs, generated.token_ids, strict=True))
+    both = reference.sum_logprobs([*prompt, *generated.token_ids]) - reference.sum_logprobs(prompt)
+    assert both == pytest.approx(chosen, abs=1e-3)
+    assert torch.equal(generated.logprobs.argmax(-1), torch.tensor(generated.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [(["--output", "x.json"], "--generate"), (["--generate", "--output", "no/such/folder/x.json"], "no folder")],
+)
+def test_bad_flags(model, flags, text, capsys):
+    assert main(["check", *flags, str(model)]) == 2
+    assert text in capsys.readouterr().err
