@@ -28,6 +28,8 @@ from cairn.engine.contract import EngineClient, GenerateRequest, StopConditions,
 from cairn.errors import EngineDead
 from cairn.types import SamplingParams
 
+__all__ = ["GenerationReport", "check_generation", "render_generation"]
+
 NUM_PROMPTS = 20
 MAX_TOKENS = 32
 MAX_TEXT_TOKENS = 1024
