@@ -13,29 +13,105 @@ so rows that are in the JSON file already are not computed again: a long ablatio
 import argparse
 import json
 import time
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmarks.gdsf import HALF_LIFE, DecayedFrequency
 from benchmarks.offline_line import OFFLINE, offline_hits
+from benchmarks.replay_policies import add_trace_flags, trace_files, words
 from rich.console import Console
 from rich.table import Table
 
-from cairn.cache.eviction import LeastRecentlyUsed, PolicyParts, ValuePerByte
-from cairn.cache.placement import Auto
+from cairn.cache.checkpoint import NO_LINEAGE, Lineage
+from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
+from cairn.cache.hazard import BINS, Floats, HazardTable
+from cairn.cache.placement import Auto, PromptFacts, Wanted
 from cairn.cache.prefix_cache import CachePolicy
+from cairn.cache.tree import Checkpoint, Node
 from cairn.replay.bounds import footprint_bytes
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, read_trace
 
-ALL = "all"
-OFFSETS = "offsets"
-"""The part of the placement policy that learns: positions where prompts are predicted to diverge."""
 
-PARTS = (*(field.name for field in fields(PolicyParts)), OFFSETS)
+class WithoutNeighbours(HazardTable):
+    """Rates from the counts at each age alone."""
+
+    @staticmethod
+    def smooth(counts: Floats) -> Floats:
+        return counts
+
+
+class WithoutGittins(HazardTable):
+    """Ranked by the present rate, not by the best over all ages to come."""
+
+    @staticmethod
+    def rank(hazards: Floats) -> Floats:
+        return hazards
+
+
+class WithoutAges(WithoutNeighbours, WithoutGittins):
+    """A rate by class, one for all ages."""
+
+    prior = np.full(BINS, 1e-3)
+
+    def hazards(self, hits: Floats, risk: Floats) -> Floats:
+        return super().hazards(*(np.repeat(counts.sum(axis=1, keepdims=True), BINS, axis=1) for counts in (hits, risk)))
+
+
+class WithoutGhosts(ValuePerByte):
+    """Nothing is learned from dropped checkpoints."""
+
+    def start(self, max_checkpoints: int) -> None:
+        super().start(max_checkpoints)
+        self.max_ghosts = 0
+
+
+class WithoutInheritance(ValuePerByte):
+    """The chance of a dropped checkpoint does not fall to the one above it."""
+
+    def _demote(self, node: Node) -> None:
+        self._records[node].demoted_child = None
+
+
+class WithoutYoung(ValuePerByte):
+    """New checkpoints are not ranked anew at age `YOUNG`."""
+
+    def refresh(self, ranked: Collection[Checkpoint]) -> list[Checkpoint]:
+        self._young.clear()
+        return super().refresh(ranked)
+
+
+class WithoutLineage(ValuePerByte):
+    """Classes without the length of the conversation and the new tokens of the prompt."""
+
+    def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
+        super().add(checkpoint, NO_LINEAGE)
+
+
+class WithoutOffsets(Auto):
+    """No position is kept because prompts are predicted to diverge there."""
+
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+        return super().in_prefill(replace(facts, predicted=()), start, end)
+
+
+ALL = "all"
+TABLE_PARTS = {"ages": WithoutAges, "neighbours": WithoutNeighbours, "gittins": WithoutGittins}
+EVICTION_PARTS = {
+    "ghosts": WithoutGhosts,
+    "inheritance": WithoutInheritance,
+    "young": WithoutYoung,
+    "lineage": WithoutLineage,
+}
+OFFSETS = "offsets"
+"""The part of the placement policy that learns."""
+
+PARTS = (*TABLE_PARTS, *EVICTION_PARTS, OFFSETS)
 POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "gdsf", "lru")
 SHARES = (0.05, 0.10)
 MAX_NUM_BATCHED_TOKENS = 8192
@@ -60,8 +136,17 @@ def cache_policy(name: str) -> CachePolicy:
     off = [] if name == ALL else name.removeprefix("-").split("-")
     if unknown := [part for part in off if part not in PARTS]:
         raise SystemExit(f"--policies: {name!r} names {unknown[0]!r}, not one of {', '.join(PARTS)}")
-    parts = PolicyParts(**{part: False for part in off if part != OFFSETS})
-    return CachePolicy(Auto(offsets=OFFSETS not in off), ValuePerByte(parts))
+    table: type[HazardTable] = without(HazardTable, TABLE_PARTS, off)
+    eviction: type[ValuePerByte] = without(ValuePerByte, EVICTION_PARTS, off)
+    return CachePolicy(WithoutOffsets() if OFFSETS in off else Auto(), eviction(table()))
+
+
+def without(base: type[Any], classes: dict[str, type[Any]], names: list[str]) -> type[Any]:
+    """`base`, or a class that combines those of `names`."""
+    parts = [classes[name] for name in names if name in classes]
+    # a subclass goes before its bases: the order of the names does not matter
+    own = [part for part in parts if not any(other is not part and issubclass(other, part) for other in parts)]
+    return type("Ablated", tuple(own), {}) if own else base
 
 
 def replayed(trace: Trace, share: float, layout_name: str, name: str) -> Row:
@@ -141,14 +226,9 @@ def plot(rows: list[Row], path: Path) -> None:
         figure.savefig(path)
 
 
-def words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="traces, as `cairn replay` reads them")
-    parser.add_argument("--traces", type=words, help="their file names without .jsonl; all of the folder unless given")
+    add_trace_flags(parser)
     parser.add_argument("--shares", type=lambda text: tuple(map(float, words(text))), default=SHARES)
     parser.add_argument(
         "--policies",
@@ -160,11 +240,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the rows here, those that are there already included")
     parser.add_argument("--plot", type=Path, help="write a PNG or SVG of all rows here")
     arguments = parser.parse_args()
-    paths = sorted(path for path in arguments.folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
-    if arguments.traces is not None:
-        paths = [path for path in paths if path.name.split(".jsonl")[0] in arguments.traces]
-    if not paths:
-        raise SystemExit(f"no traces in {arguments.folder}: it has to hold files that end in .jsonl or .jsonl.gz")
+    paths = trace_files(arguments.folder, arguments.traces)
     rows: list[Row] = []
     if arguments.json is not None and arguments.json.exists():
         rows = json.loads(arguments.json.read_text())

@@ -58,8 +58,8 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     placement = cache.policy.placement
     assert placement is not None
     lease = cache.lookup(PLAIN, keys, name)
-    cache.admitted(lease)
-    facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.idle_files())
+    cache.begin_request(lease)
+    facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.num_idle_files())
     assert cache.extend(lease, len(keys)) is not None
     kept = [
         w.position
@@ -68,7 +68,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     ]
     cache.pin_until(1, lease)
     cache.commit(lease, len(keys), kept)
-    cache.step_applied(1)
+    cache.release_step(1)
     cache.release(lease)
 
 
@@ -76,10 +76,10 @@ def full_hit(cache: PrefixCache, keys: np.ndarray) -> None:
     """A prompt that is wholly cached, up to its first answer token's page."""
     lease = cache.lookup(PLAIN, keys, "hit")
     assert lease.hit == len(keys)
-    cache.admitted(lease)
+    cache.begin_request(lease)
     assert cache.extend(lease, len(keys) + 1) is not None
     cache.pin_until(1, lease)
-    cache.step_applied(1)
+    cache.release_step(1)
     cache.release(lease)
 
 
@@ -99,7 +99,7 @@ def decode_us(cache: PrefixCache, keys: np.ndarray) -> float:
     """Mean microseconds of one decode step's bookkeeping after a full hit."""
     lease = cache.lookup(PLAIN, keys, "decode")
     cache.pin_until(1, lease)
-    cache.step_applied(1)
+    cache.release_step(1)
     start = time.perf_counter()
     for step in range(DECODE_STEPS):
         lease.append(step)

@@ -146,10 +146,23 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="traces, as `cairn replay` reads them")
     parser.add_argument("--traces", type=words, help="their file names without .jsonl; all of the folder unless given")
+
+
+def trace_files(folder: Path, names: tuple[str, ...] | None) -> list[Path]:
+    """The traces of `folder`, or those of these names. Raises SystemExit where there is none."""
+    files = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+    found = [path for path in files if names is None or path.name.split(".jsonl")[0] in names]
+    if not found:
+        raise SystemExit(f"no traces in {folder}: it has to hold files that end in .jsonl or .jsonl.gz")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_trace_flags(parser)
     parser.add_argument("--policies", type=words, default=POLICIES)
     parser.add_argument("--sweep", type=lambda text: tuple(map(float, words(text))), default=SHARES)
     parser.add_argument("--layouts", type=words, default=("nemotron-3-nano",))
@@ -157,11 +170,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
     arguments = parser.parse_args()
-    traces = sorted(path for path in arguments.folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
-    if arguments.traces is not None:
-        traces = [path for path in traces if path.name.split(".jsonl")[0] in arguments.traces]
-    if not traces:
-        raise SystemExit(f"no traces in {arguments.folder}: it has to hold files that end in .jsonl or .jsonl.gz")
+    traces = trace_files(arguments.folder, arguments.traces)
     rows = all_rows(arguments, traces)
     told = summary(rows, arguments.policies)
     show(rows, told, arguments.policies)

@@ -101,9 +101,9 @@ EXPORTED = {
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",
     "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
-    "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed PolicyParts ValuePerByte eviction_for",
+    "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.sequence_blocks": "MissReport MissSpan Namespace PagePin PageTable PageTables PendingFile "
+    "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingFile "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
     "hold_positions placement_for",

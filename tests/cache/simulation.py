@@ -98,7 +98,7 @@ class Simulation:
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.requests.append(request)
         self.check_hit(request)
-        self.cache.admitted(lease)
+        self.cache.begin_request(lease)
         self.cache.hold_breakpoints(lease, boundaries)
         self._hold(request)
         return request
@@ -130,7 +130,7 @@ class Simulation:
         came = [state_at] if self.cache.layout.state_bytes or state_at == len(prompt) else []
         for page in file.tolist() if came else ():
             self._to_file(page, self._tag(request, state_at - 1))
-        self.cache.received(lease, position, len(prompt), state_at)
+        self.cache.receive(lease, position, len(prompt), state_at)
         self._note(request, position, came)
         self.received += lease.received
         assert lease.hit + sum(lease.lost.values()) == len(prompt)
@@ -139,7 +139,7 @@ class Simulation:
         request.facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
         restored = set() if lease.restore is None else {self.files[page] for page in lease.restore.tolist()}
         assert restored == {self._tag(request, at - 1) for at in came}
-        self.cache.admitted(lease)
+        self.cache.begin_request(lease)
         self._hold(request)
         return request
 
@@ -162,7 +162,7 @@ class Simulation:
         request.computed = request.lease.hit
         self.requests.append(request)
         self.check_hit(request)
-        self.cache.admitted(request.lease, resumed=True)
+        self.cache.begin_request(request.lease, resumed=True)
         self._hold(request)
 
     def prefill(self, request: Request, end: int) -> bool:
@@ -206,8 +206,8 @@ class Simulation:
 
     def apply(self) -> None:
         """All steps so far have been applied."""
-        for step in list(self.cache.step_pins):
-            self.cache.step_applied(step)
+        for step in list(self.cache.pinned.steps):
+            self.cache.release_step(step)
 
     def held_now(self) -> set[Checkpoint]:
         """The checkpoints whose time is not over."""
@@ -225,7 +225,7 @@ class Simulation:
             assert set(lease.lost) <= {Reason.DISABLED}
             return
         assert lease.reason is (Reason.NONE if lease.hit >= length else min(lease.lost, key=list(Reason).index))
-        ends = [end for end, _ in lease.missed]
+        ends = [end for end, _ in lease.match.miss_spans]
         assert ends == sorted(set(ends)) and (not ends or ends[-1] == length)
         here = [
             other.keys
@@ -234,7 +234,7 @@ class Simulation:
         ]
         running = max((shared_tokens(keys, other) for other in here), default=0)
         for token in range(lease.hit, length):
-            reason = next(reason for end, reason in lease.missed if token < end)
+            reason = next(reason for end, reason in lease.match.miss_spans if token < end)
             if token < lease.seen:
                 assert (space, keys[: token + 1]) in self.committed
                 assert reason not in (Reason.NEVER_SEEN, Reason.NAMESPACE, Reason.NONE)

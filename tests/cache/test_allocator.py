@@ -1,8 +1,7 @@
 """Who gets a file when memory is full, and how the checkpoints that are there are kept in order."""
 
-from dataclasses import replace
-
 import pytest
+from benchmarks.ablation import WithoutInheritance
 from simulation import Simulation
 
 from cairn.cache.checkpoint import Kind
@@ -13,10 +12,10 @@ PROMPT = tuple(range(1000, 1064))
 OTHER = tuple(range(2000, 2064))
 
 
-def full(unreachable: int = 0) -> Simulation:
+def full(unreachable: int = 0, policy: ValuePerByte | None = None) -> Simulation:
     """A pool without a free page: a checkpoint behind 64 tokens, a request of 64 more that is being computed, and
     `unreachable` tokens that can never be hit."""
-    sim = Simulation.build(16 + 2 + 16 + -(-unreachable // 4), Junction(64, False), ValuePerByte())
+    sim = Simulation.build(16 + 2 + 16 + -(-unreachable // 4), Junction(64, False), policy or ValuePerByte())
     sim.cache.policy.eviction._own_chance = lambda record: 0.5
     kept = sim.start("kept", PROMPT)
     assert sim.prefill(kept, 64)
@@ -80,7 +79,7 @@ def test_the_hits_of_what_is_gone_fall_to_what_is_made_above_it_later():
     sim.end(first)
     assert policy.chance(gone.node) == 0.5
     lease = sim.cache.lookup(first.namespace, first.lease.keys, "again")
-    sim.cache.admitted(lease)
+    sim.cache.begin_request(lease)
     assert lease.match.known is gone.node and lease.checkpoint is None
     assert sim.cache.reserve_checkpoint(lease, Wanted(32, Kind.JUNCTION)) is not None
     sim.cache.commit(lease, 64, [32])
@@ -92,9 +91,8 @@ def test_the_hits_of_what_is_gone_fall_to_what_is_made_above_it_later():
 
 
 def test_without_inheritance_they_do_not():
-    sim = full()
-    policy = sim.cache.policy.eviction
-    policy.parts = replace(policy.parts, inheritance=False)
+    policy = WithoutInheritance()
+    sim = full(policy=policy)
     lease = sim.requests[0].lease
     assert reserved(sim, Kind.JUNCTION, 32) and sim.cache.make_room(0)
     sim.cache.commit(lease, 64, [32])

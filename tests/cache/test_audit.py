@@ -265,7 +265,7 @@ def drop_checkpoint(w: World, node: Node) -> None:
 
 
 FAULTS: list[tuple[Callable[[World], None], str]] = [
-    (closed_lease, "closed sequence still listed: running running"),
+    (closed_lease, "closed sequence still listed: running"),
     (count, "counts 2 references, 1 found|counts 3 references, 2 found"),
     (free_page_twice, "the free pages are not those that nobody refers to"),
     (free_page_in_use, "the free pages are not those that nobody refers to"),
@@ -301,8 +301,8 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (held_not_listed, "the list of held checkpoints is not that of the tree"),
     (listed_not_held, "the list of held checkpoints is not that of the tree"),
     (more_held_than_may_be, "held checkpoints keep 12 pages, the quota is 11"),
-    (tokens_without_a_page, "running running: 27 pages for 109 tokens"),
-    (page_twice_in_a_lease, "running running: a page is listed twice"),
+    (tokens_without_a_page, "running: 27 pages for 109 tokens"),
+    (page_twice_in_a_lease, "running: a page is listed twice"),
     (lock, "counts 1 locks, 0 found"),
     (lock_of_a_root, "node ending at 0 counts 0 locks, 1 found"),
     (lease_in_no_tree, "a sequence goes through a node that is not in the tree"),

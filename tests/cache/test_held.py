@@ -101,7 +101,7 @@ def test_what_is_there_already_is_held_when_it_is_asked_for():
     assert positions(sim) == set()
     again = run(sim, LONG, Boundary(100, hold_seconds=300), Boundary(150, hold_seconds=300))
     assert positions(sim) == {100}  # none was kept at 150, and nothing is computed again for it
-    assert again.lease.held == {100}
+    assert again.lease.held_breakpoints == {100}
 
 
 def test_what_is_over_the_quota_is_an_ordinary_checkpoint():
@@ -112,20 +112,22 @@ def test_what_is_over_the_quota_is_an_ordinary_checkpoint():
         run(sim, range(1000 * i, 1000 * i + 80), Boundary(60, hold_seconds=300), name=f"r{i}").lease for i in range(5)
     ]
     # 60 tokens are 15 pages, a checkpoint 2: two prompts fit into 50 pages, a third does not
-    assert [lease.held for lease in leases] == [{60}, {60}, set(), set(), set()]
+    assert [lease.held_breakpoints for lease in leases] == [{60}, {60}, set(), set(), set()]
     assert sim.cache.checkpoints.held.num_pages() == 34
     assert hit(sim, range(4000, 4080)) == 80  # kept all the same
     fill(sim, 12)
     assert [hit(sim, range(1000 * i, 1000 * i + 80)) for i in range(5)] == [60, 60, 0, 0, 0]
     sim.clock.advance(601)
-    assert run(sim, range(7000, 7080), Boundary(60, hold_seconds=300)).lease.held == {60}  # there is room again
+    assert run(sim, range(7000, 7080), Boundary(60, hold_seconds=300)).lease.held_breakpoints == {
+        60
+    }  # there is room again
 
 
 @pytest.mark.parametrize(("position", "held"), [(192, {192}), (193, set())])
 def test_the_quota_may_be_used_to_its_last_page(position, held):
     sim = simulation(num_pages=200)
     # a checkpoint is 2 pages of the 50, 192 tokens are 48
-    assert run(sim, LONG, Boundary(position, hold_seconds=300)).lease.held == held
+    assert run(sim, LONG, Boundary(position, hold_seconds=300)).lease.held_breakpoints == held
 
 
 def test_each_ends_at_its_own_time():
@@ -175,7 +177,7 @@ def test_what_is_held_goes_last_from_the_moment_on_and_no_longer():
 def test_tokens_that_several_share_are_counted_once():
     sim = simulation(num_pages=200)
     ends = [Boundary(p, hold_seconds=300) for p in (40, 80, 120, 144)]
-    assert run(sim, range(1000, 1150), *ends).lease.held == {40, 80, 120, 144}
+    assert run(sim, range(1000, 1150), *ends).lease.held_breakpoints == {40, 80, 120, 144}
     assert sim.cache.checkpoints.held.num_pages() == 36 + 4 * 2
 
 
@@ -209,7 +211,7 @@ def test_a_hold_survives_a_better_state_in_its_place():
 
 def test_in_exact_mode_the_grid_point_below_is_held():
     sim = simulation(exact=True)
-    assert run(sim, LONG, Boundary(150, hold_seconds=300)).lease.held == {128}
+    assert run(sim, LONG, Boundary(150, hold_seconds=300)).lease.held_breakpoints == {128}
     assert hit(sim, (*LONG[:150], 1, 2, 3)) == 128
 
 
@@ -226,7 +228,7 @@ def test_other_policies_hold_what_they_keep_anyway(mode):
     sim = Simulation.build(400, placement_for(mode, 16, False), LeastRecentlyUsed())
     run(sim, LONG, Boundary(192, hold_seconds=300), Boundary(100, hold_seconds=300))
     assert positions(sim) == set()
-    assert run(sim, LONG, Boundary(192, hold_seconds=300)).lease.held == {192}
+    assert run(sim, LONG, Boundary(192, hold_seconds=300)).lease.held_breakpoints == {192}
 
 
 def test_off_the_grid_what_a_client_marks_comes_before_other_ends():

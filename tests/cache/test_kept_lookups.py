@@ -45,7 +45,7 @@ def probe(sim, prompt=PROBE, name="probe", namespace=PLAIN):
         lease.match.divergence,
         lease.node,
     )
-    told = (facts, [pages.tolist() for pages in lease.pages], lease.misses.walk.path, lease.misses.walk.beyond)
+    told = (facts, [pages.tolist() for pages in lease.pages], lease.match.walk.path, lease.match.walk.beyond)
     cache.discard(lease)
     return told, len(walks)
 
@@ -77,17 +77,17 @@ def test_another_prompt_is_looked_up_by_itself(other):
     probe(sim)
     told, walks = probe(sim, **other)
     assert walks == (0 if "namespace" in other else 1)
-    sim.cache._finder._kept.clear()
+    sim.cache._lookup._memo.clear()
     assert probe(sim, **other) == (told, walks)
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(lookup, "_MAX_KEPT", 5)
+    monkeypatch.setattr(lookup, "_MAX_MEMOIZED", 5)
     sim = simulation()
     run(sim, A)
     for number in range(20):
         probe(sim, name=f"p{number}")
-        assert len(sim.cache._finder._kept) <= 5
+        assert len(sim.cache._lookup._memo) <= 5
 
 
 def longer(sim):
@@ -134,7 +134,7 @@ def test_whatever_changes_in_the_trees_is_seen(change):
     told, _ = probe(sim)
     change(sim)
     after, _ = probe(sim)
-    sim.cache._finder._kept.clear()
+    sim.cache._lookup._memo.clear()
     assert probe(sim) == (after, 1)
     assert after != told, "nothing has changed: this tests nothing"
 
@@ -145,13 +145,13 @@ def test_whatever_changes_in_the_trees_is_seen(change):
 def could(sim, num_pages):
     """Whether so many pages can be had for one of whom nothing is known, and whether that was counted anew."""
     cache, counted = sim.cache, []
-    count = type(cache).num_pinned_pages
-    cache.num_pinned_pages = lambda: counted.append(1) or count(cache)
+    count = type(cache.pinned).num_pages
+    cache.pinned.num_pages = lambda: counted.append(1) or count(cache.pinned)
     lease = cache.lookup(PLAIN, np.array([5] * 9, np.int64), "w", probe=True)
     try:
         return cache.could_free(lease, num_pages), len(counted)
     finally:
-        del cache.num_pinned_pages
+        del cache.pinned.num_pages
         cache.discard(lease)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
-from cairn.cache.eviction import MIN_REFRESH_INTERVAL, PolicyParts, ValuePerByte
+from cairn.cache.eviction import MIN_REFRESH_INTERVAL, ValuePerByte
 from cairn.cache.hazard import BINS, MAX_HITS, HazardTable
 from cairn.cache.placement import MAX_DIVERGENCES, MIN_DIVERGENCES, MIN_DIVERGENCES_IDLE, DivergenceStats
 from cairn.cache.tree import Checkpoint, Node
@@ -114,8 +114,8 @@ def chain(length):
     return nodes[1:]
 
 
-def learner(max_ghosts=8, **parts):
-    policy = ValuePerByte(PolicyParts(**parts))
+def learner(max_ghosts=8):
+    policy = ValuePerByte()
     policy.start(100)
     policy.max_ghosts = max_ghosts
     return policy
@@ -232,55 +232,6 @@ def test_a_policy_serves_one_cache():
     made(policy, node)
     with pytest.raises(AssertionError, match="one cache"):
         policy.start(100)
-
-
-# -- its parts, off by themselves ------------------------------------------------------------------------------------
-
-
-def test_without_ages_a_class_has_one_rate():
-    ages, none = HazardTable(), HazardTable(ages=False)
-    for table in (ages, none):
-        row = table.row((1,))
-        for _ in range(100):
-            table.at_risk(row, 0, 100)
-            table.hit(row, 100)
-        table.refresh()
-    assert len({none.index(1, age) for age in (0, 50, 100, 5000)}) == 1 and none.index(1, 0) == pytest.approx(
-        0.01, rel=0.1
-    )
-    assert len({ages.index(1, age) for age in (0, 50, 100, 5000)}) == 4
-
-
-def test_without_the_index_the_present_rate_counts():
-    table = HazardTable(gittins=False)
-    row = table.row((1,))
-    for _ in range(200):
-        table.at_risk(row, 0, 100)
-        table.hit(row, 100)
-    table.refresh()
-    assert table.index(row, 10) < table.index(row, 90) / 10, "nothing happens before age 100"
-
-
-def test_without_neighbours_an_age_counts_for_itself():
-    near, alone = HazardTable(), HazardTable(neighbours=False)
-    for table in (near, alone):
-        row = table.row((1,))
-        for _ in range(40):
-            table.at_risk(row, 0, 100)
-            table.hit(row, 100)
-        table.at_risk(row, 0, 2000)
-        table.refresh()
-    assert alone.index(1, 150) < near.index(1, 150) / 4
-
-
-def test_without_ghosts_or_lineage_there_are_none():
-    policy, (node,) = learner(lineage=False, ghosts=False), chain(1)
-    assert made(policy, node, turn=2).class_key() == (Kind.PROMPT_END.number, 0, 0, 0)
-    policy = ValuePerByte(PolicyParts(ghosts=False))
-    policy.start(100)
-    made(policy, node)
-    dropped(policy, node)
-    assert policy.records() == []
 
 
 # -- where prompts diverge ------------------------------------------------------------------------------------------

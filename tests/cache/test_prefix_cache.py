@@ -368,7 +368,7 @@ def test_what_cannot_go_is_held():
     for length in (5, 10, 15):
         run(sim, LONG[:length])
     lease = sim.cache.lookup(Namespace(), np.array(LONG[:40]), "w")
-    held = sim.cache.num_pinned_pages()
+    held = sim.cache.pinned.num_pages()
     # four pages, those that were copied where the shorter prompts had ended, and the file of the hit
     assert (lease.matched, held) == (15, 4 + 2 + 1)
     # 13 are left, one of them for a copy of the last page

@@ -37,7 +37,7 @@ def test_one_request_loses_tokens_to_two_reasons():
     sim.end(reader)
     lease = sim.cache.lookup(PLAIN, np.array(A[:100] + B, np.int64), "again")
     assert lease.lost == {Reason.NO_CHECKPOINT: 100, Reason.NEVER_SEEN: 200}
-    assert lease.missed == ((100, Reason.NO_CHECKPOINT), (300, Reason.NEVER_SEEN))
+    assert lease.match.miss_spans == ((100, Reason.NO_CHECKPOINT), (300, Reason.NEVER_SEEN))
     assert lease.reason is Reason.NO_CHECKPOINT
 
 
@@ -63,11 +63,11 @@ def test_a_checkpoint_that_was_dropped_is_charged_up_to_where_it_stood():
     sim.cache.checkpoints._drop(node)
     lease = sim.cache.lookup(PLAIN, np.array(A[:128] + B[:60] + (1, 2), np.int64), "y")
     assert (lease.hit, lease.matched) == (0, 188)
-    assert lease.missed == ((128, Reason.EVICTED), (188, Reason.NO_CHECKPOINT), (190, Reason.NEVER_SEEN))
+    assert lease.match.miss_spans == ((128, Reason.EVICTED), (188, Reason.NO_CHECKPOINT), (190, Reason.NEVER_SEEN))
     sim.cache.release(lease)
     # one that stood beyond what is shared would have saved nothing
     lease = sim.cache.lookup(PLAIN, np.array((*A[:100], 1, 2), np.int64), "z")
-    assert lease.missed == ((100, Reason.NO_CHECKPOINT), (102, Reason.NEVER_SEEN))
+    assert lease.match.miss_spans == ((100, Reason.NO_CHECKPOINT), (102, Reason.NEVER_SEEN))
 
 
 def test_a_salt_is_told_that_the_plain_namespace_has_more_and_no_other_salt():
@@ -93,7 +93,7 @@ def test_blame_for_all():
     lease = sim.cache.lookup(PLAIN, np.array(A, np.int64), "r")
     lease.blame(Reason.REMOTE_FAILED)
     assert lease.lost == {Reason.REMOTE_FAILED: 200}
-    sim.cache.admitted(lease)
+    sim.cache.begin_request(lease)
     assert sim.cache.counters.lost == {Reason.REMOTE_FAILED: 200}
 
 
@@ -109,8 +109,8 @@ def test_what_a_transfer_brought_takes_its_reasons_along():
     sim.cache.make_room(4000)
     request = sim.fetch("r", A, PLAIN, 192, 192)
     assert request.lease.lost == {Reason.NEVER_SEEN: 8} and request.lease.reason is Reason.NEVER_SEEN
-    [part] = sim.cache.journal.intervals
-    assert (part.prompt, part.hit, part.received, part.lost.total()) == (328, 0, 192, 136)
+    [(_, part)] = sim.cache.journal.intervals
+    assert (part.prompt, part.hit, part.received, sum(part.lost.values())) == (328, 0, 192, 136)
 
 
 def test_a_preemption_is_remembered_of_what_was_dropped():
@@ -123,9 +123,9 @@ def test_a_preemption_is_remembered_of_what_was_dropped():
     sim.cache.make_room(4000)
     keys = np.array(A + B, np.int64)
     lease = sim.cache.lookup(PLAIN, keys, "r")
-    assert lease.missed == ((128, Reason.PREEMPTED), (400, Reason.EVICTED))
+    assert lease.match.miss_spans == ((128, Reason.PREEMPTED), (400, Reason.EVICTED))
     # a resumed request is told of its prompt only
-    assert sim.cache.lookup(PLAIN, keys, "s", resumed_from=70).missed == ((70, Reason.PREEMPTED),)
+    assert sim.cache.lookup(PLAIN, keys, "s", resumed_from=70).match.miss_spans == ((70, Reason.PREEMPTED),)
 
 
 def test_what_a_writer_has_committed_is_in_progress_as_long_as_it_is_in_prefill():

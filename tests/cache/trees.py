@@ -50,9 +50,9 @@ def request(cache: PrefixCache, prompt: np.ndarray, namespace: Namespace, name: 
     """One prompt, computed in one step; returns how many nodes that has added at least."""
     lease = cache.lookup(namespace, prompt, name)
     assert cache.extend(lease, len(prompt)) is not None
-    cache.admitted(lease)
+    cache.begin_request(lease)
     ends = (Boundary(max(1, len(prompt) - 7), "message_end"),)
-    facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, ends, False, cache.idle_files())
+    facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, ends, False, cache.num_idle_files())
     wanted = cache.policy.placement.in_prefill(facts, lease.hit, len(prompt))
     kept = [want.position for want in wanted if cache.reserve_checkpoint(lease, want) is not None]
     before = cache.checkpoints.taken.total()

@@ -160,7 +160,7 @@ def replayed(
     replay = Replay(timed)
     outcome = replay.run(trace)
     audit(replay.cache)
-    assert not replay.cache.sequences and not replay.cache.step_pins and not replay.cache.pins
+    assert not replay.cache.pinned.sequences and not replay.cache.pinned.steps and not replay.cache.pinned.pins
     assert outcome.hit_tokens + sum(outcome.lost.values()) == outcome.prompt_tokens - replay.cache.counters.received
     return replay
 

@@ -220,7 +220,7 @@ def test_pages_that_a_step_has_left_behind_are_found_when_idle():
     engine = core()
     run(engine, request())
     cache = engine._scheduler.state.cache
-    cache.step_pins[7] = [cache.pool.allocate(1)]
+    cache.pinned.steps[7] = [cache.pool.allocate(1)]
     with pytest.raises(AuditError, match="0 leases"):
         engine.idle()
 

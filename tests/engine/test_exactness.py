@@ -143,7 +143,7 @@ class Engine:
     def run(self) -> None:
         for _ in range(3000):
             if not self.scheduler.has_work:
-                assert not self.cache.sequences and not self.cache.step_pins
+                assert not self.cache.pinned.sequences and not self.cache.pinned.steps
                 return
             self.step()
         raise AssertionError("no end in sight")

@@ -208,7 +208,12 @@ class Server:
         """Nothing is held for anybody any more, and the books add up."""
         audit(self.cache)
         state, transfers = self.scheduler.state, self.scheduler.state.transfers
-        assert not state.requests and not self.cache.sequences and not self.cache.step_pins and not self.cache.pins
+        assert (
+            not state.requests
+            and not self.cache.pinned.sequences
+            and not self.cache.pinned.steps
+            and not self.cache.pinned.pins
+        )
         assert not transfers.is_open and not self.port.num_leased
         assert sorted(state.free_slots) == list(range(state.config.max_num_seqs))
         assert self.cache.clear()

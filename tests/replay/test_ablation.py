@@ -9,8 +9,9 @@ import pytest
 from benchmarks import ablation
 from benchmarks.gdsf import DecayedFrequency
 
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Origin
-from cairn.cache.eviction import CheckpointFacts, LeastRecentlyUsed, PolicyParts, ValuePerByte
+from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage, Origin
+from cairn.cache.eviction import YOUNG, CheckpointFacts, LeastRecentlyUsed, ValuePerByte
+from cairn.cache.hazard import HazardTable
 from cairn.cache.placement import PromptFacts
 from cairn.cache.tree import Checkpoint, Node
 
@@ -46,14 +47,103 @@ def test_rows_are_kept_and_told_over_the_offline_line(folder, monkeypatch, capsy
 
 
 def test_names_mean_policies():
-    parts = ablation.cache_policy("-ages-young").eviction.parts
-    assert parts == PolicyParts(ages=False, young=False)
-    assert ablation.cache_policy("all").eviction.parts == PolicyParts()
-    assert type(ablation.cache_policy("all").eviction) is ValuePerByte
+    policy = ablation.cache_policy("-ages-young").eviction
+    assert isinstance(policy.table, ablation.WithoutAges) and isinstance(policy, ablation.WithoutYoung)
+    assert not isinstance(policy, ablation.WithoutGhosts)
+    for name in ("-gittins-ages", "-ages-neighbours-gittins"):
+        assert isinstance(ablation.cache_policy(name).eviction.table, ablation.WithoutAges)
+    policy = ablation.cache_policy("all").eviction
+    assert type(policy) is ValuePerByte and type(policy.table) is HazardTable
     assert type(ablation.cache_policy("lru").eviction) is LeastRecentlyUsed
     assert ablation.cache_policy("gdsf:256").eviction._half_life == 256
     with pytest.raises(SystemExit, match="'bogus', not one of ages"):
         ablation.cache_policy("-ages-bogus")
+
+
+def test_without_ages_a_class_has_one_rate():
+    ages, none = HazardTable(), ablation.WithoutAges()
+    for table in (ages, none):
+        row = table.row((1,))
+        for _ in range(100):
+            table.at_risk(row, 0, 100)
+            table.hit(row, 100)
+        table.refresh()
+    assert len({none.index(1, age) for age in (0, 50, 100, 5000)}) == 1
+    assert none.index(1, 0) == pytest.approx(0.01, rel=0.1)
+    assert len({ages.index(1, age) for age in (0, 50, 100, 5000)}) == 4
+
+
+def test_without_the_index_the_present_rate_counts():
+    table = ablation.WithoutGittins()
+    row = table.row((1,))
+    for _ in range(200):
+        table.at_risk(row, 0, 100)
+        table.hit(row, 100)
+    table.refresh()
+    assert table.index(row, 10) < table.index(row, 90) / 10, "nothing happens before age 100"
+
+
+def test_without_neighbours_an_age_counts_for_itself():
+    near, alone = HazardTable(), ablation.WithoutNeighbours()
+    for table in (near, alone):
+        row = table.row((1,))
+        for _ in range(40):
+            table.at_risk(row, 0, 100)
+            table.hit(row, 100)
+        table.at_risk(row, 0, 2000)
+        table.refresh()
+    assert alone.index(1, 150) < near.index(1, 150) / 4
+
+
+def kept_checkpoints(policy, num_nodes, turn=0):
+    """Checkpoints at the ends of a path of so many nodes, which the policy knows; the deepest one last."""
+    policy.start(0)
+    nodes = [Node(None, b"", 0, 0)]
+    for number in range(num_nodes):
+        nodes.append(Node(nodes[-1], bytes(8), number, number + 1))
+        nodes[-2].adopt(nodes[-1])
+        nodes[-1].checkpoint = Checkpoint(nodes[-1], np.empty(0, np.int32), Kind.PROMPT_END, Origin.GRID, "r")
+        policy.add(nodes[-1].checkpoint, Lineage(turn, 1000))
+    return [node.checkpoint for node in nodes[1:]]
+
+
+def drop(policy, checkpoint):
+    checkpoint.node.checkpoint = None
+    policy.drop(checkpoint)
+
+
+def test_without_ghosts_there_are_none():
+    for name, num_records in (("-ghosts", 0), ("all", 1)):
+        policy = ablation.cache_policy(name).eviction
+        drop(policy, *kept_checkpoints(policy, 1))
+        assert len(policy.records()) == num_records
+
+
+def test_without_lineage_a_class_does_not_know_it():
+    for name, key in (("-lineage", (0, 0, 0)), ("all", (0, 2, 1))):
+        policy = ablation.cache_policy(name).eviction
+        (checkpoint,) = kept_checkpoints(policy, 1, turn=2)
+        assert policy._records[checkpoint.node].class_key() == (Kind.PROMPT_END.number, *key)
+
+
+def test_without_inheritance_the_one_above_gains_nothing():
+    for name, gains in (("-inheritance", False), ("all", True)):
+        policy = ablation.cache_policy(name).eviction
+        above, deepest = kept_checkpoints(policy, 2)
+        before = policy.chance(above.node)
+        drop(policy, deepest)
+        assert (policy.chance(above.node) > before) is gains
+
+
+def test_without_young_only_the_regular_ranking_is_left():
+    for name, ranked in (("-young", 0), ("all", 1)):
+        policy = ablation.cache_policy(name).eviction
+        kept_checkpoints(policy, 1)
+        assert policy.refresh(()) == []
+        for _ in range(YOUNG):
+            policy.begin_request(None, 0)
+        policy._rank_at = 2 * YOUNG
+        assert len(policy.refresh(())) == ranked
 
 
 def test_without_offsets_no_predicted_position_is_kept():

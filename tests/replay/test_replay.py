@@ -35,7 +35,7 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
     replay = Replay(TimedCache(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK))
     outcome = replay.run(trace)
     audit(replay.cache)
-    assert not replay.cache.sequences and not replay.cache.step_pins
+    assert not replay.cache.pinned.sequences and not replay.cache.pinned.steps
     return replay, outcome
 
 
@@ -192,8 +192,8 @@ def test_only_the_cache_is_timed(monkeypatch):
     clock, calls = ManualClock(), Counter()
     inside = {
         PrefixCache: (
-            *("lookup", "extend", "admitted", "idle_files", "reserve_checkpoint"),
-            *("pin_until", "commit", "step_applied", "release"),
+            *("lookup", "extend", "begin_request", "num_idle_files", "reserve_checkpoint"),
+            *("pin_until", "commit", "release_step", "release"),
         ),
         Auto: ("in_prefill", "in_decode"),
     }

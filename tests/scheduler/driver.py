@@ -130,7 +130,12 @@ class Driver:
             assert limit, "no end in sight"
             self.step()
         state = self.scheduler.state
-        assert not self.cache.sequences and not self.cache.step_pins and not self.cache.pins and not state.requests
+        assert (
+            not self.cache.pinned.sequences
+            and not self.cache.pinned.steps
+            and not self.cache.pinned.pins
+            and not state.requests
+        )
         assert sorted(state.free_slots) == list(range(self.config.max_num_seqs))
 
     def output(self, name: str) -> list[int]:

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from test_random_mixes import MIX, check_mix
 
 from cairn.cache import lookup, prefix_cache
-from cairn.cache.lookup import Finder
+from cairn.cache.allocator import PinnedPages
+from cairn.cache.lookup import PrefixLookup
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import MissReport, PageTable, PageTables, PrefixMatch
+from cairn.cache.sequence_blocks import PageTable, PageTables, PrefixMatch
 from cairn.keys import KeyBuffer
 from cairn.scheduler.request import Phase
 
@@ -34,7 +35,7 @@ def counting(monkeypatch) -> Counter:
         monkeypatch.setattr(place, name, call)
 
     counted(lookup, "walk")
-    counted(PrefixCache, "num_pinned_pages")
+    counted(PinnedPages, "num_pages")
     counted(prefix_cache, "miss_reasons")
     return counts
 
@@ -103,17 +104,17 @@ def test_it_comes_in_when_it_would_have_come_in_anyhow(monkeypatch, num_pages, e
 
 
 def forget_everything(monkeypatch) -> None:
-    find, could_free = Finder.find, PrefixCache.could_free
+    find, could_free = PrefixLookup.find, PrefixCache.could_free
 
-    def fresh_find(finder, *arguments):
-        finder._kept.clear()
-        return find(finder, *arguments)
+    def fresh_find(prefix_lookup, *arguments):
+        prefix_lookup._memo.clear()
+        return find(prefix_lookup, *arguments)
 
     def fresh_could_free(cache, *arguments):
-        cache._lacking.clear()
+        cache.pinned._shortages.clear()
         return could_free(cache, *arguments)
 
-    monkeypatch.setattr(Finder, "find", fresh_find)
+    monkeypatch.setattr(PrefixLookup, "find", fresh_find)
     monkeypatch.setattr(PrefixCache, "could_free", fresh_could_free)
 
 
@@ -125,7 +126,7 @@ def plain(value):
         return plain(value.tables), value.copied
     if isinstance(value, KeyBuffer):
         return value.keys.tolist()
-    if isinstance(value, PrefixMatch | MissReport):
+    if isinstance(value, PrefixMatch):
         return [plain(getattr(value, field.name)) for field in fields(value)]
     if isinstance(value, PageTable):
         return value.pages.tolist(), value.num_shared, value.num_sent
@@ -141,12 +142,12 @@ def plain(value):
 )
 @given(**MIX)
 def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
-    find, could_free = Finder.find, PrefixCache.could_free
+    find, could_free = PrefixLookup.find, PrefixCache.could_free
     seen = Counter()
 
-    def checked_find(finder, version, root, namespace, keys, request_id, resumed_from):
-        sequence = find(finder, version, root, namespace, keys, request_id, resumed_from)
-        anew = finder._find(root, namespace, keys, request_id, resumed_from)
+    def checked_find(prefix_lookup, version, root, namespace, keys, request_id, resumed_from):
+        sequence = find(prefix_lookup, version, root, namespace, keys, request_id, resumed_from)
+        anew = prefix_lookup._find(root, namespace, keys, request_id, resumed_from)
         told, wanted = ([plain(getattr(one, field.name)) for field in fields(one)] for one in (sequence, anew))
         assert told == wanted
         seen["finds"] += 1
@@ -154,12 +155,12 @@ def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
 
     def checked_could_free(cache, sequence, num_pages):
         told = could_free(cache, sequence, num_pages)
-        assert told == (num_pages <= cache.pool.num_pages - cache.num_pinned_pages())
+        assert told == (num_pages <= cache.pool.num_pages - cache.pinned.num_pages())
         seen[told] += 1
         return told
 
     with monkeypatch.context() as patched:
-        patched.setattr(Finder, "find", checked_find)
+        patched.setattr(PrefixLookup, "find", checked_find)
         patched.setattr(PrefixCache, "could_free", checked_could_free)
         check_mix(**mix)
     assert seen["finds"]

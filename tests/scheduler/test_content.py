@@ -47,7 +47,8 @@ def answer(start=0, adapter="", length=256, cached=256, room=True):
         driver.ask(TEXT[:cached], max_tokens=1)
     side.news.append(LookupRequest(LookupId(1), adapter, b"", start))
     driver.scheduler.poll()
-    assert not driver.cache.sequences and len(driver.cache.pins) == len(transfers.offers) == (side.answers != [None])
+    pinned = driver.cache.pinned
+    assert not pinned.sequences and len(pinned.pins) == len(transfers.offers) == (side.answers != [None])
     (made,) = side.answers
     return made
 

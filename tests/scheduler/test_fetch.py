@@ -75,7 +75,7 @@ def named(driver):
 
 def only_this_pull_is_left(driver):
     state = driver.scheduler.state
-    return not state.requests and not driver.cache.sequences and len(driver.cache.pins) == 1
+    return not state.requests and not driver.cache.pinned.sequences and len(driver.cache.pinned.pins) == 1
 
 
 @pytest.mark.parametrize(("known", "first"), [(0, 0), (100, 96), (128, 128)])
@@ -102,7 +102,7 @@ def test_nobody_gets_the_pages_of_a_pull_that_failed_before_the_link_lets_go_of_
     assert written and not set(pages_of(spec).tolist()) & written
     assert only_this_pull_is_left(driver) and not driver.cache.clear()
     say(driver, side, PagesFree(pull))
-    assert not driver.cache.pins and driver.cache.clear()
+    assert not driver.cache.pinned.pins and driver.cache.clear()
     assert driver.output(name) == alone(TEXT[:200], False)
     assert all(len(driver.output(other)) == 20 for other in others)
 
@@ -118,7 +118,7 @@ def test_nobody_gets_the_pages_of_a_pull_whose_request_was_aborted():
     say(driver, side, PullEnded(pull, None, 200, 200))
     assert only_this_pull_is_left(driver)
     say(driver, side, PagesFree(pull))
-    assert not driver.cache.pins and driver.cache.clear()
+    assert not driver.cache.pinned.pins and driver.cache.clear()
 
 
 def test_what_has_come_is_free_of_the_pull_and_is_used():
@@ -127,7 +127,7 @@ def test_what_has_come_is_free_of_the_pull_and_is_used():
     say(driver, side, PullEnded(pull, None, 200, 200), PagesFree(pull))
     request = driver.requests[name]
     assert request.phase is Phase.READY and request.sequence.hit == request.sequence.received == 200
-    assert not driver.cache.pins and driver.scheduler.state.counters.external_hits == 200
+    assert not driver.cache.pinned.pins and driver.scheduler.state.counters.external_hits == 200
 
 
 def test_a_failure_may_be_the_end_of_a_promise_and_never_of_a_hint():
@@ -272,7 +272,7 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
     while not driver.output(running):
         driver.step()
     # 13 pages and a file of 3: the pages alone would have room
-    assert 13 <= 60 - driver.cache.num_pinned_pages() < 16
+    assert 13 <= 60 - driver.cache.pinned.num_pages() < 16
     name = driver.submit(TEXT[:200], source=PROMISED)
     before = dict(driver.cache.checkpoints.evicted)
     driver.scheduler.poll()

@@ -6,8 +6,8 @@ import numpy as np
 from simulation import PLAIN
 from trees import grown, request
 
-from cairn.cache.look import look
 from cairn.cache.view import CacheView
+from cairn.cache.view_builder import build_view
 from cairn.engine.contract import EngineConfig
 from cairn.types import Clock, SystemClock
 from doubles.echo_core import EchoCore
@@ -23,7 +23,7 @@ class TreeCore(EchoCore):
 
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
         self.looks += 1
-        return look(self.cache, max_paths)
+        return build_view(self.cache, max_paths)
 
     def visit(self, seed: int) -> None:
         prompt = np.random.default_rng(seed).integers(0, 1000, 2000)

@@ -1,8 +1,8 @@
-"""What running sequences take from pool and tree, and what they give back: pages for tokens to come, files for
-checkpoints, and what was computed as nodes and checkpoints of the tree; and who refers to pages besides the tree."""
+"""Pages and checkpoint files for running sequences, the tree nodes of the tokens that they computed, and the references
+to pages besides the tree's."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -136,8 +136,8 @@ class TreeWriter:
     checkpoints: CheckpointStore
     exact: bool
 
-    def commit(self, sequence: SequenceBlocks, num_tokens: int, kept: Iterable[int]) -> None:
-        """Enter the first `num_tokens` tokens of `sequence` and its filled files at positions `kept`: every lookup may
+    def commit(self, sequence: SequenceBlocks, num_tokens: int, positions: Iterable[int]) -> None:
+        """Enter the first `num_tokens` tokens of `sequence` and its filled files at `positions`: every lookup may
         find them from now on."""
         tree = self.checkpoints.tree
         if num_tokens > sequence.committed:
@@ -149,11 +149,11 @@ class TreeWriter:
                 tree.lock(node)
                 if old is not None:
                     tree.unlock(old)
-        at, positions = sequence.node, sorted(kept, reverse=True)
-        for position in positions:
+        at, descending = sequence.node, sorted(positions, reverse=True)
+        for position in descending:
             at = self._node_at(sequence, position, at)
             self._attach(sequence, position, at)
-        if positions and sequence.match.known is not None:
+        if descending and sequence.match.known is not None:
             self.checkpoints.eviction.add_above(sequence.match.known)
 
     def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
@@ -203,7 +203,7 @@ class TreeWriter:
             self.checkpoints.pool.release(file.pages)
         assert node.checkpoint is not None
         if file.hold_seconds and self.checkpoints.hold(node.checkpoint, file.hold_seconds):
-            sequence.held.add(position)
+            sequence.held_breakpoints.add(position)
 
 
 def _origin(sequence: SequenceBlocks, position: int) -> Origin:
@@ -212,15 +212,16 @@ def _origin(sequence: SequenceBlocks, position: int) -> Origin:
     return Origin.TAIL if position % GRID else Origin.GRID
 
 
-@dataclass(frozen=True, slots=True)
 class PinnedPages:
-    """Who refers to pages besides the tree: open sequences and pins, by identity, and the pages that each unapplied
-    step still names."""
+    """References to pages besides the tree's. `sequences`: open sequences, by identity. `pins`: by identity. `steps`:
+    pages that steps which are not applied yet name, by step."""
 
-    pool: PagePool
-    sequences: dict[int, SequenceBlocks] = field(default_factory=dict)
-    pins: dict[int, PagePin] = field(default_factory=dict)
-    steps: dict[int, list[Pages]] = field(default_factory=dict)
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.sequences: dict[int, SequenceBlocks] = {}
+        self.pins: dict[int, PagePin] = {}
+        self.steps: dict[int, list[Pages]] = {}
+        self._shortages: set[tuple[Node | None, int, int, int]] = set()  # lookups that lack so many pages
 
     def open(self, sequence: SequenceBlocks) -> None:
         """Acquire what a new sequence needs: the pages of its own, and the file of its hit."""
@@ -233,7 +234,7 @@ class PinnedPages:
 
     def close(self, sequence: SequenceBlocks) -> None:
         """Release everything that a sequence refers to."""
-        assert not sequence.closed, f"released twice: {sequence.purpose}"
+        assert not sequence.closed, f"released twice: {sequence.request_id}"
         sequence.closed = True
         del self.sequences[id(sequence)]
         for table in sequence.tables:
@@ -252,19 +253,43 @@ class PinnedPages:
 
     def unpin(self, pin: PagePin) -> None:
         """Release pinned pages."""
+        self.note_release()
         del self.pins[id(pin)]
         self.pool.release(pin.pages)
 
     def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
-        """What `sequence` needs for step `step` alone is the step's from now on."""
+        """Keep the pages that `sequence` needs only for step `step` until that step has been applied."""
         if sequence.transient:
             self.steps.setdefault(step, []).extend(sequence.transient)
             sequence.transient = []
 
-    def step_applied(self, step: int) -> None:
-        """Let go of what step `step` named."""
-        for pages in self.steps.pop(step, ()):
-            self.pool.release(pages)
+    def release_step(self, step: int) -> None:
+        """Release the pages that step `step` named: it has been applied."""
+        if step in self.steps:
+            self.note_release()
+            for pages in self.steps.pop(step):
+                self.pool.release(pages)
+
+    def note_release(self) -> None:
+        """References of running requests end: `could_free` may have another answer."""
+        self._shortages.clear()
+
+    def could_free(self, sequence: SequenceBlocks, num_pages: int) -> bool:
+        """Whether `num_pages` pages are free, or would be if every page without a reference here were dropped. For a
+        lookup that lacks pages they are counted again only after a release."""
+        if num_pages <= self.pool.num_free:
+            return True
+        need = (sequence.node, sequence.hit, sequence.matched, num_pages)
+        if need in self._shortages:
+            return False
+        if num_pages <= self.pool.num_pages - self.num_pages():
+            return True
+        self._shortages.add(need)
+        return False
+
+    def num_pages(self) -> int:
+        """Distinct pages that sequences, the nodes they have locked, pins or unapplied steps refer to."""
+        return self.num_distinct(self.by_requests() + self.by_transfers() + self.by_steps())
 
     def by_requests(self) -> list[Pages]:
         """The page lists of sequences, of the nodes that they have locked and of pins for requests, some pages perhaps

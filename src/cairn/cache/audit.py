@@ -33,16 +33,16 @@ def _audit_pages(cache: PrefixCache) -> None:
             np.add.at(counts, pages, 1)
         if node.checkpoint is not None:
             np.add.at(counts, node.checkpoint.pages, 1)
-    for sequence in cache.sequences.values():
-        _check(not sequence.closed, f"closed sequence still listed: {sequence.purpose}")
+    for sequence in cache.pinned.sequences.values():
+        _check(not sequence.closed, f"closed sequence still listed: {sequence.request_id}")
         for pages in [table.own for table in sequence.tables] + sequence.transient:
             np.add.at(counts, pages, 1)
         for file in sequence.files.values():
             np.add.at(counts, file.pages, 1)
-    for held in cache.step_pins.values():
+    for held in cache.pinned.steps.values():
         for pages in held:
             np.add.at(counts, pages, 1)
-    for pin in cache.pins.values():
+    for pin in cache.pinned.pins.values():
         np.add.at(counts, pin.pages, 1)
     wrong = np.flatnonzero(counts != cache.pool.counts)
     if wrong.size:
@@ -128,15 +128,17 @@ def _audit_held(cache: PrefixCache) -> None:
 
 def _audit_locks(cache: PrefixCache) -> None:
     locks: dict[Node, int] = {}
-    for sequence in cache.sequences.values():
+    for sequence in cache.pinned.sequences.values():
         node = sequence.node
         while node is not None:
             locks[node] = locks.get(node, 0) + 1
             node = node.parent
         for group, table in zip(cache.layout.groups, sequence.tables, strict=True):
             least = group.pages_for(sequence.committed)
-            _check(table.length >= least, f"{sequence.purpose}: {table.length} pages for {sequence.committed} tokens")
-            _check(len(np.unique(table.pages)) == table.length, f"{sequence.purpose}: a page is listed twice")
+            _check(
+                table.length >= least, f"{sequence.request_id}: {table.length} pages for {sequence.committed} tokens"
+            )
+            _check(len(np.unique(table.pages)) == table.length, f"{sequence.request_id}: a page is listed twice")
     nodes = list(cache.tree.roots.values()) + list(cache.tree.nodes())
     for node in nodes:
         expected = locks.pop(node, 0)

@@ -10,7 +10,6 @@ not.
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ __all__ = [
     "CheckpointFacts",
     "EvictionPolicy",
     "LeastRecentlyUsed",
-    "PolicyParts",
     "ValuePerByte",
     "eviction_for",
 ]
@@ -115,25 +113,6 @@ class EvictionPolicy(TreeObserver):
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyParts:
-    """Which parts of `ValuePerByte` are on. All are, but in benchmarks that measure what each is worth.
-
-    `ages`: a chance by class and age, not by class alone. `neighbours`: what was seen at ages nearby counts as well.
-    `gittins`: the best rate over all ages to come, not the present one. `ghosts`: what was dropped is learned from.
-    `inheritance`: a dropped checkpoint's chance falls to the one above it. `young`: each is ranked anew at age `YOUNG`.
-    `lineage`: classes by how long a conversation is and how much of a prompt was new.
-    """
-
-    ages: bool = True
-    neighbours: bool = True
-    gittins: bool = True
-    ghosts: bool = True
-    inheritance: bool = True
-    young: bool = True
-    lineage: bool = True
-
-
 class ReuseStats:
     """The record of the checkpoint that is or was at the end of `node`.
 
@@ -185,11 +164,11 @@ class ValuePerByte(EvictionPolicy):
     `max_ghosts`.
     """
 
-    def __init__(self, parts: PolicyParts | None = None) -> None:
-        self.parts = parts or PolicyParts()
+    def __init__(self, table: HazardTable | None = None) -> None:
+        """`table`: the hazard rates, empty; a new `HazardTable` unless given."""
         self.now = self.version = 0
         self.max_ghosts = MIN_GHOSTS
-        self.table = HazardTable(ages=self.parts.ages, neighbours=self.parts.neighbours, gittins=self.parts.gittins)
+        self.table = table or HazardTable()
         self._records: dict[Node, ReuseStats] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
         self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
@@ -197,7 +176,7 @@ class ValuePerByte(EvictionPolicy):
 
     def start(self, max_checkpoints: int) -> None:
         assert self.version == 0 and not self._records, "one policy object serves one cache"
-        self.max_ghosts = GHOST_FACTOR * max_checkpoints + MIN_GHOSTS if self.parts.ghosts else 0
+        self.max_ghosts = GHOST_FACTOR * max_checkpoints + MIN_GHOSTS
 
     def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
         return self.chance(checkpoint.node) * facts.saved_tokens / max(1, facts.freed_bytes)
@@ -228,14 +207,14 @@ class ValuePerByte(EvictionPolicy):
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         node = checkpoint.node
         before = self._records.get(node)
-        record = ReuseStats(checkpoint, lineage if self.parts.lineage else NO_LINEAGE, self.now)
+        record = ReuseStats(checkpoint, lineage, self.now)
         if before is not None:  # what the ghost knew is kept
             record.hits, record.branches, record.demoted_child = before.hits, before.branches, before.demoted_child
             self.node_forgotten(node)
         record.row = self.table.row(record.class_key())
         self._records[node] = record
         self.version += 1
-        if self.parts.young and not checkpoint.kind.on_probation:
+        if not checkpoint.kind.on_probation:
             self._young.append((self.now, checkpoint))
 
     def change_kind(self, checkpoint: Checkpoint) -> None:
@@ -311,10 +290,10 @@ class ValuePerByte(EvictionPolicy):
         child = self._demoted_child(record)
         record.demoted_child = None
         above = next_above(node)
-        heir = self._records.get(above.node) if above is not None else None
-        if heir is not None and self.parts.inheritance:
-            rivals = (record, child, self._demoted_child(heir))
-            heir.demoted_child = max((each for each in rivals if each is not None), key=self._own_chance)
+        parent = self._records.get(above.node) if above is not None else None
+        if parent is not None:
+            candidates = (record, child, self._demoted_child(parent))
+            parent.demoted_child = max((each for each in candidates if each is not None), key=self._own_chance)
 
     def _demoted_child(self, record: ReuseStats) -> ReuseStats | None:
         """The demoted child of `record`, as long as it is a ghost."""

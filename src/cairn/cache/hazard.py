@@ -37,15 +37,13 @@ def _bins(ages: Floats) -> NDArray[np.intp]:
 
 
 class HazardTable:
-    """Hits and time at risk by class and age. Ages and times in requests; `index` follows
-    what was counted at the next `refresh`."""
+    """Hits and time at risk by class and age. Ages and times in requests; counts show in `index` after the next
+    `refresh`. `prior`: hits per request by age before anything was counted, [BINS]."""
 
-    def __init__(
-        self, max_classes: int = 4096, *, ages: bool = True, neighbours: bool = True, gittins: bool = True
-    ) -> None:
-        """At most `max_classes` rows. The switches are on but in benchmarks: `ages`: rates by age, not one for all
-        ages; `neighbours`: what was seen at ages nearby counts as well; `gittins`: the index, not the present rate."""
-        self._ages, self._neighbours, self._gittins = ages, neighbours, gittins
+    prior = _PRIOR
+
+    def __init__(self, max_classes: int = 4096) -> None:
+        """At most `max_classes` rows."""
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
@@ -124,8 +122,8 @@ class HazardTable:
         if hits[0].sum() > MAX_HITS:
             self._hits /= 2
             self._risk /= 2
-        hazards = self._hazards(hits, risk)
-        self._index = (_gittins(hazards) if self._gittins and self._ages else hazards).tolist()
+        hazards = self.hazards(hits, risk)
+        self._index = self.rank(hazards).tolist()
 
     def _summed(self, number: int) -> tuple[Floats, Floats]:
         """Each row with all rows below it."""
@@ -136,22 +134,17 @@ class HazardTable:
             np.add.at(risk, parents[level], risk[level])
         return hits, risk
 
-    def _hazards(self, hits: Floats, risk: Floats) -> Floats:
-        """Hits per unit of time. A row has the shape of the one above it, at its own height, but where it knows better.
+    def hazards(self, hits: Floats, risk: Floats) -> Floats:
+        """Hits per unit of time from hits and time at risk, [rows, BINS]. A row has the shape of the one above it, at
+        its own height, but where it knows better.
 
         A bin alone has seen little, and rates change slowly with the logarithm of the age: the bins around it count,
         too (a kernel estimate, as in Ramlau-Hansen, "Smoothing counting process intensities by means of kernel
         functions", Ann. Stat. 11, 1983).
         """
-        if not self._ages:
-            hits = np.repeat(hits.sum(axis=1, keepdims=True), BINS, axis=1)
-            risk = np.repeat(risk.sum(axis=1, keepdims=True), BINS, axis=1)
-        near_hits, near_risk = hits, risk
-        if self._neighbours and self._ages:
-            near_hits, near_risk = _with_neighbours(hits), _with_neighbours(risk)
+        near_hits, near_risk = self.smooth(hits), self.smooth(risk)
         hazards = np.empty_like(hits)
-        prior = _PRIOR if self._ages else np.full(BINS, 1e-3)
-        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / prior)
+        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / self.prior)
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2
@@ -164,27 +157,27 @@ class HazardTable:
             hazards[level] = (near_hits[level] + PSEUDO_HITS) / (near_risk[level] + PSEUDO_HITS / least)
         return hazards
 
+    @staticmethod
+    def smooth(counts: Floats) -> Floats:
+        """Per row and bin its own counts and those of the bins up to an octave away, which count the less the further;
+        in all twice what one bin would. Shape [rows, BINS]."""
+        for _ in range(2):
+            spread = counts.copy()
+            spread[:, 1:] += counts[:, :-1] / 2
+            spread[:, :-1] += counts[:, 1:] / 2
+            counts = spread
+        return counts / 2
 
-def _with_neighbours(counts: Floats) -> Floats:
-    """Per row and bin its own counts and those of the bins up to an octave away, which count the less the further; in
-    all twice what one bin would. Shape [rows, BINS]."""
-    for _ in range(2):
-        spread = counts.copy()
-        spread[:, 1:] += counts[:, :-1] / 2
-        spread[:, :-1] += counts[:, 1:] / 2
-        counts = spread
-    return counts / 2
-
-
-def _gittins(hazards: Floats) -> Floats:
-    """Per row and bin the most hits per unit of time over all later bins to stop at; shape [rows, BINS]."""
-    survive = np.exp(-hazards * _WIDTHS)
-    alive = np.concatenate([np.ones((len(hazards), 1)), np.cumprod(survive, axis=1)], axis=1)
-    spent = alive[:, :-1] * (1 - survive) / hazards
-    time = np.concatenate([np.zeros((len(hazards), 1)), np.cumsum(spent, axis=1)], axis=1)
-    index = np.empty_like(hazards)
-    for position in range(BINS):
-        gained = alive[:, position : position + 1] - alive[:, position + 1 :]
-        waited = time[:, position + 1 :] - time[:, position : position + 1]
-        index[:, position] = (gained / np.maximum(waited, 1e-9)).max(axis=1)
-    return index
+    @staticmethod
+    def rank(hazards: Floats) -> Floats:
+        """Per row and bin the most hits per unit of time over all later bins to stop at; shape [rows, BINS]."""
+        survive = np.exp(-hazards * _WIDTHS)
+        alive = np.concatenate([np.ones((len(hazards), 1)), np.cumprod(survive, axis=1)], axis=1)
+        spent = alive[:, :-1] * (1 - survive) / hazards
+        time = np.concatenate([np.zeros((len(hazards), 1)), np.cumsum(spent, axis=1)], axis=1)
+        index = np.empty_like(hazards)
+        for position in range(BINS):
+            gained = alive[:, position : position + 1] - alive[:, position + 1 :]
+            waited = time[:, position + 1 :] - time[:, position : position + 1]
+            index[:, position] = (gained / np.maximum(waited, 1e-9)).max(axis=1)
+        return index

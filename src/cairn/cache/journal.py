@@ -1,4 +1,4 @@
-"""What requests found in the cache, lately: sums over time, the last requests, and the prefixes that cost most.
+"""Records of recent lookups: sums over time, the last requests, and the prefixes that cost the most tokens.
 
 All of it is bounded, holds neither texts nor tokens nor salts, and costs O(1) a request. Prefixes are named by a keyed
 digest of their length and their last tokens, with a key that this process makes up and tells nobody.
@@ -6,13 +6,14 @@ digest of their length and their last tokens, with a key that this process makes
 
 import hashlib
 import secrets
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
+from cairn.cache.view import IntervalView, VisitView
 from cairn.types import Clock
 
 INTERVAL_SECONDS = 10.0
@@ -24,34 +25,6 @@ _VISITS = 200
 _PREFIXES = 128
 _NAMESPACES = 1024
 _NOT_LOST = (Reason.NONE, Reason.DISABLED, Reason.NEVER_SEEN)
-
-
-@dataclass(frozen=True, slots=True)
-class LookupRecord:
-    """One request as it was admitted, in tokens of its prompt. `at`: a clock reading in seconds. `namespace`: 0 for
-    prompts without a salt, else a number that stands for one."""
-
-    number: int
-    at: float
-    namespace: int
-    prompt: int
-    hit: int
-    received: int
-    matched: int
-    reason: Reason
-    lost: dict[Reason, int]
-
-
-@dataclass(slots=True)
-class Interval:
-    """Sums over the requests admitted within `INTERVAL_SECONDS` from `start`, a clock reading."""
-
-    start: float
-    requests: int = 0
-    prompt: int = 0
-    hit: int = 0
-    received: int = 0
-    lost: Counter[Reason] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -82,55 +55,63 @@ class PrefixNames:
 
 
 class Journal:
-    """Records of lookups, written when a request is admitted and read by the view. Not thread-safe."""
+    """Records of lookups, written when a request is admitted. Not thread-safe.
+
+    `intervals` and `visits` are records of the view with the clock reading of their beginnings, in seconds; their age
+    is set when they are shown. `floor`: no prefix that is not listed has cost more tokens than this.
+    """
 
     def __init__(self, clock: Clock, names: PrefixNames | None = None) -> None:
         self.clock = clock
         self.names = names or PrefixNames()
-        self.intervals: deque[Interval] = deque(maxlen=_INTERVALS)
-        self.visits: deque[LookupRecord] = deque(maxlen=_VISITS)
+        self.intervals: deque[tuple[float, IntervalView]] = deque(maxlen=_INTERVALS)
+        self.visits: deque[tuple[float, VisitView]] = deque(maxlen=_VISITS)
         self.floor = 0
-        """No prefix that is not listed has cost more tokens than this."""
-        self._count = 0
+        self._num_lookups = 0
         self._prefixes: dict[tuple[str, Reason], LostPrefix] = {}
         self._namespaces: OrderedDict[Namespace, int] = OrderedDict()
-        self._numbered = 0
+        self._num_namespaces = 0
 
-    def admitted(self, sequence: SequenceBlocks) -> None:
+    def record(self, sequence: SequenceBlocks) -> None:
         """Record the lookup of `sequence`, whose request begins to run."""
-        now, lost, namespace = self.clock.now(), sequence.lost, self.number(sequence.namespace)
-        if not self.intervals or now >= self.intervals[-1].start + INTERVAL_SECONDS:
-            self.intervals.append(Interval(now // INTERVAL_SECONDS * INTERVAL_SECONDS))
-        interval = self.intervals[-1]
-        interval.requests += 1
-        interval.prompt += sequence.num_prompt_tokens
-        interval.hit += sequence.hit - sequence.received
-        interval.received += sequence.received
-        interval.lost.update(lost)
-        self._count += 1
-        self.visits.append(
-            LookupRecord(
-                number=self._count,
-                at=now,
-                namespace=namespace,
-                prompt=sequence.num_prompt_tokens,
-                hit=sequence.hit - sequence.received,
-                received=sequence.received,
-                matched=sequence.matched,
-                reason=sequence.reason,
-                lost=lost,
-            )
+        now, namespace = self.clock.now(), self.number(sequence.namespace)
+        self._num_lookups += 1
+        visit = VisitView(
+            number=self._num_lookups,
+            age=0.0,
+            namespace=namespace,
+            prompt=sequence.num_prompt_tokens,
+            hit=sequence.hit - sequence.received,
+            received=sequence.received,
+            matched=sequence.matched,
+            reason=sequence.reason.value,
+            lost={reason.value: tokens for reason, tokens in sequence.lost.items()},
         )
-        self._charge(sequence, namespace, now)
+        self.visits.append((now, visit))
+        if not self.intervals or now >= self.intervals[-1][0] + INTERVAL_SECONDS:
+            interval = IntervalView(age=0.0, seconds=INTERVAL_SECONDS)
+            self.intervals.append((now // INTERVAL_SECONDS * INTERVAL_SECONDS, interval))
+        interval = self.intervals[-1][1]
+        interval.requests += 1
+        interval.prompt += visit.prompt
+        interval.hit += visit.hit
+        interval.received += visit.received
+        for reason, tokens in visit.lost.items():
+            interval.lost[reason] = interval.lost.get(reason, 0) + tokens
+        for start, end, why in sequence.iter_misses():
+            if why not in _NOT_LOST:
+                last = np.ascontiguousarray(sequence.keys[max(0, end - NAMED_TOKENS) : end])
+                self._add_lost(end, last.tobytes(), namespace, why, end - start, now)
 
     def number(self, namespace: Namespace) -> int:
-        """The number that stands for a namespace: 0 for the plain one. One not met for long may get another number."""
+        """The number that stands for a namespace: 0 for the plain one. One that was not used for long may get
+        another."""
         if namespace.cache_salt is None and not namespace.adapter:
             return 0
         number = self._namespaces.get(namespace)
         if number is None:
-            self._numbered += 1
-            number = self._namespaces[namespace] = self._numbered
+            self._num_namespaces += 1
+            number = self._namespaces[namespace] = self._num_namespaces
             if len(self._namespaces) > _NAMESPACES:
                 self._namespaces.popitem(last=False)
         else:
@@ -141,17 +122,7 @@ class Journal:
         """The prefixes that have cost most tokens, the costliest first."""
         return sorted(self._prefixes.values(), key=lambda prefix: -prefix.tokens)[:count]
 
-    def _charge(self, sequence: SequenceBlocks, namespace: int, now: float) -> None:
-        position = sequence.hit
-        for end, reason in (*sequence.missed, (sequence.num_prompt_tokens, sequence.reason)):
-            if end <= position:
-                continue
-            if reason not in _NOT_LOST:
-                last = sequence.keys[max(0, end - NAMED_TOKENS) : end]
-                self._add(end, np.ascontiguousarray(last).tobytes(), namespace, reason, end - position, now)
-            position = end
-
-    def _add(self, depth: int, last: bytes, namespace: int, reason: Reason, tokens: int, now: float) -> None:
+    def _add_lost(self, depth: int, last: bytes, namespace: int, reason: Reason, tokens: int, now: float) -> None:
         name = self.names.name(namespace, depth, last)
         prefix = self._prefixes.get((name, reason))
         if prefix is None:

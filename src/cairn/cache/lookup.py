@@ -12,7 +12,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import (
-    MissReport,
     MissSpan,
     Namespace,
     PageTable,
@@ -27,16 +26,16 @@ from cairn.types import Keys
 _MAX_COMPARED = 1 << 19
 """Most tokens of running requests that one lookup compares."""
 
-_MAX_KEPT = 64
-"""Most lookups that are kept."""
+_MAX_MEMOIZED = 64
+"""Most lookups whose results are reused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Which nodes and checkpoints a request may use: all of them, but in exact mode by their origin.
+class OriginFilter:
+    """The nodes and checkpoints that a request may use: all of them, in exact mode depending on their origin.
 
-    `num_prompt_tokens`: what it computes by prefill; a request that was preempted (`resumed`) goes on behind it with
-    what its own decode steps have built, and nobody else's.
+    `num_prompt_tokens`: computed by prefill. A request that was preempted (`resumed`) may also use what its own decode
+    steps have built behind the prompt, and nobody else's.
     """
 
     exact: bool
@@ -82,17 +81,17 @@ class Acceptance:
                 return self.resumed and maker == self.request_id
 
 
-class Finder:
-    """Looks prompts up in a tree. `exact`: as `Acceptance` has it; `eviction` says where checkpoints are known.
+class PrefixLookup:
+    """Looks prompts up in the trees. `exact`: see `OriginFilter`; `eviction` has records of dropped checkpoints.
 
-    What was found is kept for as long as the trees stay as they are: a request that waits for room asks in every step.
+    Results are reused as long as the trees do not change: a request that waits for room is looked up in every step.
     """
 
     def __init__(self, layout: CacheLayout, exact: bool, eviction: EvictionPolicy) -> None:
         self._layout = layout
         self._exact = exact
         self._eviction = eviction
-        self._kept: dict[tuple[Namespace, str, int | None], SequenceBlocks] = {}
+        self._memo: dict[tuple[Namespace, str, int | None], SequenceBlocks] = {}
         self._version = 0
 
     def find(
@@ -106,21 +105,21 @@ class Finder:
     ) -> SequenceBlocks:
         """The sequence of what is usable of `keys` below `root` (None: nothing), which refers to nothing yet. `version`
         is another one when anything in the trees is. The others as in `PrefixCache.lookup`."""
-        if version != self._version or len(self._kept) >= _MAX_KEPT:
-            self._kept.clear()
+        if version != self._version or len(self._memo) >= _MAX_MEMOIZED:
+            self._memo.clear()
             self._version = version
         name = (namespace, request_id, resumed_from)
-        kept = self._kept.get(name)
-        if kept is None or not np.array_equal(kept.keys, keys):
-            kept = self._kept[name] = self._find(root, namespace, keys, request_id, resumed_from)
-        return kept.copy()
+        found = self._memo.get(name)
+        if found is None or not np.array_equal(found.keys, keys):
+            found = self._memo[name] = self._find(root, namespace, keys, request_id, resumed_from)
+        return found.copy()
 
     def _find(
         self, root: Node | None, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None
     ) -> SequenceBlocks:
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
-        may = Acceptance(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
+        may = OriginFilter(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
         found = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
@@ -128,7 +127,6 @@ class Finder:
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
             hit, checkpoint = min(found.matched, length - 1), None
         return SequenceBlocks(
-            purpose=f"running {request_id}" if resumed_from is None else f"resuming {request_id}",
             request_id=request_id,
             namespace=namespace,
             num_prompt_tokens=num_prompt_tokens,
@@ -140,8 +138,9 @@ class Finder:
                 restore=checkpoint.pages if checkpoint is not None else None,
                 known=may.deepest_known(found, self._eviction),
                 divergence=found.divergence(),
+                miss_reason=Reason.DISABLED,
+                walk=found,
             ),
-            misses=MissReport(Reason.DISABLED, walk=found),
             blocks=PageTables(
                 self._layout.groups,
                 tuple(

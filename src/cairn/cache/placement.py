@@ -7,7 +7,7 @@ scheduling step or a smaller chunk.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
@@ -177,10 +177,6 @@ class Auto:
     keeps_answer_end = True
     step_tokens: int | None = None
 
-    def __init__(self, offsets: bool = True) -> None:
-        """`offsets` False, in benchmarks: no position is kept because prompts are predicted to diverge there."""
-        self._offsets = offsets
-
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
         wanted, holds = self._earned(facts), hold_positions(facts.boundaries, facts.exact)
         stride = _grid_stride(facts.num_tokens, facts.idle_files)
@@ -192,7 +188,7 @@ class Auto:
         return Wanted(position, Kind.GRID) if position % _grid_stride(position, facts.idle_files) == 0 else None
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
-        kinds = _by_worth(facts if self._offsets else replace(facts, predicted=()))
+        kinds = _by_worth(facts)
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
         if facts.exact:

@@ -4,13 +4,13 @@
     branch    another one for the same prompt, once it is computed: for several answers to it
     extend    pages for more tokens, and the page copy that writing into a shared page needs
     reserve_checkpoint   a file for a checkpoint that the plan is going to keep
-    received  tokens and a state that another server has computed: the sequence goes on as after a hit of its own
+    receive   tokens and a state that another server has computed: the sequence goes on as after a hit of its own
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
     pin       pages that outlive their sequence, because somebody outside, or a request to come, needs them
     hold_breakpoints   checkpoints that go after all others, because a client asked for it
 
-Pages that an unapplied step still names are kept by `pin_until(step)` until `step_applied(step)`. Nothing here knows
+Pages that an unapplied step still names are kept by `pin_until(step)` until `release_step(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
 """
 
@@ -24,12 +24,11 @@ from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
-from cairn.cache.lookup import Finder, miss_reasons
+from cairn.cache.lookup import PrefixLookup, miss_reasons
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import DivergenceStats, PlacementPolicy, PromptFacts, Wanted, hold_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
-from cairn.cache.tree import Node
 from cairn.cache.tree_store import TreeObserver, TreeStore
 from cairn.errors import ConfigError
 from cairn.step import PageCopy
@@ -91,15 +90,11 @@ class PrefixCache:
         self.tree = TreeStore(layout, self.pool, ghost_tokens, observers)
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
         self.pinned = PinnedPages(self.pool)
-        self.sequences, self.pins, self.step_pins = self.pinned.sequences, self.pinned.pins, self.pinned.steps
-        self._finder = Finder(layout, policy.exact, policy.eviction)
+        self._lookup = PrefixLookup(layout, policy.exact, policy.eviction)
         self._allocator = BlockAllocator(layout, self.pool, self.checkpoints, self.enabled)
         self._writer = TreeWriter(self.checkpoints, policy.exact)
         self.counters = CacheCounters()
         self.journal = Journal(clock)
-        # how often something that was held has been let go of, and who has lacked pages since
-        self._num_releases = self._counted_at = 0
-        self._lacking: set[tuple[Node | None, int, int, int]] = set()
         self.divergences = DivergenceStats()
 
     @property
@@ -121,13 +116,14 @@ class PrefixCache:
 
         `resumed_from`: the prompt length of a request that was preempted; `keys` then goes on with what it had
         generated. `bypass`: find nothing, because all of the prompt has to be computed. `probe`: the reasons are
-        left to `explain`, since it is not certain that anybody goes on from here. Nothing is counted before `admitted`.
+        left to `explain`, since it is not certain that anybody goes on from here. Nothing is counted before
+        `begin_request`.
         """
         looks = self.enabled and not bypass
         root = self.tree.roots.get(namespace) if looks else None
-        sequence = self._finder.find(self.checkpoints.version, root, namespace, keys, request_id, resumed_from)
+        sequence = self._lookup.find(self.checkpoints.version, root, namespace, keys, request_id, resumed_from)
         if not looks:
-            sequence.misses.walk = None
+            sequence.match.walk = None
         self._open(sequence)
         if not probe:
             self.explain(sequence)
@@ -136,10 +132,10 @@ class PrefixCache:
     def explain(self, sequence: SequenceBlocks) -> None:
         """Say why the prompt's tokens behind the hit were not hit, as things stand: before anything else is done with a
         sequence that was only a probe."""
-        misses, placement = sequence.misses, self.policy.placement
-        walk, misses.walk = misses.walk, None
-        if placement is not None and walk is not None:
-            sequence.explain(miss_reasons(placement, sequence, walk, self.sequences.values(), self.tree.roots))
+        walk, sequence.match.walk = sequence.match.walk, None
+        if self.policy.placement is not None and walk is not None:
+            running = self.pinned.sequences.values()
+            sequence.explain(miss_reasons(self.policy.placement, sequence, walk, running, self.tree.roots))
 
     def discard(self, sequence: SequenceBlocks) -> None:
         """End a sequence that nothing has come of: a probe."""
@@ -147,7 +143,7 @@ class PrefixCache:
         if sequence.node is not None:
             self.tree.unlock(sequence.node)
 
-    def admitted(self, sequence: SequenceBlocks, resumed: bool = False) -> None:
+    def begin_request(self, sequence: SequenceBlocks, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
         if not resumed:
             self._learn(sequence)
@@ -161,7 +157,7 @@ class PrefixCache:
             self.counters.received += sequence.received
             self.counters.reasons[sequence.reason] += 1
             self.counters.lost.update(sequence.lost)
-            self.journal.admitted(sequence)
+            self.journal.record(sequence)
 
     def hold_breakpoints(self, sequence: SequenceBlocks, boundaries: Iterable[Boundary]) -> None:
         """Hold what is there already of the checkpoints that the client of `sequence` asks to be held: those within its
@@ -173,7 +169,7 @@ class PrefixCache:
         while node is not None:
             seconds, checkpoint = wanted.get(node.end, 0), node.checkpoint
             if seconds and checkpoint is not None and self.checkpoints.hold(checkpoint, seconds):
-                sequence.held.add(node.end)
+                sequence.held_breakpoints.add(node.end)
             node = node.parent
 
     def branch(self, sequence: SequenceBlocks, state: Pages, request_id: str) -> SequenceBlocks:
@@ -185,10 +181,12 @@ class PrefixCache:
         branch.transient.append(state)
         return branch
 
-    def facts(self, sequence: SequenceBlocks, num_tokens: int, boundaries: tuple[Boundary, ...] = ()) -> PromptFacts:
+    def prompt_facts(
+        self, sequence: SequenceBlocks, num_tokens: int, boundaries: tuple[Boundary, ...] = ()
+    ) -> PromptFacts:
         """What the placement policy may know of `sequence`, which is going to prefill up to `num_tokens`, and whose
         messages and images end at `boundaries`."""
-        idle_files = self.idle_files()
+        idle_files = self.num_idle_files()
         most = self._allocator.max_predicted(idle_files)
         return PromptFacts(
             num_tokens=num_tokens,
@@ -234,20 +232,8 @@ class PrefixCache:
         return self.could_free(sequence, need)
 
     def could_free(self, sequence: SequenceBlocks, num_pages: int) -> bool:
-        """Whether `num_pages` pages are free, or would be with all that nobody uses dropped. What is held is counted
-        anew for one who lacks pages only when something has been let go of."""
-        if num_pages <= self.pool.num_free:
-            return True
-        if self._counted_at != self._num_releases:
-            self._lacking.clear()
-            self._counted_at = self._num_releases
-        asked = (sequence.node, sequence.hit, sequence.matched, num_pages)
-        if asked in self._lacking:
-            return False
-        if num_pages <= self.pool.num_pages - self.num_pinned_pages():
-            return True
-        self._lacking.add(asked)
-        return False
+        """Whether `num_pages` pages are free, or would be if every unreferenced page were dropped; drops nothing."""
+        return self.pinned.could_free(sequence, num_pages)
 
     def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
         """Allocate a file for the checkpoint at `wanted.position`, to be named in a plan. Returns its pages, or None if
@@ -264,13 +250,13 @@ class PrefixCache:
         will take it from the sequence then."""
         self._allocator.transfer_checkpoint(sequence, position)
 
-    def received(self, sequence: SequenceBlocks, num_tokens: int, wanted: int, position: int) -> None:
+    def receive(self, sequence: SequenceBlocks, num_tokens: int, wanted: int, position: int) -> None:
         """The first `num_tokens` tokens lie in the sequence's pages, and the state at `position` in the file that was
         wanted for `wanted`, the prompt's end: another server has computed them and confirmed it. They serve everybody
         from now on, and the sequence goes on from there. Where no state is needed before the end, none need have
         come."""
         assert sequence.hit < position <= num_tokens <= sequence.num_tokens, (
-            f"{sequence.purpose}: nothing new was received"
+            f"{sequence.request_id}: nothing new was received"
         )
         file, kept = sequence.files.pop(wanted), [position] if self.layout.state_bytes or position == wanted else []
         if kept:
@@ -278,12 +264,12 @@ class PrefixCache:
             self.pool.acquire(file.pages)
             sequence.transient.append(file.pages)
         else:
-            self._num_releases += 1
+            self.pinned.note_release()
             self.pool.release(file.pages)
         self.commit(sequence, num_tokens, kept)
         sequence.receive(num_tokens, position, file.pages if kept else None)
 
-    def idle_files(self) -> int:
+    def num_idle_files(self) -> int:
         """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
         return self._allocator.num_idle_files()
 
@@ -294,14 +280,13 @@ class PrefixCache:
         from now on every lookup may find them."""
         if self.enabled:
             # files become the tree's, and its path may be another than that of the pages it has had
-            self._num_releases += (
-                bool(sequence.files) or sequence.node is None or sequence.node.end != sequence.committed
-            )
+            if sequence.files or sequence.node is None or sequence.node.end != sequence.committed:
+                self.pinned.note_release()
             self._writer.commit(sequence, num_tokens, kept)
 
     def release(self, sequence: SequenceBlocks, loss: Reason | None = None) -> None:
         """End a sequence. No unapplied step may name its pages. `loss`: why no checkpoint was kept at its end."""
-        self._num_releases += 1
+        self.pinned.note_release()
         self.pinned.close(sequence)
         if sequence.node is not None:
             if loss is not None and sequence.node.checkpoint is None and sequence.node.end == sequence.committed:
@@ -315,18 +300,12 @@ class PrefixCache:
 
     def unpin(self, pin: PagePin) -> None:
         """Release pinned pages."""
-        self._num_releases += 1
         self.pinned.unpin(pin)
 
     def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
         """Pages that `sequence` needs only for step `step` (the hit's file, the source of a page copy) are kept until
         that step has been applied, whatever becomes of the sequence."""
         self.pinned.pin_until(step, sequence)
-
-    def num_pinned_pages(self) -> int:
-        """Distinct pages that sequences, the nodes they have locked, pins or unapplied steps refer to."""
-        pinned = self.pinned
-        return pinned.num_distinct(pinned.by_requests() + pinned.by_transfers() + pinned.by_steps())
 
     def clear(self) -> bool:
         """Drop everything that no sequence uses. True if the whole pool is free then."""
@@ -336,7 +315,6 @@ class PrefixCache:
         """Drop cached pages until `num_pages` are free; False if there are not so many that nobody uses."""
         return self.checkpoints.make_room(num_pages)
 
-    def step_applied(self, step: int) -> None:
-        """Let go of what step `step` named."""
-        self._num_releases += step in self.step_pins
-        self.pinned.step_applied(step)
+    def release_step(self, step: int) -> None:
+        """Release the pages that step `step` named: it has been applied."""
+        self.pinned.release_step(step)

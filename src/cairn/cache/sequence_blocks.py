@@ -1,4 +1,4 @@
-"""What one running request has of the pool and the tree.
+"""The pages, key tokens and checkpoint files of one running request.
 
     tokens   0 ........... c ............ m ............... num_tokens
              cached          keys and       computed and
@@ -9,6 +9,7 @@ need not count each. Those from m on are this sequence's alone. Where m falls in
 the first write.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +22,6 @@ from cairn.keys import KeyBuffer
 from cairn.types import Keys, Pages
 
 __all__ = [
-    "MissReport",
     "MissSpan",
     "Namespace",
     "PagePin",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MissSpan = tuple[int, Reason]
-"""Tokens up to this position, from where the span before it ends, and why they were not hit."""
+"""The end of a span of prompt tokens, which begins where the one before it ends, and why its tokens were not hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,15 @@ class PageTables:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """How far a lookup knew the prompt, in tokens: `hit` <= `matched` are c and m above, `seen` >= `matched` the
-    longest prefix that was ever known.
+    """What a lookup found of a prompt, in tokens: `hit` <= `matched` are c and m above, `seen` >= `matched` the longest
+    prefix that was ever cached.
 
-    `checkpoint`: that of the hit; `restore`: the file to go on from; `received`: how much of `hit` came from another
-    server. `known`: the node of the deepest checkpoint that is or was on the path; `divergence`: tokens between the end
-    of the prompt that was here first and the point where this one diverges, 0 if it does not or is not the first;
-    `lineage`: what all that says of this request, once it runs.
+    `checkpoint`: that of the hit; `restore`: its file; `received`: tokens of `hit` that came from another server.
+    `known`: the node of the deepest checkpoint that is or was on the path. `divergence`: tokens between the end of the
+    earlier prompt and the point where this one diverges from it, 0 if it does not or is not the first. `lineage`: of
+    the checkpoints that this request takes, once it runs.
+    `miss_spans`: why the tokens behind the hit were not hit, ascending from the hit on; tokens behind the last span
+    have `miss_reason`, which also speaks for the whole prompt. `walk`: of a probe, until it is explained.
     """
 
     hit: int
@@ -173,35 +175,25 @@ class PrefixMatch:
     known: Node | None = None
     divergence: int = 0
     lineage: Lineage = NO_LINEAGE
-
-
-@dataclass(slots=True)
-class MissReport:
-    """Why the prompt's tokens behind the hit were not hit. `spans` follow one another from the hit on; tokens that they
-    do not reach have `reason`, which speaks for all. `walk`: what a probe has found, until it is explained."""
-
-    reason: Reason
-    spans: tuple[MissSpan, ...] = ()
+    miss_reason: Reason = Reason.NONE
+    miss_spans: tuple[MissSpan, ...] = ()
     walk: Walk | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SequenceBlocks:
-    """The pages, tokens and checkpoint files of one running request, from its lookup on. `purpose` names
-    the request for messages.
+    """The pages, tokens and checkpoint files of one running request, from its lookup on.
 
-    `tokens`: the prompt, of `num_prompt_tokens` key tokens, and what was appended. `node`: the deepest node that is
-    locked for it. `committed`: tokens that are in the tree. `decode_from`: tokens from here on were, or will be,
+    `tokens`: the prompt, of `num_prompt_tokens` key tokens, and the tokens appended to it. `node`: the deepest node
+    that it has locked. `committed`: tokens that are in the tree. `decode_from`: tokens from here on were, or will be,
     computed by decode steps. `files`: checkpoint files by position, until they are committed. `transient`: pages that
-    only the next step needs. `held`: positions of checkpoints that are held because this request's client asked for it.
+    only the next step needs. `held_breakpoints`: positions of checkpoints that are held at its client's request.
     """
 
-    purpose: str
     request_id: str
     namespace: Namespace
     num_prompt_tokens: int
     match: PrefixMatch
-    misses: MissReport
     blocks: PageTables
     tokens: KeyBuffer
     node: Node | None
@@ -209,10 +201,10 @@ class SequenceBlocks:
     committed: int = 0
     files: dict[int, PendingFile] = field(default_factory=dict)
     transient: list[Pages] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
+    held_breakpoints: set[int] = field(default_factory=set)
     closed: bool = False
 
-    # -- how far the prompt was known ----------------------------------------------------------------------------
+    # -- the match -----------------------------------------------------------------------------------------------
 
     @property
     def hit(self) -> int:
@@ -226,7 +218,7 @@ class SequenceBlocks:
 
     @property
     def seen(self) -> int:
-        """Tokens that were known at some time."""
+        """Tokens that were cached at some time."""
         return self.match.seen
 
     @property
@@ -256,40 +248,38 @@ class SequenceBlocks:
         match.restore, match.checkpoint = restore, None
         match.received, match.hit = hit - match.hit, hit
         match.matched, match.seen = max(match.matched, num_tokens), max(match.seen, num_tokens)
-        if match.hit == self.num_tokens or self.misses.spans:
-            self.explain(self.misses.spans)
-
-    # -- why it was not known further ----------------------------------------------------------------------------
+        if match.hit == self.num_tokens or match.miss_spans:
+            self.explain(match.miss_spans)
 
     @property
     def reason(self) -> Reason:
-        """The reason that speaks for all that was not hit."""
-        return self.misses.reason
+        """The reason that speaks for all tokens that were not hit."""
+        return self.match.miss_reason
 
-    @property
-    def missed(self) -> tuple[MissSpan, ...]:
-        """Why the prompt's tokens behind the hit were not hit; what the spans do not reach has `reason`."""
-        return self.misses.spans
+    def explain(self, spans: tuple[MissSpan, ...]) -> None:
+        """Set the miss spans, and the reason to the first of `Reason` that has cost tokens of the prompt."""
+        self.match.miss_spans = spans
+        self.match.miss_reason = first_reason({reason for end, reason in spans if end > self.hit})
+
+    def blame(self, reason: Reason) -> None:
+        """Give one reason for all tokens that were not hit."""
+        self.match.miss_spans, self.match.miss_reason = (), reason
+
+    def iter_misses(self) -> Iterator[tuple[int, int, Reason]]:
+        """Start, end and reason of the spans of prompt tokens that were not hit: with `hit` they are the prompt."""
+        position = self.hit
+        for end, reason in (*self.match.miss_spans, (self.num_prompt_tokens, self.match.miss_reason)):
+            if end > position:
+                yield position, end, reason
+                position = end
 
     @property
     def lost(self) -> dict[Reason, int]:
-        """Prompt tokens that were not hit, by why: each counts once, and together with `hit` they are the prompt."""
+        """Prompt tokens that were not hit, by reason."""
         lost: dict[Reason, int] = {}
-        position = self.hit
-        for end, reason in (*self.missed, (self.num_prompt_tokens, self.reason)):
-            if end > position:
-                lost[reason] = lost.get(reason, 0) + end - position
-                position = end
+        for start, end, reason in self.iter_misses():
+            lost[reason] = lost.get(reason, 0) + end - start
         return lost
-
-    def explain(self, spans: tuple[MissSpan, ...]) -> None:
-        """Set the miss spans, and `reason` to the first of `Reason` that has cost tokens of the prompt."""
-        self.misses.spans = spans
-        self.misses.reason = first_reason({reason for end, reason in spans if end > self.hit})
-
-    def blame(self, reason: Reason) -> None:
-        """Give one reason for all that was not hit."""
-        self.misses.spans, self.misses.reason = (), reason
 
     # -- tokens and pages ----------------------------------------------------------------------------------------
 
@@ -317,14 +307,13 @@ class SequenceBlocks:
         """Per group the pages of the tokens so far."""
         return self.blocks.pages
 
-    # -- others like it ------------------------------------------------------------------------------------------
+    # -- copies --------------------------------------------------------------------------------------------------
 
     def copy(self) -> "SequenceBlocks":
         """A copy of a sequence that has only been looked up."""
         # field by field, which takes a sixth of the time that dataclasses.replace does
-        match, misses = self.match, self.misses
+        match = self.match
         return SequenceBlocks(
-            self.purpose,
             self.request_id,
             self.namespace,
             self.num_prompt_tokens,
@@ -338,8 +327,10 @@ class SequenceBlocks:
                 match.known,
                 match.divergence,
                 match.lineage,
+                match.miss_reason,
+                match.miss_spans,
+                match.walk,
             ),
-            MissReport(misses.reason, misses.spans, misses.walk),
             PageTables(self.blocks.groups, tuple(PageTable(table.pages, table.length) for table in self.tables)),
             KeyBuffer(self.keys),
             self.node,
@@ -352,12 +343,10 @@ class SequenceBlocks:
         counted for it yet."""
         length = self.num_prompt_tokens
         return SequenceBlocks(
-            purpose=f"branch {request_id}",
             request_id=request_id,
             namespace=self.namespace,
             num_prompt_tokens=length,
             match=PrefixMatch(length, length, length, restore=state),
-            misses=MissReport(Reason.NONE),
             blocks=PageTables(self.blocks.groups, tuple(map(PageTable, self.blocks.pages_upto(length)))),
             tokens=KeyBuffer(self.keys[:length]),
             node=self.node,

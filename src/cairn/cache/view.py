@@ -1,4 +1,4 @@
-"""The cache as a page shows it: the pool, the tree folded to so many paths, and what requests found of late.
+"""The records of `GET /cache`: the pool, the tree folded to a number of paths, and the lookups of recent requests.
 
     tree    o--64--64--70--+--30                paths    o=====198=====+==30==
                            +--12--64--9                                 +==85==
@@ -7,17 +7,17 @@ A *path* is a run of nodes without a fork, all with their pages or all without; 
 trees the heaviest paths are shown one by one, and what lies below them as sums. There are no texts, tokens or salts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_SHOWN = 5000
-"""Most paths that a view shows one by one."""
+"""Maximum number of paths in a view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """In pages of `page_bytes` each. `held_*` are of requests, of other servers, and of steps that are not applied yet;
-    a page that several of them hold is the first one's. `cached_pages`: what only the tree refers to. With `free_pages`
-    they add up to `pages`. `open_holds`: those of other servers."""
+    """In pages of `page_bytes` each. `held_*`: referred to by requests, by transfers, and by steps that are not applied
+    yet; a page with several references counts for the first of these. `cached_pages`: referred to by the tree alone.
+    With `free_pages` they add up to `pages`. `open_leases`: sequences; `open_holds`: pins of transfers."""
 
     pages: int
     page_bytes: int
@@ -96,17 +96,17 @@ class PathView:
     below: Folded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class IntervalView:
     """Sums over requests that were admitted from `age` seconds ago on, for `seconds`, in prompt tokens."""
 
     age: float
     seconds: float
-    requests: int
-    prompt: int
-    hit: int
-    received: int
-    lost: dict[str, int]
+    requests: int = 0
+    prompt: int = 0
+    hit: int = 0
+    received: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class LostView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisitView:
-    """One request, in tokens of its prompt."""
+    """One request as it was admitted, in tokens of its prompt. `namespace`: 0 for prompts without a salt."""
 
     number: int
     age: float

@@ -6,7 +6,7 @@ requests -> scheduler -> plan -> runner -> result -> scheduler -> answers
 from collections.abc import Callable, Iterator, Sequence
 
 from cairn.cache.audit import audit
-from cairn.cache.look import look
+from cairn.cache.view_builder import build_view
 from cairn.engine.contract import (
     CacheView,
     EngineInfo,
@@ -188,23 +188,23 @@ class Core:
         state = self._scheduler.state
         cache, transfers = state.cache, state.transfers
         audit(cache)
-        if not state.requests and (cache.sequences or cache.step_pins):
-            raise AuditError(f"{len(cache.sequences)} leases are open with no request running")
+        if not state.requests and (cache.pinned.sequences or cache.pinned.steps):
+            raise AuditError(f"{len(cache.pinned.sequences)} leases are open with no request running")
         outside = len(transfers.offers) + len(transfers.quarantine)
-        if not state.requests and len(cache.pins) != outside:
-            raise AuditError(f"{len(cache.pins)} pins with {outside} transfers open and no request running")
+        if not state.requests and len(cache.pinned.pins) != outside:
+            raise AuditError(f"{len(cache.pinned.pins)} pins with {outside} transfers open and no request running")
         self._audits += 1
 
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
         """Look at the prefix cache, a slice at each turn between steps: None until the last item. At most `max_paths`
         paths of its tree are shown one by one, 1 to `MAX_SHOWN`."""
-        return look(self._scheduler.state.cache, max_paths)
+        return build_view(self._scheduler.state.cache, max_paths)
 
     def reset_cache(self) -> int:
         """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
         pages are held."""
         cache = self._scheduler.state.cache
-        held = cache.num_pinned_pages()
+        held = cache.pinned.num_pages()
         if not held:
             cache.clear()
             if self._events is not None:

@@ -54,7 +54,7 @@ def engine_stats(
 ) -> EngineStats:
     """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
     cache, counters, transfers = state.cache, state.counters, state.transfers
-    held, hits, received = cache.num_pinned_pages(), cache.counters.hits, cache.counters.received
+    held, hits, received = cache.pinned.num_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
     cache.checkpoints.let_expired_go()
@@ -67,7 +67,7 @@ def engine_stats(
             free_pages=cache.pool.num_free,
             held_pages=held,
             cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
-            open_leases=len(cache.sequences),
+            open_leases=len(cache.pinned.sequences),
         ),
         tokens=TokenStats(
             prompt=counters.prompt_tokens,
@@ -129,7 +129,7 @@ def cache_report(request: Request) -> CacheReport | None:
         computed_tokens=request.stats.num_prompt_computed,
         reason=first.reason.value,
         received_tokens=first.received,
-        held_breakpoints=len(first.held),
+        held_breakpoints=len(first.held_breakpoints),
         lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
         prefill_cached_tokens=prefill_cached_tokens if believed and not request.transfer.remote_failed else None,
     )

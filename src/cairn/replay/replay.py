@@ -232,10 +232,13 @@ class Replay:
                 looked_up, sequence = sequence, cache.branch(sequence, sequence.restore, name)
                 cache.release(looked_up)
             else:
-                cache.admitted(sequence, resumed or trace_request.is_parallel_sample)
+                cache.begin_request(sequence, resumed or trace_request.is_parallel_sample)
             cache.hold_breakpoints(sequence, trace_request.boundaries)
             prefill_until = request.num_prompt if cache.policy.exact else request.num_tokens
-            request.sequence, request.facts = sequence, cache.facts(sequence, prefill_until, trace_request.boundaries)
+            request.sequence, request.facts = (
+                sequence,
+                cache.prompt_facts(sequence, prefill_until, trace_request.boundaries),
+            )
         if resumed:
             self._recompute(request, sequence)
         else:
@@ -247,7 +250,7 @@ class Replay:
         """Take in another server's pages and state, if they reach beyond the hit."""
         length = sequence.num_prompt_tokens
         if sequence.hit < position <= length and self.cache.force_checkpoint(sequence, length) is not None:
-            self.cache.received(sequence, position, length, position)
+            self.cache.receive(sequence, position, length, position)
 
     def _recompute(self, request: ReplayRequest, sequence: SequenceBlocks) -> None:
         """Compute what the request had computed before it was preempted, from the hit on."""
@@ -370,7 +373,7 @@ class Replay:
             self._step += 1
             with self._timed.stopwatch:
                 self.cache.pin_until(self._step, request.sequence)
-                self.cache.step_applied(self._step)
+                self.cache.release_step(self._step)
 
     def _apply_step(self, sequence: SequenceBlocks, num_tokens: int, positions: list[int]) -> None:
         """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `positions`."""
@@ -378,7 +381,7 @@ class Replay:
         self.cache.pin_until(self._step, sequence)
         self._timed.record_usage()
         self.cache.commit(sequence, num_tokens, positions)
-        self.cache.step_applied(self._step)
+        self.cache.release_step(self._step)
         self._events.room_freed = self._events.room_freed or bool(positions)  # committed checkpoints can be evicted
 
     def _preempt(self, request: ReplayRequest) -> None:

@@ -57,9 +57,9 @@ def _reachable_bytes(cache: PrefixCache) -> int:
         cache.pool,
         cache.layout,
         cache.counters,
-        cache.sequences,
-        cache.pins,
-        cache.step_pins,
+        cache.pinned.sequences,
+        cache.pinned.pins,
+        cache.pinned.steps,
     ]
     outside += [observer for observer in cache.tree.observers if observer is not cache.policy.eviction]
     seen, total = {id(each) for each in outside}, 0

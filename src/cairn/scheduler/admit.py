@@ -65,7 +65,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
             if give_way(state, before=request):
                 continue
             cancel_slow_fetch(state)
-        if state.running or state.ending or state.cache.step_pins or state.transfers.is_open:
+        if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
             return
         # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
         while state.parallel_sampling.release_last():
@@ -182,21 +182,21 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     if not parallel_sampling.has_pinned_prompt(request):
         # a prompt counts once, also where another answer to it has to look it up again
         counted = request.resumed or (group is not None and group.counted)
-        state.cache.admitted(sequence, resumed=counted)
+        state.cache.begin_request(sequence, resumed=counted)
         state.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
     if group is not None and not group.counted:
         group.counted, request.stats.is_parallel_sample = True, False
     if request.resumed:
         state.counters.recomputed_tokens += max(0, request.stats.max_computed - sequence.hit)
         assert request.stats.first_sequence is not None
-        sequence.held = request.stats.first_sequence.held
+        sequence.held_breakpoints = request.stats.first_sequence.held_breakpoints
     else:
         request.stats.first_sequence = sequence
         request.stats.scheduled_time = state.clock.now()
     request.outcome.prompt_logprobs.clear()
     state.cache.hold_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit
-    request.facts = state.cache.facts(sequence, request.prefill_until, request.spec.boundaries)
+    request.facts = state.cache.prompt_facts(sequence, request.prefill_until, request.spec.boundaries)
     request.slot = state.free_slots.pop()
     request.to(Phase.RUNNING)
     state.running.put(request)

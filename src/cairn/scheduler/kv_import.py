@@ -52,7 +52,7 @@ def start_pulls(state: SchedulerState) -> bool:
 def _is_alone(state: SchedulerState, request: Request) -> bool:
     """Whether nothing is going to make room for its fetch: cached pages cannot give way to it, and have to be computed
     in smaller shares."""
-    if state.running or state.ending or state.cache.step_pins or state.transfers.is_open:
+    if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
         return False
     return next(state.waiting.plain.before(request), None) is None
 
@@ -156,7 +156,7 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
         return None
     asked = length - sequence.hit
     copies = fetch.copies if ended.position <= sequence.matched else []
-    state.cache.received(sequence, ended.position, length, position)
+    state.cache.receive(sequence, ended.position, length, position)
     state.counters.external_queries += asked
     state.counters.external_hits += sequence.received
     request.transfer.pulled, request.transfer.pull_seconds = ended, state.clock.now() - fetch.began

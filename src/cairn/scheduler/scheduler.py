@@ -255,7 +255,7 @@ class Scheduler:
             news = self._apply_sequence(scheduled, tokens)
             if news is not None:
                 progress.append(news)
-        state.cache.step_applied(builder.step)
+        state.cache.release_step(builder.step)
         return progress
 
     def _apply_sequence(self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken]) -> Progress | None:

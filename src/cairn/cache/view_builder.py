@@ -1,18 +1,18 @@
-"""The view of the cache: its tree gathered row by row and folded to so many paths, with the journal beside it.
+"""Builds the view of the cache: the tree as a table of rows, folded to a number of paths, and the journal's records.
 
 The walk over the whole tree takes a while, so it is done in slices: the caller does other work in between, and the tree
-may change meanwhile. The view is then of several moments, and its form is valid all the same.
+may change meanwhile. The view is then of several moments, but its sums still add up.
 """
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 
 from cairn.cache.checkpoint_store import pages_freed
-from cairn.cache.journal import INTERVAL_SECONDS, NAMED_TOKENS
+from cairn.cache.journal import NAMED_TOKENS
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import PrefixCache
@@ -22,32 +22,27 @@ from cairn.cache.view import (
     CacheView,
     CheckpointView,
     Folded,
-    IntervalView,
     LostView,
     PathView,
     PoolView,
     TreeView,
-    VisitView,
 )
 from cairn.step import GRID
 
 Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 _SLICE = 1024
-"""Nodes between two chances for other work: about two milliseconds."""
+"""Nodes of one slice: about two milliseconds."""
 
-_MAX_ROWS = 8
-"""Most checkpoints of one path that are shown one by one."""
+_MAX_CHECKPOINTS = 8
+"""Checkpoints of one path that are in the view."""
 _MAX_LOST = 20
-
-
-# -- the tree row by row ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class CheckpointRow:
-    """A checkpoint as it was met, standing on row `path`. `saved`: tokens over the next shallower one; `pages`: its
-    file's; `freed`: with the pages that only it makes useful."""
+    """A checkpoint as it was met, on the path of row `path`. `saved`: tokens over the next shallower one; `pages`: of
+    its file; `freed`: with the pages that only it makes useful."""
 
     path: int
     checkpoint: Checkpoint
@@ -58,23 +53,11 @@ class CheckpointRow:
     hits: int
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Running sums of (paths, tokens, pages, file pages, checkpoints, hits), shape [paths + 1, 6]: those of a subtree
-    are a difference, because it is a stretch of rows."""
-
-    sums: "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
-
-    def of(self, first: int, until: int) -> Numbers:
-        """Of the rows [first, until), shape [6]."""
-        difference: Numbers = self.sums[until] - self.sums[first]
-        return difference
-
-
 @dataclass(slots=True, eq=False)
-class Survey:
-    """Rows in the order of a walk down: those below row i are (i, until[i]). `last`: the node at a path's end. `tick`:
-    the latest use of a checkpoint."""
+class TreeTable:
+    """The paths of the tree as rows, parents before children: those below row i are (i, until[i]). `last`: the node at
+    a path's end. `tick`: the latest use of a checkpoint. `sums`: running sums of (paths, tokens, pages, file pages,
+    checkpoints, hits), shape [paths + 1, 6], once the walk is over."""
 
     parent: list[int] = field(default_factory=list)
     namespace: list[int] = field(default_factory=list)
@@ -89,10 +72,11 @@ class Survey:
     namespaces: int = 0
     dropped_tokens: int = 0
     dropped_checkpoints: int = 0
+    sums: "np.ndarray[tuple[int, int], np.dtype[np.int64]]" = field(default_factory=lambda: np.zeros((1, 6), np.int64))
 
     def walk(self, cache: PrefixCache) -> Iterator[None]:
-        """Fill the rows. The tree may change between two items: where it has, a row shows what was there before, what
-        is there after, or some of each, and its neighbours still join."""
+        """Fill the rows; each item ends a slice. Where the tree changes between two slices, a row shows the state
+        before, the state after, or a mixture, and its neighbours still join."""
         self.namespaces = len(cache.tree.roots)
         # (node, the row of its parent or -1, whether it goes on with that, checkpoint above, parent's end, namespace)
         stack: list[tuple[Node, int, bool, int, int, int]] = []
@@ -109,28 +93,26 @@ class Survey:
             else:
                 while is_open and is_open[-1] != row:
                     self.until[is_open.pop()] = len(self.parent)
-                self._add(node, row, start, pages, number)
+                self.parent.append(row)
+                self.namespace.append(number)
+                self.start.append(start)
+                self.end.append(node.end)
+                self.pages.append(pages)
+                self.last.append(node)
+                self.until.append(0)
                 row = len(self.parent) - 1
                 is_open.append(row)
-            above = self._look_at(cache.layout, node, row, above, start)
+            above = self._count_node(cache.layout, node, row, above, start)
             alone = len(node.children) == 1
             stack.extend((child, row, alone, above, node.end, number) for child in node.children)
             if self.nodes % _SLICE == 0:
                 yield
         for row in is_open:
             self.until[row] = len(self.parent)
+        self._sum_up()
 
-    def _add(self, node: Node, parent: int, start: int, pages: int, namespace: int) -> None:
-        self.parent.append(parent)
-        self.namespace.append(namespace)
-        self.start.append(start)
-        self.end.append(node.end)
-        self.pages.append(pages)
-        self.last.append(node)
-        self.until.append(0)
-
-    def _look_at(self, layout: CacheLayout, node: Node, row: int, above: int, start: int) -> int:
-        """Take in one node; returns the end of the deepest checkpoint so far on the way down."""
+    def _count_node(self, layout: CacheLayout, node: Node, row: int, above: int, start: int) -> int:
+        """Count one node; returns the end of the deepest checkpoint on the way down to it."""
         self.nodes += 1
         self.dropped_checkpoints += node.loss is Reason.EVICTED
         if node.pages is None:
@@ -145,8 +127,7 @@ class Survey:
         self.tick = max(self.tick, checkpoint.last_used)
         return node.end
 
-    def columns(self) -> Columns:
-        """The rows' sums, once the walk is over."""
+    def _sum_up(self) -> None:
         count = len(self.parent)
         at = np.array([row.path for row in self.checkpoints], np.int64)
         rows = np.zeros((count + 1, 6), np.int64)
@@ -156,15 +137,20 @@ class Survey:
         rows[1:, 3] = np.bincount(at, [row.pages for row in self.checkpoints], count)[:count]
         rows[1:, 4] = np.bincount(at, minlength=count)[:count]
         rows[1:, 5] = np.bincount(at, [row.hits for row in self.checkpoints], count)[:count]
-        return Columns(rows.cumsum(axis=0))
+        self.sums = rows.cumsum(axis=0)
 
-    def heaviest(self, columns: Columns, file_pages: int, most: int) -> list[int]:
+    def sum(self, first: int, until: int) -> Numbers:
+        """The sums of rows [first, until), shape [6]."""
+        difference: Numbers = self.sums[until] - self.sums[first]
+        return difference
+
+    def heaviest(self, file_pages: int, most: int) -> list[int]:
         """At most `most` rows, ascending, and with each row its parent: each next one is the heaviest of those that
         hang below a chosen one or a root. By pages of the subtree, a hit counting as much as a checkpoint's file."""
         count = len(self.parent)
         if not count:
             return []
-        subtree = columns.sums[self.until] - columns.sums[:-1]
+        subtree = self.sums[self.until] - self.sums[:-1]
         weight = subtree[:, 2] + subtree[:, 3] + file_pages * subtree[:, 5]
         parent = np.array(self.parent, np.int64)
         order = np.lexsort((-weight, parent))
@@ -187,59 +173,85 @@ class Survey:
         return sorted(chosen)
 
 
-# -- the view ---------------------------------------------------------------------------------------------------------
+def build_view(cache: PrefixCache, max_paths: int) -> Iterator[CacheView | None]:
+    """Build the view in slices: None after each but the last one, then the view.
 
-
-def look(cache: PrefixCache, max_paths: int) -> Iterator[CacheView | None]:
-    """Look at the cache, a slice at each turn: None until the last item, which is the view.
-
-    At most `max_paths` paths are shown one by one, 1 to `MAX_SHOWN`. O(nodes) in all, and O(1) nodes a turn but for
-    sorting the paths once.
+    `max_paths`: paths in the view, 1 to `MAX_SHOWN`. O(nodes) in all, O(1) nodes a slice but for sorting the paths
+    once.
     """
-    survey = Survey()
-    for _ in survey.walk(cache):
+    table = TreeTable()
+    for _ in table.walk(cache):
         yield None
-    columns = survey.columns()
     yield None
-    shown = survey.heaviest(columns, cache.layout.pages_per_checkpoint, max_paths)
+    shown = table.heaviest(cache.layout.pages_per_checkpoint, max_paths)
     yield None
-    paths, below = _paths(cache, survey, columns, shown)
+    paths, below = _paths(cache, table, shown)
     yield None
-    yield _whole(cache, _tree(cache, survey, columns, below), paths)
+    journal, now = cache.journal, cache.journal.clock.now()
+    facts = _hint_facts(cache, table.dropped_tokens, table.dropped_checkpoints)
+    yield CacheView(
+        enabled=cache.enabled,
+        pool=_pool(cache),
+        tree=_tree(cache, table, below),
+        paths=paths,
+        history=[
+            replace(interval, age=round(now - start, 3), lost=dict(interval.lost))
+            for start, interval in journal.intervals
+        ],
+        lost=[
+            LostView(
+                name=prefix.name,
+                depth=prefix.depth,
+                namespace=prefix.namespace,
+                tokens=prefix.tokens,
+                requests=prefix.requests,
+                age=round(now - prefix.at, 3),
+                reason=prefix.reason.value,
+                cure=hint(prefix.reason, prefix.depth, facts),
+            )
+            for prefix in journal.heaviest(_MAX_LOST)
+        ],
+        unlisted_tokens=journal.floor,
+        visits=[replace(visit, age=round(now - at, 3)) for at, visit in reversed(journal.visits)],
+    )
 
 
-def _paths(cache: PrefixCache, survey: Survey, columns: Columns, shown: list[int]) -> tuple[list[PathView], Numbers]:
-    """The paths `shown`, and the sums over those that are below no one of them."""
+def _paths(cache: PrefixCache, table: TreeTable, shown: list[int]) -> tuple[list[PathView], Numbers]:
+    """The paths of the rows `shown`, and the sums over the rows that are below none of them."""
     place = {path: index for index, path in enumerate(shown)}
     checkpoints: dict[int, list[CheckpointRow]] = {path: [] for path in shown}
-    for row in survey.checkpoints:
+    for row in table.checkpoints:
         if row.path in checkpoints:
             checkpoints[row.path].append(row)
-    # what is in the list is folded into nobody
-    below = [columns.of(path + 1, survey.until[path]) for path in shown]
-    below.append(columns.of(0, len(survey.parent)))
+    # rows in the list are folded into no other
+    below = [table.sum(path + 1, table.until[path]) for path in shown]
+    below.append(table.sum(0, len(table.parent)))
     children = [0] * len(below)
     for path in shown:
-        parent = place.get(survey.parent[path], -1)
-        below[parent] = below[parent] - columns.of(path, survey.until[path])
+        parent = place.get(table.parent[path], -1)
+        below[parent] = below[parent] - table.sum(path, table.until[path])
         children[parent] += 1
     views = []
     for index, path in enumerate(shown):
-        node, number = survey.last[path], survey.namespace[path]
+        node, number = table.last[path], table.namespace[path]
         best, others = _best(checkpoints[path])
         views.append(
             PathView(
-                name=cache.journal.names.name(number, survey.end[path], last_keys(node, NAMED_TOKENS)),
-                parent=place.get(survey.parent[path]),
+                name=cache.journal.names.name(number, table.end[path], last_keys(node, NAMED_TOKENS)),
+                parent=place.get(table.parent[path]),
                 namespace=number,
-                start=survey.start[path],
-                end=survey.end[path],
-                bytes=survey.pages[path] * cache.layout.page_bytes,
+                start=table.start[path],
+                end=table.end[path],
+                bytes=table.pages[path] * cache.layout.page_bytes,
                 resident=node.pages is not None,
                 users=node.locks,
                 children=children[index],
-                checkpoints=[_checkpoint(cache, row, survey.tick) for row in best],
-                more=_rest(cache, others),
+                checkpoints=[_checkpoint(cache, row, table.tick) for row in best],
+                more=Folded(
+                    checkpoints=len(others),
+                    bytes=sum(row.pages for row in others) * cache.layout.page_bytes,
+                    hits=sum(row.hits for row in others),
+                ),
                 below=_folded(cache, below[index]),
             )
         )
@@ -247,13 +259,13 @@ def _paths(cache: PrefixCache, survey: Survey, columns: Columns, shown: list[int
 
 
 def _best(checkpoints: list[CheckpointRow]) -> tuple[list[CheckpointRow], list[CheckpointRow]]:
-    """Those to be shown, ascending, and the others: first what was hit or is not on probation, and of the rest some all
-    along the path."""
-    if len(checkpoints) <= _MAX_ROWS:
+    """The checkpoints of a path to show, ascending, and the others. First those that were hit or are not on probation;
+    of the rest some that are spread along the path."""
+    if len(checkpoints) <= _MAX_CHECKPOINTS:
         return checkpoints, []
     earned = [row for row in checkpoints if row.hits or not row.checkpoint.kind.on_probation]
-    best = sorted(earned, key=lambda row: (-row.hits, -row.saved))[:_MAX_ROWS]
-    room, rest = _MAX_ROWS - len(best), [row for row in checkpoints if row not in earned]
+    best = sorted(earned, key=lambda row: (-row.hits, -row.saved))[:_MAX_CHECKPOINTS]
+    room, rest = _MAX_CHECKPOINTS - len(best), [row for row in checkpoints if row not in earned]
     best += [rest[(2 * index + 1) * len(rest) // (2 * room)] for index in range(room)]
     shown = {id(row) for row in best}
     return [row for row in checkpoints if id(row) in shown], [row for row in checkpoints if id(row) not in shown]
@@ -276,84 +288,25 @@ def _checkpoint(cache: PrefixCache, row: CheckpointRow, tick: int) -> Checkpoint
     )
 
 
-def _rest(cache: PrefixCache, checkpoints: list[CheckpointRow]) -> Folded:
-    return Folded(
-        checkpoints=len(checkpoints),
-        bytes=sum(row.pages for row in checkpoints) * cache.layout.page_bytes,
-        hits=sum(row.hits for row in checkpoints),
-    )
-
-
 def _folded(cache: PrefixCache, sums: Numbers) -> Folded:
     paths, tokens, pages, files, checkpoints, hits = sums.tolist()
     size = (pages + files) * cache.layout.page_bytes
     return Folded(paths=paths, tokens=tokens, bytes=size, checkpoints=checkpoints, hits=hits)
 
 
-def _tree(cache: PrefixCache, survey: Survey, columns: Columns, below: Numbers) -> TreeView:
-    paths, tokens, _, files, checkpoints, hits = columns.of(0, len(survey.parent)).tolist()
+def _tree(cache: PrefixCache, table: TreeTable, below: Numbers) -> TreeView:
+    paths, tokens, _, files, checkpoints, hits = table.sum(0, len(table.parent)).tolist()
     return TreeView(
-        nodes=survey.nodes,
+        nodes=table.nodes,
         paths=paths,
-        namespaces=survey.namespaces,
+        namespaces=table.namespaces,
         tokens=tokens,
         checkpoints=checkpoints,
         checkpoint_bytes=files * cache.layout.page_bytes,
         hits=hits,
-        dropped_tokens=survey.dropped_tokens,
-        dropped_checkpoints=survey.dropped_checkpoints,
+        dropped_tokens=table.dropped_tokens,
+        dropped_checkpoints=table.dropped_checkpoints,
         below=_folded(cache, below),
-    )
-
-
-def _whole(cache: PrefixCache, tree: TreeView, paths: list[PathView]) -> CacheView:
-    journal, now = cache.journal, cache.journal.clock.now()
-    facts = _hint_facts(cache, tree.dropped_tokens, tree.dropped_checkpoints)
-    return CacheView(
-        enabled=cache.enabled,
-        pool=_pool(cache),
-        tree=tree,
-        paths=paths,
-        history=[
-            IntervalView(
-                age=round(now - interval.start, 3),
-                seconds=INTERVAL_SECONDS,
-                requests=interval.requests,
-                prompt=interval.prompt,
-                hit=interval.hit,
-                received=interval.received,
-                lost={reason.value: tokens for reason, tokens in interval.lost.items()},
-            )
-            for interval in journal.intervals
-        ],
-        lost=[
-            LostView(
-                name=prefix.name,
-                depth=prefix.depth,
-                namespace=prefix.namespace,
-                tokens=prefix.tokens,
-                requests=prefix.requests,
-                age=round(now - prefix.at, 3),
-                reason=prefix.reason.value,
-                cure=hint(prefix.reason, prefix.depth, facts),
-            )
-            for prefix in journal.heaviest(_MAX_LOST)
-        ],
-        unlisted_tokens=journal.floor,
-        visits=[
-            VisitView(
-                number=visit.number,
-                age=round(now - visit.at, 3),
-                namespace=visit.namespace,
-                prompt=visit.prompt,
-                hit=visit.hit,
-                received=visit.received,
-                matched=visit.matched,
-                reason=visit.reason.value,
-                lost={reason.value: tokens for reason, tokens in visit.lost.items()},
-            )
-            for visit in reversed(journal.visits)
-        ],
     )
 
 
@@ -383,6 +336,6 @@ def _pool(cache: PrefixCache) -> PoolView:
         held_by_requests=by_requests,
         held_by_transfers=with_transfers - by_requests,
         held_by_steps=held - with_transfers,
-        open_leases=len(cache.sequences),
-        open_holds=sum(not pin.for_requests for pin in cache.pins.values()),
+        open_leases=len(pinned.sequences),
+        open_holds=sum(not pin.for_requests for pin in pinned.pins.values()),
     )

@@ -13,10 +13,10 @@ from trees import grown
 
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.journal import Journal, PrefixNames
-from cairn.cache.look import look
 from cairn.cache.placement import Auto
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.view_builder import build_view
 from cairn.types import ManualClock
 
 SALT = Namespace(cache_salt="a secret of the tenant's")
@@ -34,7 +34,7 @@ def run(sim, prompt, namespace=PLAIN):
 
 
 def whole(cache, most=500):
-    *nothing, view = look(cache, most)
+    *nothing, view = build_view(cache, most)
     assert nothing and set(nothing) == {None}
     return view
 
@@ -147,7 +147,7 @@ def test_the_pool_adds_up_while_requests_run():
     sim.prefill(writer, 300)
     pool = whole(sim.cache).pool
     assert pool.open_leases == 1 and pool.held_by_requests > 0 and pool.cached_pages > 0
-    held = sim.cache.num_pinned_pages()
+    held = sim.cache.pinned.num_pages()
     assert pool.pages == pool.free_pages + pool.cached_pages + held == 400
     assert max(path.users for path in whole(sim.cache).paths) == 1
     sim.offer(writer)
@@ -171,14 +171,14 @@ def test_what_answers_to_one_prompt_start_from_is_held_by_requests():
         pool = whole(driver.cache).pool
         check_parts(pool)
         assert (pool.held_by_transfers, pool.open_holds) == (0, 0)
-        seen.append((len(driver.cache.pins), pool.held_by_requests))
+        seen.append((len(driver.cache.pinned.pins), pool.held_by_requests))
     assert (0, 0) in seen and any(holds and pages for holds, pages in seen)
 
 
 @pytest.mark.more
 def test_many_nodes_are_folded():
     cache = grown(12_000)
-    slices = list(look(cache, 500))
+    slices = list(build_view(cache, 500))
     view = slices[-1]
     assert view.tree.nodes >= 12_000 and view.tree.paths > 1000 and len(view.paths) == 500
     # no slice looks at more than 1,024 nodes
@@ -210,7 +210,7 @@ def test_any_tree_at_any_size(requests, most):
 
 def test_the_tree_may_change_between_slices():
     cache = grown(5000)
-    looking = look(cache, 300)
+    looking = build_view(cache, 300)
     for turn, _view in enumerate(looking):
         if turn % 2:
             cache.clear()
@@ -271,7 +271,7 @@ def test_the_books_are_bounded_and_keep_the_costliest():
         tokens = rng.integers(0, 1 << 40, 300 if number % 50 == 0 else 70)
         lease = sim.cache.lookup(Namespace(cache_salt=str(number)), tokens, "r")
         lease.blame(Reason.REMOTE_FAILED)
-        journal.admitted(lease)
+        journal.record(lease)
         sim.cache.release(lease)
         journal.clock.advance(20)
     assert len(journal.visits) == 200 and len(journal.intervals) == 360
