@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from cairn.models.families import family_of
-from cairn.models.random_weights.make_model import RECIPES, SIZES, SavedDType, drawn, make_model
+from cairn.models.random_weights.make_model import RECIPES, SIZES, SavedDType, draw_tensor, make_model
 
 __all__ = [
     "MODEL_SIZES",
@@ -139,7 +139,7 @@ def _redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dty
     tensors = {}
     for name, shape in parsed.tensors(parsed.parse(raw)).items():
         saved = torch.float32 if name.endswith(recipe.float32) else getattr(torch, dtype)
-        tensors[name] = drawn(recipe, name, shape, generator).to(saved)
+        tensors[name] = draw_tensor(recipe, name, shape, generator).to(saved)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 

@@ -44,7 +44,7 @@ from cairn.bench.work import Conversation, TokenizerSpeller, Vocabulary
 from cairn.bench.work import Turn as Request
 from cairn.models.check import check
 from cairn.models.families import family_of, qwen3_5
-from cairn.models.random_weights.recipe import Asked
+from cairn.models.random_weights.recipe import CheckpointOptions
 
 HEALTHY = """
 import http.server, subprocess, sys, time
@@ -372,7 +372,7 @@ def test_the_peers_checkpoint_has_the_vocabulary_that_is_asked_for(tmp_path):
 
 
 def parameters(size, **fields):
-    recipe = Asked("bfloat16", 4096, 32768, 2, 0, {})
+    recipe = CheckpointOptions("bfloat16", 4096, 32768, 2, 0, {})
     raw = qwen3_5.DENSE_RECIPE.config("tiny", recipe) | PEER_SHAPES[size] | fields
     family = family_of(raw)
     return sum(math.prod(shape) for shape in family.tensors(family.parse(raw)).values())

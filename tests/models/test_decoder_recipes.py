@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from cairn.models.check import check
 from cairn.models.families import family_of
 from cairn.models.random_weights.make_model import RECIPES, make_model
-from cairn.models.random_weights.recipe import Asked
+from cairn.models.random_weights.recipe import CheckpointOptions
 from cairn.models.registry import open_model
 from models.decoder_families import TinyDriver
 
@@ -51,7 +51,7 @@ def test_tiny(made_model: Callable[[str], Path], family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_has_about_300_million_parameters(family: str) -> None:
     recipe = RECIPES[family]
-    raw = recipe.config("small", Asked("float32", 4096, 32768, 2, 0, {}))
+    raw = recipe.config("small", CheckpointOptions("float32", 4096, 32768, 2, 0, {}))
     served = family_of(raw)
     shapes = served.tensors(served.parse(raw)).values()
     assert 2.7e8 < sum(map(math.prod, shapes)) < 3.5e8

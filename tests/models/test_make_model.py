@@ -19,7 +19,7 @@ from cairn.models.check import check
 from cairn.models.random_weights import make_model as make_model_module
 from cairn.models.random_weights import make_tokenizer
 from cairn.models.random_weights.make_model import RECIPES, make_model
-from cairn.models.random_weights.recipe import Asked
+from cairn.models.random_weights.recipe import CheckpointOptions
 from cairn.models.registry import open_model
 from cairn.models.weights.loader import WeightReader
 from runner.harness import parse, tensors
@@ -83,7 +83,7 @@ def test_tiny_is_tiny_and_its_checkpoints_are_worth_several_pages(tiny: Path) ->
 
 
 def test_small_has_about_300_million_parameters() -> None:
-    config = parse(RECIPES["nemotron_h"].config("small", Asked("float32", 4096, 32768, 2, 0, {})))
+    config = parse(RECIPES["nemotron_h"].config("small", CheckpointOptions("float32", 4096, 32768, 2, 0, {})))
     assert 2.8e8 < sum(torch.Size(shape).numel() for shape in tensors(config).values()) < 3.2e8
     assert set(config.layers()) == {"Mamba2", "attention", "MLP", "mixture of experts"}
 

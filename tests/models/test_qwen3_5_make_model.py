@@ -12,7 +12,7 @@ from cairn.models.families import family_of
 from cairn.models.families.qwen3_5 import IMAGE_TOKENS
 from cairn.models.random_weights.make_model import RECIPES, VOCAB_SIZE, make_model
 from cairn.models.random_weights.make_tokenizer import MARK_TOKENS
-from cairn.models.random_weights.recipe import Asked
+from cairn.models.random_weights.recipe import CheckpointOptions
 from cairn.models.registry import open_model
 from runner.harness import Driver
 
@@ -49,7 +49,7 @@ def test_tiny_is_tiny_and_its_checkpoints_are_worth_several_pages(made_model, fa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_has_the_published_ratio_of_state_to_tokens(family: str) -> None:
     recipe = RECIPES[family]
-    raw = recipe.config("small", Asked("bfloat16", VOCAB_SIZE, 32768, 1, 2, {}))
+    raw = recipe.config("small", CheckpointOptions("bfloat16", VOCAB_SIZE, 32768, 1, 2, {}))
     served = family_of(raw)
     config = served.parse(raw)
     layout = config.layout(16, 2)

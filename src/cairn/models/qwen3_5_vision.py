@@ -21,7 +21,7 @@ from cairn.models.contract import TensorLoader
 from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE
-from cairn.models.random_weights.recipe import Asked, Recipe, by_size
+from cairn.models.random_weights.recipe import CheckpointOptions, Recipe, by_size
 from cairn.models.weights.loader import WeightReader, account, read_config
 
 PREFIX = "model.visual."
@@ -201,23 +201,23 @@ _SHOWN = (
 """Content as text: parts follow each other with nothing between, as in the published template."""
 
 
-def _beside_vision(raw: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def _beside_vision(raw: dict[str, Any], options: CheckpointOptions) -> dict[str, Any]:
     """config.json of the text model's fields and the tower's."""
     vision = raw.pop("vision_config")
     del raw["architectures"]
     return {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
-        "dtype": asked.dtype,
-        "eos_token_id": asked.eos_token_id,
-        "image_token_id": asked.tokens[_IMAGE],
-        "pad_token_id": asked.pad_token_id,
+        "dtype": options.dtype,
+        "eos_token_id": options.eos_token_id,
+        "image_token_id": options.tokens[_IMAGE],
+        "pad_token_id": options.pad_token_id,
         "text_config": raw,
         "tie_word_embeddings": False,
-        "video_token_id": asked.tokens[_VIDEO],
+        "video_token_id": options.tokens[_VIDEO],
         "vision_config": vision,
-        "vision_end_token_id": asked.tokens[_END],
-        "vision_start_token_id": asked.tokens[_START],
+        "vision_end_token_id": options.tokens[_END],
+        "vision_start_token_id": options.tokens[_START],
     }
 
 

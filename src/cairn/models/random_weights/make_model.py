@@ -7,12 +7,12 @@ of about 2: answers differ from prompt to prompt, and no layer drowns the others
 import json
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError
@@ -22,7 +22,7 @@ from cairn.errors import ConfigError
 from cairn.models import qwen3_5_vision
 from cairn.models.families import falcon_h1, family_of, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
-from cairn.models.random_weights.recipe import SIZES, Asked, Recipe, Size
+from cairn.models.random_weights.recipe import SIZES, CheckpointOptions, Recipe, Size
 
 SavedDType = Literal["float32", "bfloat16"]
 
@@ -65,7 +65,7 @@ def make_model(
         raise ConfigError(f"make-model: no dtype {dtype!r}; known: {', '.join(_SAVED)}")
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"make-model: --seed must be in 0..2^63-1, not {seed}")
-    _claim(out)
+    _prepare_folder(out)
     try:
         _write(out, RECIPES[family], size=size, seed=seed, dtype=dtype, show=show and size != "tiny")
     except (OSError, SafetensorError) as error:
@@ -77,7 +77,7 @@ def _write(out: Path, recipe: Recipe, *, size: Size, seed: int, dtype: SavedDTyp
         out, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, recipe.tokens, recipe.chat_template or CHAT_TEMPLATE
     )
     eos, pad = token_ids[END_OF_MESSAGE], token_ids[END_OF_TEXT]
-    raw = recipe.config(size, Asked(dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, eos, pad, token_ids))
+    raw = recipe.config(size, CheckpointOptions(dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, eos, pad, token_ids))
     _write_weights(out, recipe, raw, size=size, seed=seed, dtype=dtype, show=show)
     _write_json(out / "generation_config.json", {"do_sample": True, "eos_token_id": [eos, pad], "pad_token_id": pad})
     for name, content in recipe.files.items():
@@ -86,7 +86,7 @@ def _write(out: Path, recipe: Recipe, *, size: Size, seed: int, dtype: SavedDTyp
     _write_json(out / "config.json", raw)
 
 
-def _claim(out: Path) -> None:
+def _prepare_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         taken = any(out.iterdir())
@@ -101,53 +101,29 @@ def _write_weights(
 ) -> None:
     """Shard by shard, so that one shard at a time is in memory."""
     family = family_of(raw)
-    shapes_of = family.tensors(family.parse(raw))
+    shapes = family.tensors(family.parse(raw))
     if recipe.other_tensors is not None:
-        shapes_of |= recipe.other_tensors(raw)
-    shards = _plan_shards(shapes_of, _SHARD_BYTES[size], _SAVED[dtype].itemsize)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        shapes |= recipe.other_tensors(raw)
+    meta = {
+        name: torch.empty(shape, dtype=torch.float32 if name.endswith(recipe.float32) else _SAVED[dtype], device="meta")
+        for name, shape in shapes.items()
+    }
+    split = split_torch_state_dict_into_shards(meta, max_shard_size=_SHARD_BYTES[size])
     generator = torch.Generator().manual_seed(seed)
-    weight_map, total = {}, 0
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) if show and console.is_terminal else nullcontext() as progress:
-        task = progress.add_task("weights", total=len(shards)) if progress else None
-        for file, shapes in zip(names, shards, strict=True):
-            tensors = {
-                name: drawn(recipe, name, shape, generator).to(
-                    torch.float32 if name.endswith(recipe.float32) else _SAVED[dtype]
-                )
-                for name, shape in shapes.items()
-            }
+    with Progress(console=console, transient=True, disable=not (show and console.is_terminal)) as progress:
+        for file, names in progress.track(split.filename_to_tensors.items(), description="weights"):
+            tensors = {name: draw_tensor(recipe, name, shapes[name], generator).to(meta[name].dtype) for name in names}
             save_file(tensors, out / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shapes, file))
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            if progress and task is not None:
-                progress.advance(task)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
     _write_json(out / "model.safetensors.index.json", index)
-
-
-def _plan_shards(
-    shapes: Mapping[str, tuple[int, ...]], shard_bytes: int, item_bytes: int
-) -> list[dict[str, tuple[int, ...]]]:
-    """Tensors in order, a new shard whenever the next one would not fit."""
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    used = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * item_bytes
-        if used + size > shard_bytes and shards[-1]:
-            shards.append({})
-            used = 0
-        shards[-1][name] = shape
-        used += size
-    return shards
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def drawn(recipe: Recipe, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def draw_tensor(recipe: Recipe, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """One tensor, float32. Matrices keep the variance of their input; the rest has the range trained models show."""
     match name.rpartition(".")[2]:
         case "A_log":

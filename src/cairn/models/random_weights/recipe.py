@@ -12,8 +12,8 @@ LOGIT_STD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked of a checkpoint of any family: `dtype` by name, and the tokenizer's numbers. `tokens`: the ids of
+class CheckpointOptions:
+    """What a checkpoint of any family depends on: `dtype` by name, and the tokenizer's numbers. `tokens`: the ids of
     its control and mark tokens."""
 
     dtype: str
@@ -29,8 +29,7 @@ def by_size(tiny: Any, small: Any) -> Mapping[str, Any]:
     return MappingProxyType({"tiny": tiny, "small": small})
 
 
-def _nothing() -> Mapping[str, Any]:
-    return MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +37,12 @@ class Recipe:
     """How checkpoints of one family are made.
 
     `sizes` and `fields`: of config.json, with the names and forms of the published ones; a value may be one `by_size`.
-    `dtype_field`: what config.json calls the dtype. Tensors are told by how their names end, the first ending that fits
-    counts: `spreads` gives (mean, standard deviation), `gains` how much a matrix amplifies; others keep the variance of
-    their input. `float32`: endings of tensors that are saved in float32 whatever the dtype. `tokens`: control tokens of
-    the tokenizer beside those of any chat. `chat_template`: another one than any chat's. `files`: further JSON files of
-    the folder, by name. `wrap`: makes config.json of these fields where they are not all of it; `other_tensors`:
-    config.json -> tensors that are not the text model's, by name.
+    `dtype_field`: what config.json calls the dtype. Tensors are told apart by the end of their names, the first ending
+    that fits counts: `spreads` gives (mean, standard deviation), `gains` how much a matrix amplifies; others keep the
+    variance of their input. `float32`: endings of tensors that are saved in float32 whatever the dtype. `tokens`:
+    control tokens of the tokenizer beside those of any chat. `chat_template`: another one than any chat's. `files`:
+    further JSON files of the folder, by name. `wrap`: makes config.json of these fields where they are not all of it;
+    `other_tensors`: config.json -> tensors that are not the text model's, by name.
     """
 
     architecture: str
@@ -51,30 +50,30 @@ class Recipe:
     sizes: Mapping[str, Any]
     fields: Mapping[str, Any]
     dtype_field: str = "torch_dtype"
-    spreads: Mapping[str, tuple[float, float]] = field(default_factory=_nothing)
-    gains: Mapping[str, float] = field(default_factory=_nothing)
+    spreads: Mapping[str, tuple[float, float]] = field(default_factory=lambda: NOTHING)
+    gains: Mapping[str, float] = field(default_factory=lambda: NOTHING)
     float32: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     chat_template: str | None = None
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=_nothing)
-    wrap: Callable[[dict[str, Any], Asked], dict[str, Any]] | None = None
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: NOTHING)
+    wrap: Callable[[dict[str, Any], CheckpointOptions], dict[str, Any]] | None = None
     other_tensors: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]] | None = None
 
-    def config(self, size: Size, asked: Asked) -> dict[str, Any]:
+    def config(self, size: Size, options: CheckpointOptions) -> dict[str, Any]:
         """config.json."""
         raw = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            self.dtype_field: asked.dtype,
-            "vocab_size": asked.vocab_size,
+            self.dtype_field: options.dtype,
+            "vocab_size": options.vocab_size,
             **_of_size(self.sizes, size),
-            "max_position_embeddings": asked.max_position_embeddings,
+            "max_position_embeddings": options.max_position_embeddings,
             "bos_token_id": None,
-            "eos_token_id": asked.eos_token_id,
-            "pad_token_id": asked.pad_token_id,
+            "eos_token_id": options.eos_token_id,
+            "pad_token_id": options.pad_token_id,
             **_of_size(self.fields, size),
         }
-        return raw if self.wrap is None else self.wrap(raw, asked)
+        return raw if self.wrap is None else self.wrap(raw, options)
 
 
 def _of_size(value: Any, size: Size) -> Any:
