@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.transfer.contract import ContentName, OfferedCheckpoint
-from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.geometry import ModelUnits
 from cairn.types import Keys, Pages
 
 __all__ = ["LAYOUTS", "PLACEMENTS", "Model", "Placement", "Share", "filled"]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_transfer, parse_role, rank_worker
 from cairn.transfer.contract import Peer, PullEnded, PullId, PullSpec, ReadOrder
-from cairn.transfer.geometry_pairing import geometry_of
+from cairn.transfer.geometry import geometry_of
 from cairn.transfer.links.contract import ReadState
 from cairn.transfer.links.nixl import NixlLink
 from cairn.transfer.worker import CHUNK_BYTES

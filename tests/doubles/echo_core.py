@@ -23,8 +23,8 @@ from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_tra
 from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
-from cairn.transfer.staging import staging_pages_for
+from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE, ByteTokenizer
 from doubles.echo_runner import EchoRunner, EchoSpecs

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.step import Save
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
+from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from runner.harness import prompt, ranks
 
 SIZES = (1, 2, 4)

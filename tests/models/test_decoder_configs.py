@@ -13,7 +13,7 @@ from cairn.errors import ConfigError, ModelError
 from cairn.models.check import check
 from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of, pair
+from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from doubles.thread_ranks import thread_ranks
 from models.decoder_families import falcon, granite, lfm2, prompt, published, qwen3, tiny, write
 

@@ -23,14 +23,13 @@ from cairn.scheduler.transfers import LeaseQuota
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
 from cairn.transfer.digest import SequenceIndex
-from cairn.transfer.geometry_pairing import geometry_of
+from cairn.transfer.geometry import geometry_of
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import PairedPages
+from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker
-from cairn.transfer.staging import StagingArea, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 from doubles.memory_channel import MemoryNetwork

@@ -7,7 +7,7 @@ file    hidden tag, then the state's tag over and over: a torn file does not go 
 import numpy as np
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.geometry import ModelUnits
 from doubles.simulated_runner import SimulatedRunner
 
 UNITS = ModelUnits(kv_heads=1, attention_layers=1, state_units=1)

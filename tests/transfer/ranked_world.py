@@ -11,14 +11,13 @@ import numpy as np
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
-from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import PairedPages
+from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
-from cairn.transfer.staging import StagingArea, staging_pages_for
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_link import MemoryFabric

@@ -14,8 +14,18 @@ import pytest
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry
-from cairn.transfer.geometry import file_reads, lay_out, page_reads, staging_copies, staging_pages, staging_reads
-from cairn.transfer.geometry_pairing import ModelUnits, Pairing, geometry_of, pair
+from cairn.transfer.geometry import (
+    ModelUnits,
+    Pairing,
+    file_reads,
+    geometry_of,
+    lay_out,
+    page_reads,
+    pair,
+    staging_copies,
+    staging_pages,
+    staging_reads,
+)
 
 SIZES = (1, 2, 4)
 BLOCKS = (16, 32, 64, 128)

@@ -256,7 +256,7 @@ class Lives:
         assert self.p.connector.is_idle and self.d.connector.is_idle and self.d.worker.num_reads == 0
         for rank in self.d.ranks:
             assert rank.link.num_open == rank.worker.num_reads == rank.staging.num_waiting == 0
-            assert rank.staging.num_free == min(4, (len(rank.memory) - NUM_PAGES) // rank.staging.bay_pages)
+            assert rank.staging.num_free == min(4, (len(rank.memory) - NUM_PAGES) // rank.staging.buffer_pages)
 
 
 def lives(seed):

@@ -1,4 +1,5 @@
-"""Reading by way of staging: who gets a bay, when it comes free, and that nothing of an unwanted read is laid out."""
+"""Reading by way of staging: who gets a buffer, when it comes free, and that nothing of an unwanted read is laid
+out."""
 
 import dataclasses
 
@@ -8,10 +9,9 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PagesFree, Peer, PullEnded, PullId, ReadOrder
-from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.planner import PairedPages
-from cairn.transfer.staging import STAGING_BYTES, StagingArea, staging_pages_for
+from cairn.transfer.planner import STAGING_BYTES, PairedPages, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.test_geometry import geometry, model
@@ -28,29 +28,29 @@ def staging(rows, block_size=16, num_pages=5):
 def test_too_few_pages_are_refused_with_the_number_that_is_needed(block_size, need):
     with pytest.raises(ConfigError, match=f"at least {need} are needed"):
         staging(need - 1, block_size)
-    assert staging(need, block_size).bay_pages == need
+    assert staging(need, block_size).buffer_pages == need
 
 
-@pytest.mark.parametrize(("rows", "bays", "pages"), [(8, 1, 8), (15, 1, 15), (16, 2, 8), (32, 4, 8), (70, 4, 17)])
-def test_bays_share_the_rows_and_each_takes_a_block(rows, bays, pages):
+@pytest.mark.parametrize(("rows", "buffers", "pages"), [(8, 1, 8), (15, 1, 15), (16, 2, 8), (32, 4, 8), (70, 4, 17)])
+def test_bays_share_the_rows_and_each_takes_a_block(rows, buffers, pages):
     area = staging(rows)
-    taken = [area.take(PullId(pull)) for pull in range(bays + 1)]
-    assert taken == [5 + bay * pages for bay in range(bays)] + [None] and area.bay_pages == pages
+    taken = [area.acquire(PullId(pull)) for pull in range(buffers + 1)]
+    assert taken == [5 + buffer * pages for buffer in range(buffers)] + [None] and area.buffer_pages == pages
 
 
 def test_bays_go_round_among_those_who_wait():
     area = staging(8)
-    assert area.take(ONE) == 5
-    assert [area.take(pull) for pull in (ONE, TWO, THREE)] == [None] * 3
-    area.give_back(5)
-    assert [area.take(pull) for pull in (THREE, TWO)] == [None, None], "others were there before"
-    assert area.take(ONE) == 5 and area.take(ONE) is None
-    area.give_back(5)
-    assert area.take(ONE) is None and area.take(TWO) == 5
-    area.leave(THREE)
-    area.leave(THREE)
-    area.give_back(5)
-    assert area.take(ONE) == 5 and area.num_waiting == 0
+    assert area.acquire(ONE) == 5
+    assert [area.acquire(pull) for pull in (ONE, TWO, THREE)] == [None] * 3
+    area.release(5)
+    assert [area.acquire(pull) for pull in (THREE, TWO)] == [None, None], "others were there before"
+    assert area.acquire(ONE) == 5 and area.acquire(ONE) is None
+    area.release(5)
+    assert area.acquire(ONE) is None and area.acquire(TWO) == 5
+    area.stop_waiting(THREE)
+    area.stop_waiting(THREE)
+    area.release(5)
+    assert area.acquire(ONE) == 5 and area.num_waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_pieces_cover_every_token_once_and_fit_a_bay(rows):
         ].end == 397
         for piece in pieces:
             num_pages = -(-piece.end // block) - piece.start // block
-            assert len(piece.remote_pages) == num_pages and num_pages * block <= area.bay_pages * 16
+            assert len(piece.remote_pages) == num_pages and num_pages * block <= area.buffer_pages * 16
 
 
 # -- through the connector ---------------------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ def test_late_writes_into_staging_never_reach_a_page_of_the_lease():
     assert [type(event) for event in events] == [PullEnded] and rank.staging.num_free == 0
     # The pages are not free yet, but whatever a late write does, they must not change any more.
     rank.memory[: rank.num_pages] = CANARY
-    other = rank.staging.take(TWO)
-    assert other is None, "a bay in quarantine is nobody's"
-    rank.staging.leave(TWO)
+    other = rank.staging.acquire(TWO)
+    assert other is None, "a buffer in quarantine is nobody's"
+    rank.staging.stop_waiting(TWO)
     world.fabric.inject("p-0", Fault.NONE)
     assert world.run(40)["d"] == [PagesFree(pull)]
     assert any(move.late for move in rank.link.moved), "the late write did come"
@@ -254,8 +254,8 @@ def test_a_handle_never_has_more_than_a_bay():
     rank.link.read = lambda peer, descriptors: sizes.append(int(descriptors.num_bytes.sum())) or read(peer, descriptors)
     handed_over(world, 640, 0, pages=range(40))
     world.run(30)
-    bay = rank.staging.bay_pages * rank.geometry.page_bytes
-    assert sum(sizes) == 640 * rank.geometry.page_bytes // 16 and max(sizes) == bay and len(sizes) == 5
+    buffer = rank.staging.buffer_pages * rank.geometry.page_bytes
+    assert sum(sizes) == 640 * rank.geometry.page_bytes // 16 and max(sizes) == buffer and len(sizes) == 5
 
 
 def test_polling_a_read_after_its_cancel_lays_nothing_out():

@@ -181,7 +181,7 @@ class Transfers(RuleBasedStateMachine):
     def tick(self, times):
         for _ in range(times):
             for event in self.world.consumer.tick():
-                self.event_queue(event)
+                self.happened(event)
 
     def happened(self, event):
         pulled = self.pulls[event.pull]

@@ -61,7 +61,7 @@ WELCOME = Welcome(N16, "engine", N32, GEOMETRY, [b"rank 0", b"rank 1"])
 def test_requests_come_back_as_they_were(record):
     frames = requests()
     assert frames.decode(frames.encode(record)) == record and frames.dropped == 0
-    assert refusal(record, RefusalReason.USED).asked == type(record).__struct_config__.tag
+    assert refusal(record, RefusalReason.USED).request == type(record).__struct_config__.tag
 
 
 @pytest.mark.parametrize("record", REPLIES)

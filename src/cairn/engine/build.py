@@ -37,8 +37,8 @@ from cairn.runner.vision import open_vision, tower_identity
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
-from cairn.transfer.staging import staging_pages_for
+from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core"]

@@ -1,4 +1,4 @@
-"""The consumer as one piece: all transfers of one engine, and its sessions with producers."""
+"""The consumer's side of transfers: all pulls of one engine, and its sessions with producers."""
 
 import logging
 from collections.abc import Callable
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class Consumer:
-    """`send(address, frame)` puts a frame on its way to a producer and may lose it. Call `tick` again and again
-    while `num_open` is not 0; nothing has to be done while it is."""
+    """All pulls of one engine. `send(address, frame)` sends a frame to a producer and may lose it. Call `tick` again
+    and again while `num_open` is not 0."""
 
     def __init__(
         self,
@@ -40,24 +40,23 @@ class Consumer:
         self._sessions: dict[Address, ProducerSession] = {}
         self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
-        self._claims: dict[bytes, Pull] = {}
-        self._reported: set[PullId] = set()
+        self._by_claim: dict[bytes, Pull] = {}
         self._next = 0
         self._dropped = 0
 
     @property
     def num_open(self) -> int:
-        """Transfers that need `tick`, those in quarantine included."""
+        """Pulls that need `tick`, those in quarantine included."""
         return len(self._pulls)
 
     @property
     def num_quarantined(self) -> int:
-        """Transfers that have ended and whose pages may still be written to."""
+        """Pulls that have ended and whose pages may still be written to."""
         return sum(pull.state is PullState.ABANDONED for pull in self._pulls.values())
 
     @property
     def num_skipped(self) -> int:
-        """Transfers that were not tried, because their peer had not answered lately."""
+        """Pulls that were not tried, because their peer had not answered lately."""
         return self._unresponsive.num_skipped
 
     @property
@@ -73,7 +72,7 @@ class Consumer:
             raise AssertionError(f"pull {number} is open already")
         self._next = max(self._next, number)
         pull = Pull(PullId(number), spec, self._random(NONCE_BYTES), self._tools)
-        self._pulls[pull.id] = self._claims[pull.claim] = pull
+        self._pulls[pull.id] = self._by_claim[pull.claim] = pull
         return pull.id
 
     def abort(self, pull: PullId) -> None:
@@ -90,7 +89,7 @@ class Consumer:
         reply = session.receive(frame)
         if reply is None:
             return
-        pull = self._claims.get(reply.answers if isinstance(reply, Denied) else reply.claim)
+        pull = self._by_claim.get(reply.answers if isinstance(reply, Denied) else reply.claim)
         if pull is None or pull.session is not session:
             return
         if isinstance(reply, Denied):
@@ -103,13 +102,14 @@ class Consumer:
         session = self._sessions.get(address)
         if session is not None:
             session.lose(reason)
-            self._note_silence(address, session)
+            if session.is_silent:
+                self._unresponsive.add(address)
 
     def tick(self) -> list[PullEnded | PagesFree]:
         """Drive everything once. Returns what has ended since the last call, in order."""
         for address, session in self._sessions.items():
             if session.tick():
-                self._note_silence(address, session)
+                self._unresponsive.add(address)
         events: list[PullEnded | PagesFree] = []
         for pull in list(self._pulls.values()):
             try:
@@ -118,22 +118,16 @@ class Consumer:
                 # One peer's doing must not end the thread that serves all of them.
                 logger.exception("transfer %d of %s", pull.id, pull.spec.request_id)
                 pull.abort(f"{type(error).__name__}: {error}")
-            events += self._ended(pull)
-        return events
-
-    def _ended(self, pull: Pull) -> list[PullEnded | PagesFree]:
-        events: list[PullEnded | PagesFree] = []
-        if pull.is_over and pull.id not in self._reported:
-            self._reported.add(pull.id)
-            if pull.is_silent and pull.session is not None:
-                # The next transfer begins with a new handshake: the peer may have forgotten this session.
-                pull.session.close("the peer did not answer")
-                self._unresponsive.add((pull.spec.source.host, pull.spec.source.port))
-            events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
-        if pull.is_drained:
-            del self._pulls[pull.id], self._claims[pull.claim]
-            self._reported.discard(pull.id)
-            events.append(PagesFree(pull.id))
+            if pull.is_over and not pull.is_reported:
+                pull.is_reported = True
+                if pull.is_silent and pull.session is not None:
+                    # The next transfer begins with a new handshake: the peer may have forgotten this session.
+                    pull.session.close("the peer did not answer")
+                    self._unresponsive.add(pull.spec.source.address)
+                events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
+            if pull.is_drained:
+                del self._pulls[pull.id], self._by_claim[pull.claim]
+                events.append(PagesFree(pull.id))
         return events
 
     def _session_with(self, source: KvSource) -> ProducerSession | str:
@@ -141,22 +135,18 @@ class Consumer:
         refusal = self._policy.refusal(source.host)
         if refusal is not None:
             return f"remote_host {refusal}"
-        address = (source.host, source.port)
+        address = source.address
         session = self._sessions.get(address)
-        if (
-            session is not None
-            and session.peer is not None
-            and session.peer.engine_id != source.engine_id
-            and self._is_idle(session)
-        ):
-            # Whoever listens there now has made the offer: the peer of this session has restarted, or never was.
-            session.close("another engine is expected at this address")
+        if session is not None and session.peer is not None and session.peer.engine_id != source.engine_id:
+            if all(pull.session is not session or pull.is_over for pull in self._pulls.values()):
+                # The peer of this session has restarted, or never was the one that made the offer.
+                session.close("another engine is expected at this address")
         if session is None or session.state is not SessionState.OPEN:
             silent = self._unresponsive.refuse(address)
             if silent is not None:
                 return silent
         if session is None or session.state is SessionState.CLOSED:
-            self._forget_sessions()
+            self._remove_sessions()
             if len(self._sessions) >= _MAX_SESSIONS:
                 return f"there are {_MAX_SESSIONS} sessions with other engines already"
             session = ProducerSession(
@@ -165,16 +155,8 @@ class Consumer:
             self._sessions[address] = session
         return session
 
-    def _note_silence(self, address: Address, session: ProducerSession) -> None:
-        if session.is_silent:
-            self._unresponsive.add(address)
-
-    def _is_idle(self, session: ProducerSession) -> bool:
-        """Whether no transfer waits for what comes by this connection."""
-        return not any(pull.session is session and not pull.is_over for pull in self._pulls.values())
-
-    def _forget_sessions(self) -> None:
-        """Closed sessions go; of the idle ones only when there are many."""
+    def _remove_sessions(self) -> None:
+        """Remove closed sessions, and idle ones only when there are many."""
         used = {id(pull.session) for pull in self._pulls.values()}
         for address, session in list(self._sessions.items()):
             idle = id(session) not in used

@@ -117,6 +117,11 @@ class KvSource:
     nonce: bytes | None = None
     end: int | None = None
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of its side channel."""
+        return self.host, self.port
+
     def reach(self, num_prompt_tokens: int) -> int:
         """How many tokens of the prompt it may provide at most."""
         if self.nonce is not None:

@@ -1,45 +1,66 @@
-"""From what a rank is to read to pieces that a link can read, for any pair of sizes.
+"""A read order cut into pieces that a link can read, for any pair of sizes, and the staging pages for that.
 
 equal sizes             one piece: page for page, one descriptor each, so that a link's prepared lists serve
 other numbers of ranks  one piece: `geometry.page_reads` and `file_reads`, straight into the own pages
-other block sizes       a piece with the checkpoint, and pieces of whole remote pages by way of `staging`
+other block sizes       a piece with the checkpoint, and pieces of whole remote pages that are read into staging
+
+    rows of the rank's pool   [0, num_pages) the scheduler's | [num_pages, ...) staging: buffer 0 | buffer 1 | ...
+
+A staging buffer has room for the slots (`geometry`) of at least one remote block. One piece of one read has it until
+its bytes are laid out or none can arrive any more. Reads that wait for a buffer are served in turn, so a long read
+shares with short ones, and one in quarantine costs one buffer.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import PeerGeometry, ReadOrder
-from cairn.transfer.geometry import file_reads, page_reads
-from cairn.transfer.geometry_pairing import ModelUnits, Pairing, pair
+from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder
+from cairn.transfer.geometry import (
+    ModelUnits,
+    Pairing,
+    check_page_list,
+    file_reads,
+    lay_out,
+    page_reads,
+    pair,
+    staging_copies,
+    staging_reads,
+)
 from cairn.transfer.links.contract import Descriptors, LinkError
-from cairn.transfer.staging import StagingArea
 from cairn.types import Pages
 
-RankReads: TypeAlias = tuple[int, Descriptors]
-"""What to read from which of the peer's ranks."""
+STAGING_BYTES = 64 << 20
+"""More staging than this makes nothing faster."""
 
+_LARGEST_BLOCK = 128
+_NUM_BUFFERS = 4
+_MOST_BLOCKS = 64
 _MAX_PAIRINGS = 64
+
+RankReads: TypeAlias = tuple[int, Descriptors]
+"""A rank of the peer, and what to read from it."""
 
 
 class Piece(Protocol):
-    """A part of an order. Begun at most once; after that exactly one of `land` and `drop` is called. The others of its
-    order that never began get a `drop`, too."""
+    """A part of an order. `begin` is called until it returns reads, then `finish` or `discard`, once. A piece that
+    never began is discarded, too."""
 
     def begin(self) -> Sequence[RankReads] | None:
-        """What to read, or None while there is no room for it: then it has not begun."""
+        """The reads, or None while there is no room for them."""
         ...
 
-    def land(self) -> None:
-        """All of it has arrived, and it is still wanted."""
+    def finish(self) -> None:
+        """All reads are done, and the order was not cancelled."""
         ...
 
-    def drop(self) -> None:
-        """It is not wanted any more, and nothing of it can arrive any more. Gives back what it holds."""
+    def discard(self) -> None:
+        """The order was cancelled or has failed, and nothing can arrive any more."""
         ...
 
 
@@ -49,18 +70,136 @@ Planner: TypeAlias = Callable[[ReadOrder], Sequence[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class DirectPiece:
-    """Reads that end where they belong."""
+    """Reads straight into the own pages."""
 
     reads: Sequence[RankReads]
 
     def begin(self) -> Sequence[RankReads]:
         return self.reads
 
-    def land(self) -> None:
-        """Nothing is left to do."""
+    def finish(self) -> None:
+        """Nothing to do."""
 
-    def drop(self) -> None:
-        """It held nothing of its own."""
+    def discard(self) -> None:
+        """Nothing to do."""
+
+
+def staging_pages_for(model: ModelUnits, local: PeerGeometry) -> int:
+    """Number of staging pages that a rank needs behind its pool: room for 64 remote blocks of 128 tokens in at most 64
+    MiB, but always for two; 0 for a model without attention."""
+    if not model.kv_heads:
+        return 0
+    block = _block_pages(local.block_size)
+    blocks = STAGING_BYTES // (block * local.page_bytes)
+    return block * max(2, min(blocks, _MOST_BLOCKS))
+
+
+class StagingArea:
+    """The staging buffers of one rank. `pool`: uint8 [rows, page_bytes], contiguous, registered with the rank's link;
+    its rows from `num_pages` on are used by this object alone. `block_size`: the own one, in tokens.
+
+    Raises ConfigError when not even one block of 128 tokens fits.
+    """
+
+    def __init__(self, pool: NDArray[np.uint8], num_pages: int, block_size: int) -> None:
+        rows, need = len(pool) - num_pages, _block_pages(block_size)
+        if rows < need:
+            raise ConfigError(
+                f"{rows} staging pages cannot take a peer's block of {_LARGEST_BLOCK} tokens: with --block-size "
+                f"{block_size} at least {need} are needed"
+            )
+        num_buffers = min(_NUM_BUFFERS, rows // need)
+        self.pool = pool
+        self.buffer_pages = rows // num_buffers
+        self._free = [num_pages + buffer * self.buffer_pages for buffer in range(num_buffers)]
+        self._waiting: OrderedDict[PullId, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Bays that nobody uses, and nothing can be written to."""
+        return len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        """Reads that wait for a buffer."""
+        return len(self._waiting)
+
+    def acquire(self, pull: PullId) -> int | None:
+        """First page of a buffer, or None: then the read waits in the queue until it gets one or `stop_waiting`."""
+        self._waiting[pull] = None
+        ahead = list(self._waiting).index(pull)
+        if ahead >= len(self._free):
+            return None
+        del self._waiting[pull]
+        return self._free.pop(0)
+
+    def release(self, first_page: int) -> None:
+        """Free a buffer that nothing can be written to any more."""
+        self._free.append(first_page)
+
+    def stop_waiting(self, pull: PullId) -> None:
+        """Leave the queue; later calls do nothing."""
+        self._waiting.pop(pull, None)
+
+    def pieces(self, pairing: Pairing, order: ReadOrder) -> "list[StagedPiece]":
+        """The order's pages, cut at remote blocks into pieces of at most a buffer each. Raises LinkError when no remote
+        block fits, ValueError for page lists of another length than the tokens take."""
+        remote, local = pairing.remote.block_size, pairing.local.block_size
+        blocks = self.buffer_pages * pairing.local.page_bytes // pairing.slot_bytes
+        if not blocks:
+            raise LinkError(f"a block of {remote} tokens at the peer does not fit {self.buffer_pages} staging pages")
+        check_page_list(pairing, "remote_pages", order.remote_pages, pairing.remote, order.start, order.end)
+        check_page_list(pairing, "local_pages", order.local_pages, pairing.local, order.start, order.end)
+        first, first_local = order.start // remote, order.start // local
+        pieces = []
+        for block in range(first, -(-order.end // remote) if order.start < order.end else first, blocks):
+            start, end = max(order.start, block * remote), min(order.end, (block + blocks) * remote)
+            from_pages = order.remote_pages[block - first : -(-end // remote) - first]
+            to_pages = order.local_pages[start // local - first_local : -(-end // local) - first_local]
+            pieces.append(StagedPiece(self, pairing, order.pull, start, end, from_pages, to_pages))
+        return pieces
+
+
+@dataclass(slots=True, eq=False)
+class StagedPiece:
+    """A `Piece`: tokens [start, end) by way of a staging buffer."""
+
+    staging: StagingArea
+    pairing: Pairing
+    pull: PullId
+    start: int
+    end: int
+    remote_pages: Pages
+    local_pages: Pages
+    buffer: int | None = field(default=None, init=False)
+
+    def begin(self) -> Sequence[tuple[int, Descriptors]] | None:
+        self.buffer = self.staging.acquire(self.pull)
+        if self.buffer is None:
+            return None
+        return [*staging_reads(self.pairing, self.start, self.end, self.remote_pages, self.buffer).items()]
+
+    def finish(self) -> None:
+        if self.buffer is None:
+            raise AssertionError(f"pull {self.pull}: tokens [{self.start}, {self.end}) were not begun")
+        pool = self.staging.pool
+        copies = staging_copies(self.pairing, self.start, self.end, self.local_pages)
+        lay_out(self.pairing, copies, pool[self.buffer : self.buffer + self.staging.buffer_pages], pool)
+        self._release()
+
+    def discard(self) -> None:
+        self.staging.stop_waiting(self.pull)
+        self._release()
+
+    def _release(self) -> None:
+        if self.buffer is not None:
+            self.staging.release(self.buffer)
+            self.buffer = None
+
+
+def _block_pages(block_size: int) -> int:
+    """Number of own pages that the largest remote block takes."""
+    return -(-_LARGEST_BLOCK // block_size)
 
 
 def whole_pages(rank: int, page_bytes: int) -> Planner:
@@ -85,8 +224,8 @@ def whole_pages(rank: int, page_bytes: int) -> Planner:
 
 
 class PairedPages:
-    """The `Planner` of rank `rank` of a server of geometry `local`, for peers of any sizes. What follows from a peer's
-    geometry is worked out once, for the latest 64 geometries."""
+    """The `Planner` of rank `rank` of a server of geometry `local`, for peers of any sizes. Keeps the pairings with the
+    latest 64 geometries."""
 
     def __init__(self, model: ModelUnits, local: PeerGeometry, rank: int, staging: StagingArea | None = None) -> None:
         """Raises ConfigError where the own sizes cannot hold the model."""

@@ -7,10 +7,10 @@
     READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
     ABANDONED   -> FAILED            the link says that none will
 
-It waits for nothing: at every turn it looks at clock, connection and link, says again what was not answered, and goes
-on, or gives up and says why. The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a
-deadline, and ABANDONED makes nobody wait. What was read may be used in DONE alone: P has then said that its lease never
-lapsed before the last byte had arrived.
+No method waits. `advance` looks at clock, connection and link, repeats what was not answered, and goes on or gives up.
+The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a deadline, and nobody waits for
+ABANDONED. What was read may be used in DONE alone: the producer has then confirmed that its lease never lapsed before
+the last byte had arrived.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,6 @@ from cairn.transfer.contract import KvSource, PullId, PullSpec, Volume, WorkerSi
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.session import ProducerSession, SessionState
 from cairn.transfer.wire import (
-    Asked,
     Claim,
     Confirm,
     Confirmed,
@@ -33,6 +32,7 @@ from cairn.transfer.wire import (
     Release,
     Reply,
     Request,
+    RequestTag,
 )
 from cairn.types import Clock
 
@@ -74,8 +74,8 @@ TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullLimits:
-    """Times in seconds: how long an answer may take, how long a read, how often something is said again, and how long a
-    peer that did not answer is not asked again."""
+    """Times in seconds: `answer` and `read` are deadlines, `repeat` and `heartbeat` intervals; a peer that did not
+    answer is not tried again for `retry_silent`."""
 
     answer: float = 5.0
     read: float = 30.0
@@ -84,13 +84,10 @@ class PullLimits:
     retry_silent: float = 10.0
 
 
-_ASKED: Mapping[PullState, tuple[Asked, ...]] = MappingProxyType(
-    {
-        PullState.CLAIMING: ("claim",),
-        PullState.READING: ("heartbeat",),
-        PullState.CONFIRMING: ("confirm",),
-    }
+_REQUESTS: Mapping[PullState, RequestTag] = MappingProxyType(
+    {PullState.CLAIMING: "claim", PullState.READING: "heartbeat", PullState.CONFIRMING: "confirm"}
 )
+"""The request that a refusal has to answer, by state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,8 @@ class PullTools:
 
 
 class Pull:
-    """`claim`: 16 random bytes that name this transfer to the producer. Drive it with `advance`."""
+    """One transfer. `claim`: 16 random bytes that name it to the producer. Call `advance` again and again. `is_silent`:
+    it failed because the peer did not answer; `is_reported`: for the owner, who reports the outcome once."""
 
     def __init__(self, pull: PullId, spec: PullSpec, claim: bytes, tools: PullTools) -> None:
         self.id = pull
@@ -116,6 +114,7 @@ class Pull:
         self.state = PullState.RESOLVING
         self.failure: str | None = None
         self.is_silent = False
+        self.is_reported = False
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
@@ -132,7 +131,7 @@ class Pull:
 
     @property
     def checkpoint_position(self) -> int | None:
-        """Where the state resumes that was granted, if any was."""
+        """Position of the granted checkpoint, None if there is none."""
         return None if self._grant is None else self._grant.checkpoint_position
 
     @property
@@ -146,7 +145,7 @@ class Pull:
         return self.state in (PullState.DONE, PullState.FAILED)
 
     def advance(self) -> None:
-        """One look at clock, connection and link. To be called again and again until `is_drained`."""
+        """Look at clock, connection and link, and go on. Call it again and again until `is_drained`."""
         match self.state:
             case PullState.RESOLVING:
                 self._resolve()
@@ -160,18 +159,19 @@ class Pull:
                 self._drain()
 
     def abort(self, reason: str = "aborted") -> None:
-        """Nobody wants the outcome any more, or it cannot be had."""
+        """Give the transfer up."""
         if not self.is_over:
             self._give_up(reason)
 
     def receive(self, reply: Reply) -> None:
-        """A record of the producer that names this claim. What does not fit the state is late and ignored."""
+        """Handle a record of the producer that names this claim. One that does not fit the state is late and
+        ignored."""
         match self.state, reply:
             case PullState.CLAIMING, Granted():
                 self._granted(reply)
             case PullState.CONFIRMING, Confirmed() if self._grant and reply.generation == self._grant.generation:
                 self._to(PullState.DONE)
-            case state, Refused(asked=asked, reason=reason) if asked in _ASKED.get(state, ()):
+            case state, Refused(request=tag, reason=reason) if tag == _REQUESTS.get(state):
                 # Nothing to give back: the lease is not ours, or no longer.
                 self._give_up(f"refused by the peer: {reason.value}", release=False)
 
@@ -263,7 +263,7 @@ class Pull:
             self._send(self._unanswered)
 
     def _check_peer(self) -> bool:
-        """Whether there is still hope for an answer; gives up when there is not."""
+        """Whether the session is open and the deadline has not passed; gives up otherwise."""
         if self.session is None or self.session.state is SessionState.CLOSED:
             self._give_up(
                 self.session.failure or "the connection is closed" if self.session else "there is no connection"
@@ -286,12 +286,12 @@ class Pull:
             self.session.request(record)
 
     def _release(self) -> None:
-        """A courtesy, sent once: when it is lost, the lease ends by itself."""
+        """Sent once; if it is lost, the lease expires."""
         lease = self.spec.source if self._grant is None else self._grant
         self._send(Release(self.claim, lease.request_id, lease.nonce))
 
     def _give_up(self, failure: str, *, release: bool = True) -> None:
-        """End without a result, as soon as nothing can be written any more."""
+        """Fail, or go into quarantine while something may still be written."""
         if release and self.state in (PullState.CLAIMING, PullState.READING, PullState.CONFIRMING):
             self._release()
         if self.state is PullState.READING:
@@ -307,7 +307,7 @@ class Pull:
         self._to(PullState.FAILED)
 
     def _to(self, state: PullState) -> None:
-        """The only place where the state changes."""
+        """Change the state; the only place that does."""
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.spec.request_id}: {self.state.value} -> {state.value} is not a transition")
         self.state = state

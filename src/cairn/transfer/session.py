@@ -154,7 +154,7 @@ class ProducerSession:
         self._send(self._requests.encode(self._hello))
 
     def _to(self, state: SessionState) -> None:
-        """The only place where the state changes."""
+        """Change the state; the only place that does."""
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.state.value} -> {state.value} is not a transition")
         self.state = state

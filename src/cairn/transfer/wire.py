@@ -3,11 +3,11 @@
     consumer -> producer   Hello, Claim, Heartbeat, Confirm, Release
     producer -> consumer   Welcome, Denied, Granted, Refused, Alive, Confirmed, Released
 
-Both have proved to each other that they hold the same secret before the first record (`credentials`).
+Both ends have proved that they hold the same secret before the first record (`credentials`).
 A Claim without a lease is answered once the producer's cache has been looked up, everything else at once.
 
-Everything may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer
-answers a repetition as it answered the first time.
+Records may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer answers a
+repetition as it answered the first time.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 Generation = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
-Asked = Literal["claim", "heartbeat", "confirm", "release"]
+RequestTag = Literal["claim", "heartbeat", "confirm", "release"]
 Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 Message = TypeVar("Message")
@@ -53,7 +53,7 @@ Message = TypeVar("Message")
 _DTYPES: Mapping[object, np.dtype[Any]] = MappingProxyType(
     {Keys: np.dtype("<i8"), Pages: np.dtype("<i4"), NDArray[np.bool_]: np.dtype(np.bool_)}
 )
-"""What each kind of array in a record is on the wire."""
+"""The wire format of each kind of array."""
 
 
 class RefusalReason(Enum):
@@ -85,7 +85,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answers Hello. `answers`: its nonce; `ranks`: what each rank's link says of itself."""
+    """Answers Hello. `answers`: its nonce; `ranks`: the description of each rank's link."""
 
     answers: Nonce
     engine_id: Name
@@ -122,7 +122,7 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """I still want the lease: move its end."""
+    """I still read: extend the lease."""
 
     claim: Nonce
     request_id: Name
@@ -130,7 +130,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """All is read. Was the lease of this generation alive the whole time? Ends it."""
+    """All is read: confirm that the lease of this generation never lapsed, and end it."""
 
     claim: Nonce
     request_id: Name
@@ -148,17 +148,17 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 Request: TypeAlias = Claim | Heartbeat | Confirm | Release
-"""What is said of a lease; each names its claim."""
+"""Records about a claim; each names it."""
 
 ToProducer: TypeAlias = Hello | Request
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """The pages that were claimed, pinned until the lease ends, as int32 numbers, little endian. Heartbeat, Confirm and
-    Release name the lease by `request_id` and `nonce`.
+    """Answers Claim: the pages, pinned until the lease ends, as int32 numbers, little endian. `request_id` and `nonce`
+    name the lease.
 
-    `position`: tokens that may be used: what the lease was claimed for, or one of the claim's marks, or its end.
-    `checkpoint_position` and `checkpoint` (page numbers) where one was wanted.
+    `position`: tokens that may be used, at the claim's end or at one of its marks. `checkpoint_position` and
+    `checkpoint` (page numbers) if one was claimed and there is one.
     """
 
     claim: Nonce
@@ -172,10 +172,10 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Answers any request; `asked` is its tag. A Confirm that is refused means that the lease has lapsed."""
+    """Answers any request; `request` is its tag. A refused Confirm means that the lease has ended."""
 
     claim: Nonce
-    asked: Asked
+    request: RequestTag
     reason: RefusalReason
 
 
@@ -186,7 +186,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
-    """The lease of this generation never lapsed while you read."""
+    """Answers Confirm: the lease of this generation never lapsed while you read."""
 
     claim: Nonce
     generation: Generation
@@ -199,11 +199,11 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 
 
 Reply: TypeAlias = Granted | Refused | Alive | Confirmed | Released
-"""What is answered to a `Request`; each names the claim."""
+"""Answers to a `Request`; each names the claim."""
 
 FromProducer: TypeAlias = Welcome | Denied | Reply
 
-_TAGS: Mapping[type, Asked] = MappingProxyType(
+_TAGS: Mapping[type, RequestTag] = MappingProxyType(
     {
         Claim: "claim",
         Heartbeat: "heartbeat",

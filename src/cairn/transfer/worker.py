@@ -117,9 +117,9 @@ class LinkWorker:
         for begun in [begun for begun in read.begun if begun.is_read]:
             read.begun.remove(begun)
             if read.end is ReadState.DONE:
-                begun.piece.land()
+                begun.piece.finish()
             else:
-                begun.piece.drop()
+                begun.piece.discard()
 
     def _post_next(self, read: _Read) -> bool:
         """One handle more, if there may be one. Whether there may be another."""
@@ -157,7 +157,7 @@ class LinkWorker:
     def _stop(self, read: _Read, end: ReadState) -> None:
         read.end = end
         for piece in read.pieces:
-            piece.drop()
+            piece.discard()
         read.pieces.clear()
         for begun in read.begun:
             begun.chunks.clear()

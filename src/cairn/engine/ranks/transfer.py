@@ -16,7 +16,7 @@ import zmq
 from cairn.engine.ranks.wire import RankService
 from cairn.engine.ranks.worker import RankPlace
 from cairn.engine.transfers.kv_transfer import MakeLink, RankMemory, nixl_link, rank_worker
-from cairn.transfer.geometry_pairing import ModelUnits
+from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.ranks import RankServant
 from cairn.transfer.wire import MAX_FRAME_BYTES
 

@@ -30,15 +30,14 @@ from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Identity, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.digest import SequenceIndex
-from cairn.transfer.geometry_pairing import ModelUnits, geometry_of
+from cairn.transfer.geometry import ModelUnits, geometry_of
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link, Region
 from cairn.transfer.params import HINT, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy, is_loopback
-from cairn.transfer.planner import PairedPages
+from cairn.transfer.planner import PairedPages, StagingArea
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankChannel, RankedWorker
-from cairn.transfer.staging import StagingArea
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
 
