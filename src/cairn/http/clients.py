@@ -1,4 +1,4 @@
-"""Who has sent a request, as far as limits are counted per client; and work that ends when its client goes away."""
+"""The client of a request, for limits per client; and work that is cancelled when its client disconnects."""
 
 import asyncio
 import hashlib
@@ -16,23 +16,22 @@ Result = TypeVar("Result")
 
 
 def record_api_key(scope: Scope, key: bytes) -> None:
-    """The request has been let in because of this key: whoever has it is one client, wherever it is."""
+    """Count the request for this key's client, whatever its address."""
     scope[_SCOPE_KEY] = f"key:{hashlib.blake2b(key, digest_size=12, person=b'cairn.client').hexdigest()}"
 
 
 def get_client_id(scope: Scope) -> str:
-    """At most 64 characters: a digest of the API key that has let the request in, else the address that it came from,
-    else nothing."""
-    given: str | None = scope.get(_SCOPE_KEY)
-    if given is not None:
-        return given
+    """At most 64 characters: a digest of the request's API key, else the address that it came from, else nothing."""
+    key: str | None = scope.get(_SCOPE_KEY)
+    if key is not None:
+        return key
     address = get_client_address(scope)
     return f"address:{address}" if address else ""
 
 
 def get_client_address(scope: Scope) -> str:
-    """The IP address that a request came from, behind the proxies that the web server trusts; empty where that is none:
-    on a Unix socket, or where such a proxy has said something else."""
+    """The IP address that a request came from, behind trusted proxies; empty if it is none: on a Unix socket, or if a
+    trusted proxy said something else."""
     client = scope.get("client")
     if not client:
         return ""

@@ -1,23 +1,16 @@
-"""One HTTP connection with limits of its own: before any application sees a request, and behind its answer."""
+"""One HTTP connection: deadlines for heads and for reading responses, and the number of connections."""
 
 import asyncio
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
 
 import h11
 import msgspec
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.error_responses import error_body
-
-_MAX_HEAD_BYTES = 1 << 15
-_LINGER_SECONDS = 2.0
-_LINGER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +23,8 @@ class ConnectionDeadlines:
 
 
 class ConnectionLimit:
-    """At most so many connections at once. When one more comes, the one that has been without a request for the longest
-    is closed, so that idle connections keep nobody out; when none is idle, it is the new one."""
+    """At most so many connections at once. One more closes the one that has been idle for the longest, so that idle
+    connections keep nobody out, or itself if none is idle."""
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
@@ -57,74 +50,60 @@ class ConnectionLimit:
         self._idle[connection] = None
 
 
-class _BoundedHeads(h11.Connection):
-    """h11's own bound is for heads that are not complete yet; what comes at once may have more."""
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            size = len(event.target) + sum(len(name) + len(value) for name, value in event.headers)
-            if size > _MAX_HEAD_BYTES:
-                raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
-        return event
-
-
 class Connection(H11Protocol):
-    """uvicorn's connection. Clients that take for ever to send their headers, or to read their answers, lose it."""
+    """uvicorn's connection, closed if the client takes too long to send its headers or to read its responses."""
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn = _BoundedHeads(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._deadlines = deadlines
         self._limit = limit
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._heard = False
+        self._has_received = False
 
-    def _start(self, name: Literal["head", "stall"]) -> None:
-        """Give the client so long for this, if it has not been given it already."""
+    def _start_timer(self, name: Literal["head", "stall"]) -> None:
+        """Unless it is running."""
         if name not in self._timers:
-            missed = self._head_missed if name == "head" else self.transport.abort
-            self._timers[name] = self.loop.call_later(getattr(self._deadlines, name), missed)
+            end = self._miss_head if name == "head" else self.transport.abort
+            self._timers[name] = self.loop.call_later(getattr(self._deadlines, name), end)
 
-    def _cancel(self, name: Literal["head", "stall"]) -> None:
+    def _cancel_timer(self, name: Literal["head", "stall"]) -> None:
         if name in self._timers:
             self._timers.pop(name).cancel()
+
+    def _is_between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     # -- the head of a request -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start("head")
+        self._start_timer("head")
         self._limit.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard, before = True, self.cycle
+        self._has_received, before = True, self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._cancel("head")
-        elif self._between_requests():
-            self._start("head")
-        if not self._between_requests():
+            self._cancel_timer("head")
+        elif self._is_between_requests():
+            self._start_timer("head")
+        if not self._is_between_requests():
             self._limit.mark_busy(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.remove(self)
-        self._cancel("head")
-        self._cancel("stall")
+        self._cancel_timer("head")
+        self._cancel_timer("stall")
         super().connection_lost(exc)
 
-    def _between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _head_missed(self) -> None:
-        if self._heard:
+    def _miss_head(self) -> None:
+        if self._has_received:
             self._refuse(408, f"the headers did not come within {self._deadlines.head:g} s", "request_timeout")
         self.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Called where what came is no HTTP, or headers have no end."""
-        hint = getattr(sys.exception(), "error_status_hint", 400)
-        if hint == 431:
+        """Called by uvicorn for what is no HTTP, and for headers that are too long."""
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(431, "the request's headers are too long", "request_header_fields_too_large")
         else:
             self._refuse(400, "this is no valid HTTP request", "invalid_request_error")
@@ -134,97 +113,33 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         body = msgspec.json.encode(error_body(message, status, code))
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        events = (
-            h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        )
-        for event in events:
+        fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        reason = HTTPStatus(status).phrase.encode()
+        response = h11.Response(status_code=status, headers=[*fields.items()], reason=reason)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
-    # -- the end of an answer --------------------------------------------------------------------------------------
+    # -- the end of a response -------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._between_requests() and not self.transport.is_closing():
+        if self._is_between_requests() and not self.transport.is_closing():
             self._limit.mark_idle(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start("stall")
+        self._start_timer("stall")
 
     def resume_writing(self) -> None:
-        self._cancel("stall")
+        self._cancel_timer("stall")
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._start("stall")
+        self._start_timer("stall")
 
     def close(self) -> None:
         """What has been written still goes out, if the client reads it."""
-        self._cancel("head")
+        self._cancel_timer("head")
         self.transport.close()
-        self._start("stall")
-
-
-class LingeringClose:
-    """Ends the connection behind an answer that comes before its request's body is over: refused for its size, its
-    sender or its target.
-
-    A connection closed at once would be reset, and the client, which is still writing, might never see the answer.
-    So the answer goes out whole, what still comes is thrown away for a moment, a bounded number of bytes, and then the
-    connection is closed (RFC 9112, section 9.6).
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
-            return await self._app(scope, receive, send)
-        unread, closing = True, False
-
-        async def watched_receive() -> Message:
-            nonlocal unread
-            message = await receive()
-            if message["type"] != "http.request" or not message.get("more_body", False):
-                unread = False
-            return message
-
-        async def closing_send(message: Message) -> None:
-            nonlocal closing
-            if unread and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Connection"] = "close"
-            elif unread and message["type"] == "http.response.body" and not message.get("more_body", False):
-                closing, message = True, {**message, "more_body": True}
-            await send(message)
-
-        await self._app(scope, watched_receive, closing_send)
-        if closing:
-            await _discard(receive)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return None
-
-
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
-
-
-async def _discard(receive: Receive) -> None:
-    """Read on until the body is over, the client has left, or it has been enough."""
-    left = _LINGER_BYTES
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_SECONDS):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    return
-            # The client reads the answer once it can write no more.
-            await asyncio.sleep(_LINGER_SECONDS)
+        self._start_timer("stall")

@@ -49,8 +49,8 @@ class HttpMiddleware(ABC):
 
 
 class RequestIds(HttpMiddleware):
-    """Gives every request an id, the client's X-Request-Id where it sent one, and returns it in the same header. A bug
-    that comes out of the application is answered with 500, and the connection stays usable."""
+    """Gives every request an id, the client's X-Request-Id if it sends one, and returns it in the same header. Answers
+    any other exception of the application with 500, so that the connection stays usable."""
 
     def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
         super().__init__(app)
@@ -82,7 +82,7 @@ class RequestIds(HttpMiddleware):
 
 
 class ApiKey(HttpMiddleware):
-    """Lets nobody in without one of the keys, but for the paths that are open to monitors."""
+    """Refuses requests without one of the keys, except for `open_paths`."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Set[str]) -> None:
         super().__init__(app)
@@ -107,8 +107,8 @@ def _digest(text: bytes) -> bytes:
 
 
 class Gate:
-    """Counts the requests that are being answered. Closed for good once the process drains. `who` closes: the server,
-    or the proxy."""
+    """Counts open requests and bounds their number. Closed for good once the process drains. `who`: the server or the
+    proxy, for the message."""
 
     def __init__(self, max_open: int, who: str = "server") -> None:
         self.max_open = max_open
@@ -140,7 +140,7 @@ class Gate:
 
 
 class GateKeeper(HttpMiddleware):
-    """Holds a place at the gate for every request to a path that makes work, until its last byte is sent."""
+    """Counts requests to `paths` at the gate until their last byte is sent."""
 
     def __init__(self, app: ASGIApp, gate: Gate, paths: Set[str]) -> None:
         super().__init__(app)
@@ -158,7 +158,7 @@ class GateKeeper(HttpMiddleware):
 
 
 class BodyLimit(HttpMiddleware):
-    """Reads the body of a request, whole, but no more of it than allowed and no longer than allowed."""
+    """Reads the body of a request before the application does, up to `max_bytes` (413) and for `seconds` (408)."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         super().__init__(app)
@@ -168,10 +168,12 @@ class BodyLimit(HttpMiddleware):
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return await self._app(scope, receive, send)
+        announced = Headers(scope=scope).get("content-length", "0")
         try:
-            self._check_announced(Headers(scope=scope).get("content-length", "0"))
+            if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+                raise self._too_large()
             async with asyncio.timeout(self._seconds):
-                body = await self._read(receive)
+                body = await self._read_body(receive)
         except ClientDisconnected:
             return None
         except TimeoutError:
@@ -183,23 +185,17 @@ class BodyLimit(HttpMiddleware):
 
         return await self._app(scope, replay, send)
 
-    def _check_announced(self, content_length: str) -> None:
-        if content_length.isdecimal() and int(content_length[:20]) > self._max_bytes:
-            raise self._too_large()
-
-    async def _read(self, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
+    async def _read_body(self, receive: Receive) -> bytes:
+        body, more_body = bytearray(), True
+        while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
                 raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            more_body = message.get("more_body", False)
+        return bytes(body)
 
     def _too_large(self) -> RequestError:
         return make_error(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")

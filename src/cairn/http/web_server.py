@@ -1,4 +1,4 @@
-"""A socket, and a web server on it that ends when it is told to; and which proxies in front of it are believed."""
+"""The listening socket, uvicorn on it, draining at shutdown, and the proxies whose X-Forwarded-For is believed."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import uvicorn
 
 from cairn.errors import ConfigError
-from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit, LingeringClose
+from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
 from cairn.http.middleware import Gate
 from cairn.setting_types import list_entries
 
@@ -25,7 +25,8 @@ _MAX_DESCRIPTORS = 65536
 _SPARE_DESCRIPTORS = 128
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 32
-"""Connections that are taken before the ones above the limit are closed: fewer than descriptors are spare."""
+"""Connections accepted before the ones above the limit are closed: fewer than the spare descriptors."""
+_MAX_HEAD_BYTES = 1 << 15
 
 _TRUSTED_VARIABLE = "FORWARDED_ALLOW_IPS"
 _LOOPBACK = "127.0.0.1,::1"
@@ -36,23 +37,21 @@ logger = logging.getLogger(__name__)
 
 
 class DrainingServer:
-    """What takes no new requests once it is told to end. `drain` is for the event loop's own thread (signal
-    handlers)."""
+    """A server that can be drained. `shutdown_seconds`: what open requests have left then."""
 
     def __init__(self, shutdown_seconds: float) -> None:
-        """`shutdown_seconds`: how long open requests may go on then."""
         self._shutdown_seconds = shutdown_seconds
         self._draining = asyncio.Event()
         self._abandoned = asyncio.Event()
 
     def drain(self) -> None:
-        """Take no new requests, let open ones finish, then end. Called a second time: end now."""
+        """Take no new requests, let open ones finish, then end. Called again: end now. For the event loop's thread."""
         if self._draining.is_set():
             self._abandoned.set()
         self._draining.set()
 
-    async def _finish_open(self, gate: Gate, *ends: Awaitable[Any]) -> None:
-        """Wait for the requests inside, for as long as they may go on, or until one of `ends` comes."""
+    async def _wait_drained(self, gate: Gate, *ends: Awaitable[Any]) -> None:
+        """Wait for the open requests, for `shutdown_seconds` at most, or until one of `ends` is done."""
         logger.info("draining: %d requests are open, they have %g s", gate.num_open, self._shutdown_seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._shutdown_seconds):
@@ -97,28 +96,29 @@ def create_web_server(
     descriptors_per_request: int = 1,
 ) -> uvicorn.Server:
     """A server for one ASGI application; it leaves the process's signals alone. `forwarded_allow_ips`: addresses and
-    networks of the proxies in front; what they say of who has sent a request is believed. `lifespan`: whether the
-    application is told of its start and end. `descriptors_per_request`: open files that a request may take, its own
-    connection included; no more connections are kept than the process may have open files for."""
+    networks of the proxies whose X-Forwarded-For is believed. `lifespan`: whether the application gets ASGI's lifespan
+    events. `descriptors_per_request`: open files that a request may take, its connection included; it bounds the
+    number of connections."""
     limit = ConnectionLimit(_max_connections(descriptors_per_request))
     config = uvicorn.Config(
-        LingeringClose(app),
+        app,
         http=partial(Connection, deadlines=deadlines or ConnectionDeadlines(), limit=limit),  # type: ignore[arg-type]
         ws="none",
         proxy_headers=True,
-        forwarded_allow_ips=[form for name in forwarded_allow_ips for form in _compared_forms(name)],
+        forwarded_allow_ips=[form for name in forwarded_allow_ips for form in _address_forms(name)],
         lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         backlog=_ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     return _Uvicorn(config)
 
 
-def _compared_forms(name: str) -> list[str]:
-    """An IPv4 address or network also as a socket for both families writes it: uvicorn compares them as they are."""
+def _address_forms(name: str) -> list[str]:
+    """An IPv4 network also as IPv6 sockets write it: uvicorn does not take the two for the same."""
     network = None if name == "*" else ipaddress.ip_network(name)
     if isinstance(network, ipaddress.IPv4Network):
         return [name, f"::ffff:{network.network_address}/{96 + network.prefixlen}"]
@@ -126,7 +126,7 @@ def _compared_forms(name: str) -> list[str]:
 
 
 def raise_descriptor_limit() -> None:
-    """As many open files as the process may have: the usual 1024 are fewer than the requests that may be open."""
+    """To as many open files as the process may have: the usual 1024 are fewer than the requests that may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -141,11 +141,11 @@ def _max_connections(descriptors_per_request: int) -> int:
 
 
 async def wait_until_started(server: uvicorn.Server, serving: asyncio.Task[None], listener: socket.socket) -> None:
-    """Wait until the server takes connections on its `listener`, or has failed to."""
+    """Wait until the server accepts connections on its `listener`, or has failed to."""
     while not server.started and not serving.done():
         await asyncio.sleep(_STARTED_POLL_SECONDS)
     if server.started:
-        # What the kernel may keep waiting is another number than what is taken in one go.
+        # uvicorn's `backlog` is both what the kernel queues and what is accepted in one go: here the first is larger.
         listener.listen(_BACKLOG)
 
 
@@ -162,9 +162,8 @@ async def wait_first(*waits: Awaitable[Any]) -> None:
 
 
 def parse_trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The proxies of --forwarded-allow-ips, whose X-Forwarded-For is believed, in uvicorn's words and variable:
-    addresses and networks, from `a,b` or `["a", "b"]`, or `*` alone: everybody. None: what the variable says, where an
-    empty text is nobody, else loopback. Raises ConfigError."""
+    """The addresses and networks of --forwarded-allow-ips: `a,b`, `["a", "b"]`, or `*` alone for everybody. None: those
+    of uvicorn's variable, where an empty text is nobody, else loopback. Raises ConfigError."""
     where = "--forwarded-allow-ips"
     if text is None:
         where, text = _TRUSTED_VARIABLE, environ.get(_TRUSTED_VARIABLE, _LOOPBACK)

@@ -208,7 +208,7 @@ class ProxyServer(DrainingServer):
                 on_ready(port)
             await wait_first(serving, self._draining.wait())
             service.gate.close()
-            await self._finish_open(service.gate)
+            await self._wait_drained(service.gate)
             service.gate.cut_short()
         finally:
             server.should_exit = True

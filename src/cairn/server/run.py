@@ -105,7 +105,7 @@ class HttpServer(DrainingServer):
             await wait_first(serving, self._engine.wait_dead(), self._draining.wait())
             service.gate.close()
             if self._draining.is_set() and self._engine.dead is None:
-                await self._finish_open(service.gate, self._engine.wait_dead())
+                await self._wait_drained(service.gate, self._engine.wait_dead())
             code = 1 if self._engine.dead is not None else 0
             if code:
                 logger.error("the engine has ended: %s", self._engine.dead)
