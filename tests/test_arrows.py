@@ -65,7 +65,7 @@ ARROWS = MappingProxyType(
         "proxy": ("cairn.http",),
         "replay": ("cairn.cache", *MODEL_NUMBERS),
         "bench": ("cairn.http.cookies",),
-        "settings": ("cairn.server.options", "cairn.proxy.options"),
+        "settings": ("cairn.engine.contract", "cairn.server.options", "cairn.proxy.options"),
         "cli": ("cairn",),
         "__main__": ("cairn.cli",),
     }

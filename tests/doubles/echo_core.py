@@ -178,4 +178,4 @@ def build_echo_core(config: EngineConfig) -> EchoCore:
         raise ModelError(f"{config.model}: the echoing model was told to refuse")
     if faults.crash:
         raise RuntimeError("the echoing core's build was told to crash")
-    return EchoCore(replace(config, model="echo"), faults)
+    return EchoCore(config.model_copy(update={"model": "echo"}), faults)

@@ -418,4 +418,4 @@ def test_plans_are_checked_where_that_is_asked_for(tiny_model):
 @pytest.mark.parametrize("size", [1 << 50, 1 << 62])
 def test_a_pool_that_does_not_fit_into_memory_is_refused_by_its_flag(tiny_model, size):
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes.* does not fit into memory: lower it"):
-        build_core(EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=size))
+        build_core(EngineConfig(model=str(tiny_model)).model_copy(update={"kv_cache_memory_bytes": size}))

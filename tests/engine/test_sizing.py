@@ -1,7 +1,6 @@
 """Threads, pool and running requests that fit a machine, and what is refused because it does not."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -95,12 +94,12 @@ def test_the_pool_has_a_bound():
 
 
 def test_running_states_that_are_asked_for_go_first():
-    config = replace(OPEN, max_num_seqs=2048)
+    config = OPEN.model_copy(update={"max_num_seqs": 2048})
     assert sizes(config) == (int(0.4 * (10 * GIB - 2048 * STATE)), 2048)
 
 
 def test_ranks_share_the_budget():
-    ranked = replace(OPEN, tensor_parallel_size=4)
+    ranked = OPEN.model_copy(update={"tensor_parallel_size": 4})
     assert sizes(ranked, available=100 * GIB) == (2 * GIB, 64)
     assert sizes(ranked, weights=2 * GIB) == (int(0.4 * (8 * GIB - 4 * STATE)) // 4, 64)
 
@@ -123,7 +122,9 @@ def test_the_pool_is_at_least_the_smallest_that_serves():
     ],
 )
 def test_a_pool_that_is_asked_for_is_taken_or_refused(asked, num_ranks, most):
-    config = replace(OPEN, kv_cache_memory_bytes=asked, max_num_seqs=8, tensor_parallel_size=num_ranks)
+    config = OPEN.model_copy(
+        update={"kv_cache_memory_bytes": asked, "max_num_seqs": 8, "tensor_parallel_size": num_ranks}
+    )
     if asked <= most:
         assert sizes(config, weights=GIB) == (asked, 8)
     else:
@@ -132,7 +133,7 @@ def test_a_pool_that_is_asked_for_is_taken_or_refused(asked, num_ranks, most):
 
 
 def test_weights_that_leave_nothing_are_refused():
-    for config in (OPEN, replace(OPEN, kv_cache_memory_bytes=GIB, max_num_seqs=1)):
+    for config in (OPEN, OPEN.model_copy(update={"kv_cache_memory_bytes": GIB, "max_num_seqs": 1})):
         with pytest.raises(ConfigError, match=r"10 GiB available, 11 GiB of weights"):
             sizes(config, weights=11 * GIB)
 
@@ -143,12 +144,12 @@ def test_weights_that_leave_nothing_are_refused():
         (OPEN, 10 * GIB, 64),
         # a tenth of the memory has this many states
         (OPEN, 401 * STATE, 40),
-        (replace(OPEN, max_num_batched_tokens=100), 10 * GIB, 36),
-        (replace(OPEN, max_num_batched_tokens=10), 10 * GIB, 1),
+        (OPEN.model_copy(update={"max_num_batched_tokens": 100}), 10 * GIB, 36),
+        (OPEN.model_copy(update={"max_num_batched_tokens": 10}), 10 * GIB, 1),
         # 32 pages for a checkpoint and 1,024 tokens of each
-        (replace(OPEN, kv_cache_memory_bytes=5 * 32 * PAGE), 10 * GIB, 5),
-        (replace(OPEN, kv_cache_memory_bytes=LEAST), 10 * GIB, 1),
-        (replace(OPEN, tensor_parallel_size=2), 402 * STATE, 20),
+        (OPEN.model_copy(update={"kv_cache_memory_bytes": 5 * 32 * PAGE}), 10 * GIB, 5),
+        (OPEN.model_copy(update={"kv_cache_memory_bytes": LEAST}), 10 * GIB, 1),
+        (OPEN.model_copy(update={"tensor_parallel_size": 2}), 402 * STATE, 20),
     ],
 )
 def test_requests_computed_at_once(config, available, num_seqs):
@@ -158,8 +159,8 @@ def test_requests_computed_at_once(config, available, num_seqs):
 def test_a_machine_that_tells_nothing():
     with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: .*: set it$"):
         sizes(available=None)
-    assert sizes(replace(OPEN, kv_cache_memory_bytes=GIB), available=None) == (GIB, 64)
-    assert sizes(replace(OPEN, kv_cache_memory_bytes=GIB, max_num_seqs=3), available=None) == (GIB, 3)
+    assert sizes(OPEN.model_copy(update={"kv_cache_memory_bytes": GIB}), available=None) == (GIB, 64)
+    assert sizes(OPEN.model_copy(update={"kv_cache_memory_bytes": GIB, "max_num_seqs": 3}), available=None) == (GIB, 3)
 
 
 @pytest.mark.parametrize("config", [OPEN, EngineConfig(model="m", kv_cache_memory_bytes=GIB, max_num_seqs=7)])

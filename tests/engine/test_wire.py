@@ -27,7 +27,8 @@ from cairn.engine.wire import (
     StatsQuery,
     StatsReply,
     Submit,
-    config_frames,
+    decode_config,
+    encode_config,
     frames_from_core,
     frames_to_core,
 )
@@ -110,8 +111,9 @@ def test_the_configuration_survives():
     config = EngineConfig(
         model="m", block_size=32, exact=True, max_model_len=77, kv_transfer=transfer, tensor_parallel_size=4
     )
-    frames = config_frames()
-    assert frames.decode(frames.encode(config)) == config
+    assert decode_config(encode_config(config)) == config
+    with pytest.raises(EngineDead, match="configuration cannot be read"):
+        decode_config(frames_to_core().encode(Abort("r")))
 
 
 def test_key_tokens_are_read_in_place():

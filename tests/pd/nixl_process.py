@@ -30,7 +30,7 @@ from cairn.engine.wire import (
     StatsQuery,
     StatsReply,
     Submit,
-    config_frames,
+    encode_config,
     frames_from_core,
     frames_to_core,
 )
@@ -119,7 +119,7 @@ class CoreProcess:
         os.close(theirs)
         self._pidfd = os.pidfd_open(self.pid)
         self.socket.setsockopt(zmq.SNDTIMEO, int(START_SECONDS * 1000))
-        self.socket.send(config_frames().encode(config))
+        self.socket.send(encode_config(config))
 
     @property
     def side_port(self) -> int:

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ def run_server(
     create_server_socket(settings.host, settings.port).close()
     asked, images = engine_config(settings), image_options(settings)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
-    config = replace(asked, model=find_model(settings))
+    config = asked.model_copy(update={"model": find_model(settings)})
 
     async def run() -> int:
         engine = CoreClient(
@@ -91,16 +90,17 @@ def run_generation_check(
     from cairn.engine.sizing import choose_cpu_threads
 
     asked = report.settings
-    config = EngineConfig(
-        model=str(report.folder),
-        dtype=asked.dtype,
-        quantization=asked.quantization,
-        block_size=asked.block_size,
-        kv_cache_memory_bytes=asked.kv_cache_memory_bytes,
-        max_model_len=min(report.max_model_len, 2 * (MAX_TEXT_TOKENS + MAX_TOKENS)),
-        max_num_seqs=1,
-        language_model_only=True,
-    )
+    sizes: dict[str, Any] = {
+        "model": str(report.folder),
+        "dtype": asked.dtype,
+        "quantization": asked.quantization,
+        "block_size": asked.block_size,
+        "kv_cache_memory_bytes": asked.kv_cache_memory_bytes,
+        "max_model_len": min(report.max_model_len, 2 * (MAX_TEXT_TOKENS + MAX_TOKENS)),
+        "max_num_seqs": 1,
+        "language_model_only": True,
+    }
+    config = EngineConfig(**sizes)
     transport = ProcessTransport(config, core=core, threads=choose_cpu_threads(None, 1, os.environ))
     engine = CoreClient(transport, lambda: load_tokenizer(config.model))
     console = Console()
@@ -159,19 +159,16 @@ def load_model_tokenizer(folder: str) -> "TextTokenizer":
 
 def engine_config(settings: "ServeSettings") -> "EngineConfig":
     """The settings that the engine is built with, under the same names; those that are JSON are read."""
-    from cairn.engine.contract import EngineConfig
+    from cairn.engine.contract import EngineConfig, EngineOptions
 
-    names = {one.name for one in fields(EngineConfig)} & type(settings).model_fields.keys()
-    pool = settings.kv_cache_memory_bytes
     more: dict[str, Any] = {
-        "kv_cache_memory_bytes": None if pool is None else int(pool),
-        "mm_encoder_cache_bytes": int(settings.mm_encoder_cache_bytes),
+        "model": settings.model,
         "language_model_only": image_options(settings).limit == 0,
         "kv_events": _kv_events(settings),
         "kv_transfer": _kv_transfer(settings),
         "request_log": _request_log(settings),
     }
-    return EngineConfig(**{name: getattr(settings, name) for name in names} | more)
+    return EngineConfig(**{name: getattr(settings, name) for name in EngineOptions.model_fields} | more)
 
 
 def _kv_events(settings: "ServeSettings") -> "KvEventsConfig | None":

@@ -24,7 +24,7 @@ from cairn.engine.wire import (
     Ready,
     Shutdown,
     ToCore,
-    config_frames,
+    encode_config,
     frames_from_core,
     frames_to_core,
 )
@@ -72,7 +72,7 @@ class ProcessTransport:
             environ={**os.environ, **thread_variables(self._threads, os.environ)},
         )
         socket, ended = self._child.socket, _end_of(self._child)
-        self._post(config_frames().encode(self._config))
+        self._post(encode_config(self._config))
         self._tasks.append(asyncio.create_task(self._write(socket)))
         info = await self._greeting(socket, ended)
         self._tasks.append(asyncio.create_task(self._watch_end(ended, fail)))

@@ -3,8 +3,8 @@
     client -> core   Submit, Abort, StatsQuery, CacheQuery, Reset, Shutdown                        (`ToCore`)
     core -> client   Ready, BuildRefused | Outputs, Refusal, StatsReply, CacheReply, ResetReply, Fatal  (`FromCore`)
 
-The first frame to the core is its EngineConfig; it answers Ready or BuildRefused. Key tokens travel as the raw bytes of
-`GenerateRequest.prompt` and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
+The first frame to the core is its EngineConfig, as JSON; it answers Ready or BuildRefused. Key tokens travel as raw
+bytes and are read in place (`key_tokens`), so 128k of them cost one copy and no parsing.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from cairn.engine.contract import (
     MAX_SHOWN,
@@ -196,5 +197,14 @@ def frames_from_core() -> Frames[FromCore]:
     return Frames(msgspec.msgpack.Decoder(FromCore))
 
 
-def config_frames() -> Frames[EngineConfig]:
-    return Frames(msgspec.msgpack.Decoder(EngineConfig))
+def encode_config(config: EngineConfig) -> bytes:
+    """The first frame to the core."""
+    return config.model_dump_json().encode()
+
+
+def decode_config(frame: bytes) -> EngineConfig:
+    """Raises EngineDead when the frame is none."""
+    try:
+        return EngineConfig.model_validate_json(frame)
+    except ValidationError as error:
+        raise EngineDead(f"the engine's configuration cannot be read: {error}") from error

@@ -17,7 +17,7 @@ from cairn.engine.wire import (
     FromCore,
     Ready,
     ToCore,
-    config_frames,
+    decode_config,
     frames_from_core,
     frames_to_core,
 )
@@ -46,7 +46,7 @@ class _ProcessLink:
 def _serve(parent: ParentLink, factory: str) -> int:
     link = _ProcessLink(parent)
     try:
-        config = config_frames().decode(parent.receive_config())
+        config = decode_config(parent.receive_config())
         try:
             core = load_function(factory, "the engine core")(config)
         except ConfigError as error:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cairn.engine.contract import KvEventsConfig, LeaseOptions
 from cairn.errors import ConfigError
 from cairn.setting_types import list_entries
 
@@ -35,35 +36,18 @@ _MIN_SECRET, _MAX_SECRET = 16, 4096
 _SHOWN = 80
 
 
-class KvEventsSettings(BaseModel):
-    """What --kv-events-config may say, in vLLM's words, and `encoding` besides."""
-
-    model_config = ConfigDict(extra="forbid")
+class KvEventsSettings(KvEventsConfig):
+    """What --kv-events-config may say: where events are published, and vLLM's two switches."""
 
     enable_kv_cache_events: bool = True
     publisher: Literal["zmq", "null"] = "zmq"
-    endpoint: str = Field("tcp://127.0.0.1:5557", max_length=256)
-    replay_endpoint: str | None = Field(None, max_length=256)
-    topic: str = Field("", max_length=256)
-    buffer_steps: int = Field(10_000, ge=1, le=1_000_000)
-    hwm: int = Field(100_000, ge=1, le=1_000_000)
-    max_queue_size: int = Field(100_000, ge=1, le=1_000_000)
-    encoding: Literal["map", "array"] = "map"
 
 
-class KvTransferExtra(BaseModel):
-    """`kv_connector_extra_config`: what is cairn's own, and `backends`, of which there is one.
+class KvTransferExtra(LeaseOptions):
+    """`kv_connector_extra_config`: what is cairn's own, and `backends`, of which there is one."""
 
-    `lease_seconds`: how long a prefilled prompt waits for its reader. `lease_share`: most of the pool that such prompts
-    may hold together. `max_leases`: how many there may be, and `max_leases_per_client` of one client.
-    """
+    model_config = ConfigDict(strict=True)
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    lease_seconds: float = Field(30.0, ge=1, le=600)
-    lease_share: float = Field(0.5, gt=0, le=1)
-    max_leases: int = Field(1024, ge=1, le=65536)
-    max_leases_per_client: int = Field(64, ge=1, le=65536)
     backends: list[Literal["UCX"]] = Field(["UCX"], min_length=1, max_length=1)
 
 

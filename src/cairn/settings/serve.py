@@ -20,63 +20,31 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from cairn.engine.contract import EngineOptions
 from cairn.errors import ConfigError
 from cairn.server.options import ServerOptions
-from cairn.setting_types import Bytes, BytesOrZero, ListText
+from cairn.setting_types import Bytes, ListText
 from cairn.settings.sources import add_setting_flags, flatten_keys, last_key_word, read_settings
 
 __all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings"]
 
 ENV_PREFIX = "CAIRN_"
 
-_MAX_COUNT = 1 << 24
-
 
 def _object_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-class ServeSettings(BaseSettings, ServerOptions):
+class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
     """Everything `cairn serve` can be told. The constructor's keyword arguments are the YAML file's: they come last."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=())
 
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     revision: str | None = Field(
         None, description="branch, tag or commit of a MODEL on the Hugging Face Hub; main unless given", min_length=1
     )
     download_dir: Path | None = Field(
         None, description="cache that MODEL is looked for in and downloaded to; the Hugging Face cache unless given"
-    )
-    quantization: Literal["int8"] | None = Field(
-        None, description="weights of matrix products in int8, activations per token: faster, less memory, less precise"
-    )
-    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
-    block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
-    max_model_len: int | None = Field(
-        None, description="longest prompt and answer together; the model's own limit unless given", ge=1, le=_MAX_COUNT
-    )
-    max_num_batched_tokens: int = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
-    max_num_seqs: int | None = Field(
-        None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
-    )
-    max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
-    kv_cache_memory_bytes: Bytes | None = Field(
-        None,
-        description="size of the cache's pool, on each rank: 1GiB, 512MiB, 1e9; unless given 40 percent of the memory "
-        "that is available besides the weights, at most 8GiB, divided among the ranks",
-    )
-    enable_prefix_caching: bool = Field(True, description="reuse what earlier requests have computed")
-    in_flight_sharing: bool = Field(True, description="a request waits for one in prefill that computes its beginning")
-    mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = Field(
-        "auto", description="where state checkpoints are kept"
-    )
-    eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")
-    exact: bool = Field(
-        False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
-    )
-    check_plans: bool = Field(
-        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
     )
     cpu_threads: int | None = Field(
         None,
@@ -88,9 +56,6 @@ class ServeSettings(BaseSettings, ServerOptions):
     start_timeout: float = Field(1800.0, description="seconds loading the model may take", gt=0, le=86400)
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     config: Path | None = Field(None, description="YAML file with settings, named like the flags")
-    tensor_parallel_size: int = Field(
-        1, description="processes that the model's heads are divided among; must divide them", ge=1, le=1024
-    )
     kv_transfer_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"kv_connector": "NixlConnector", "kv_role": "kv_both", ...}'
     )
@@ -115,9 +80,6 @@ class ServeSettings(BaseSettings, ServerOptions):
     limit_mm_per_prompt: Annotated[str, BeforeValidator(_object_as_text)] | None = Field(
         None, description='most images in one prompt, as vLLM\'s: {"image": 16}; 0 switches them off', max_length=4096
     )
-    language_model_only: bool = Field(
-        False, description="leave the checkpoint's vision model unloaded: images are refused"
-    )
     allowed_media_domains: ListText | None = Field(
         None,
         description="hosts that images may be fetched from: a,b or a JSON list; all that are public unless given",
@@ -126,9 +88,6 @@ class ServeSettings(BaseSettings, ServerOptions):
     image_fetch_timeout: float = Field(5.0, description="seconds that fetching one image may take", gt=0, le=3600)
     max_image_bytes: Bytes = Field(ByteSize(16 << 20), description="largest image as it comes", validate_default=False)
     max_image_pixels: int = Field(16 << 20, description="most pixels of one image", ge=1, le=20 << 20)
-    mm_encoder_cache_bytes: BytesOrZero = Field(
-        ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False
-    )
     trust_remote_code: bool = Field(False, description="accepted and ignored: code of a checkpoint is never run")
     gpu_memory_utilization: float = Field(
         0.9, description="accepted and ignored: the pool is sized by --kv-cache-memory-bytes", gt=0, le=1

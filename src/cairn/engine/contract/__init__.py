@@ -8,7 +8,14 @@ asynchronous face. All records are msgspec structs, so the process wire is their
 """
 
 from cairn.cache.view import MAX_SHOWN, CacheView
-from cairn.engine.contract.config import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig
+from cairn.engine.contract.config import (
+    EngineConfig,
+    EngineOptions,
+    KvEventsConfig,
+    KvTransferConfig,
+    LeaseOptions,
+    RequestLogConfig,
+)
 from cairn.engine.contract.faces import EngineClient
 from cairn.engine.contract.info import (
     STEP_SIZES,
@@ -62,6 +69,7 @@ __all__ = [
     "EngineClient",
     "EngineConfig",
     "EngineInfo",
+    "EngineOptions",
     "EngineStats",
     "FinishReason",
     "GenerateOutput",
@@ -70,6 +78,7 @@ __all__ = [
     "ImageStats",
     "KvEventsConfig",
     "KvTransferConfig",
+    "LeaseOptions",
     "Pixels",
     "PoolStats",
     "PrefixCacheStats",

@@ -1,37 +1,55 @@
-"""What building an engine takes."""
+"""The engine's settings, declared once: `cairn serve` takes flags, variables and YAML keys from the fields here."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvEventsConfig:
+from cairn.setting_types import Bytes, BytesOrZero
+
+_MAX_COUNT = 1 << 24
+
+
+class KvEventsConfig(BaseModel):
     """Where KV events are published, in vLLM's words. `replay_endpoint` None: no replays.
 
     `buffer_steps`: steps kept for replays; `max_queue_size`: steps that may wait to be sent; `hwm`: messages that may
     wait for one subscriber.
     """
 
-    endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None
-    topic: str = ""
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: str = Field("tcp://127.0.0.1:5557", max_length=256)
+    replay_endpoint: str | None = Field(None, max_length=256)
+    topic: str = Field("", max_length=256)
+    buffer_steps: int = Field(10_000, ge=1, le=1_000_000)
+    hwm: int = Field(100_000, ge=1, le=1_000_000)
+    max_queue_size: int = Field(100_000, ge=1, le=1_000_000)
     encoding: Literal["map", "array"] = "map"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvTransferConfig:
+class LeaseOptions(BaseModel):
+    """How much may be held for other servers, and for how long.
+
+    `lease_seconds`: how long a prefilled prompt waits for its reader, and a request for room among the leases.
+    `lease_share`: most of the pool that leases may hold together. `max_leases`: how many there may be, future ones of
+    accepted requests included; `max_leases_per_client`: of one client.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    lease_seconds: float = Field(30.0, ge=1, le=600)
+    lease_share: float = Field(0.5, gt=0, le=1)
+    max_leases: int = Field(1024, ge=1, le=65536)
+    max_leases_per_client: int = Field(64, ge=1, le=65536)
+
+
+class KvTransferConfig(LeaseOptions):
     """How pages and checkpoints go to and come from other servers. Roles are a matter of the request: every server
     with this configuration takes both.
 
     `host`, `port`: where the side channel listens, and what peers are told. `secret_file`: what peers must know, too;
     None keeps everything on loopback. `peers`: hosts, addresses and networks that may be read from besides loopback.
-    `on_failure`: what becomes of a request whose pages do not arrive. `lease_seconds`: how long a prefilled prompt
-    waits for its reader, and a request for room among them. `lease_share`: most of the pool that such prompts may hold
-    together. `max_leases`: how many there may be, those that are going to be included; `max_leases_per_client`: of one
-    client.
+    `on_failure`: what becomes of a request whose pages do not arrive.
     """
 
     host: str = "localhost"
@@ -39,51 +57,71 @@ class KvTransferConfig:
     secret_file: str | None = None
     peers: tuple[str, ...] = ()
     on_failure: Literal["recompute", "fail"] = "recompute"
-    lease_seconds: float = 30.0
-    lease_share: float = 0.5
-    max_leases: int = 1024
-    max_leases_per_client: int = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLogConfig:
+class RequestLogConfig(BaseModel):
     """Where a line is written for each request that has ended. `max_bytes`: of one file; the file before it is kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     max_bytes: int = 256 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """All that building an engine takes. Sizes in bytes and tokens; `seed`: where unseeded requests draw theirs from.
+class EngineOptions(BaseModel):
+    """The settings of `cairn serve` that the engine is built with. Sizes in bytes and tokens."""
 
-    `kv_cache_memory_bytes`, of each rank, and `max_num_seqs`: None for what fits the machine.
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    `language_model_only`: leave a vision model that the checkpoint has unloaded. `mm_encoder_cache_bytes`: most bytes
-    of encoded images that are kept. `in_flight_sharing`: whether a request waits for one in prefill that computes its
-    beginning. `check_plans`: look at every plan before it is carried out, to find bugs. `quantization`: what matrices
-    are brought to when they are loaded; None for `dtype`.
-    """
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
+    quantization: Literal["int8"] | None = Field(
+        None, description="weights of matrix products in int8, activations per token: faster, less memory, less precise"
+    )
+    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
+    block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
+    max_model_len: int | None = Field(
+        None, description="longest prompt and answer together; the model's own limit unless given", ge=1, le=_MAX_COUNT
+    )
+    max_num_batched_tokens: int = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
+    max_num_seqs: int | None = Field(
+        None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
+    )
+    max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
+    kv_cache_memory_bytes: Bytes | None = Field(
+        None,
+        description="size of the cache's pool, on each rank: 1GiB, 512MiB, 1e9; unless given 40 percent of the memory "
+        "that is available besides the weights, at most 8GiB, divided among the ranks",
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse what earlier requests have computed")
+    in_flight_sharing: bool = Field(True, description="a request waits for one in prefill that computes its beginning")
+    mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = Field(
+        "auto", description="where state checkpoints are kept"
+    )
+    eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")
+    exact: bool = Field(
+        False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
+    )
+    check_plans: bool = Field(
+        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
+    )
+    tensor_parallel_size: int = Field(
+        1, description="processes that the model's heads are divided among; must divide them", ge=1, le=1024
+    )
+    language_model_only: bool = Field(
+        False, description="leave the checkpoint's vision model unloaded: images are refused"
+    )
+    mm_encoder_cache_bytes: BytesOrZero = Field(
+        ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False
+    )
+
+
+class EngineConfig(EngineOptions):
+    """All that building an engine takes: its settings, and those that flags give as JSON or in parts. With the defaults
+    here, pool and running requests are of a size that does not depend on the machine."""
 
     model: str
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_size: int = 16
-    kv_cache_memory_bytes: int | None = 1 << 30
-    max_model_len: int | None = None
+    kv_cache_memory_bytes: Bytes | None = ByteSize(1 << 30)
     max_num_seqs: int | None = 8
-    max_num_batched_tokens: int = 2048
-    max_waiting: int = 1024
-    enable_prefix_caching: bool = True
-    in_flight_sharing: bool = True
-    mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = "auto"
-    eviction: Literal["lru", "value"] = "value"
-    exact: bool = False
-    seed: int = 0
     kv_events: KvEventsConfig | None = None
     kv_transfer: KvTransferConfig | None = None
     request_log: RequestLogConfig | None = None
-    tensor_parallel_size: int = 1
-    language_model_only: bool = False
-    mm_encoder_cache_bytes: int = 256 << 20
-    check_plans: bool = False
-    quantization: Literal["int8"] | None = None
