@@ -228,7 +228,6 @@ _TOWER: Mapping[str, Any] = MappingProxyType(
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": by_size(64, 256),
         "in_channels": 3,
-        "initializer_range": 0.02,
         "intermediate_size": by_size(128, 512),
         "model_type": "qwen3_5",
         "num_heads": by_size(4, 8),

@@ -116,10 +116,8 @@ RECIPE = Recipe(
         "block_use_swiglu": True,
         "conv_L_cache": 3,
         "conv_bias": False,
-        "initializer_range": 0.02,
         "norm_eps": 1e-05,
         "rope_theta": 1000000.0,
-        "use_cache": True,
         "use_pos_enc": True,
     },
     # Tied to the output.

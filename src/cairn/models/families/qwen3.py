@@ -76,16 +76,13 @@ RECIPE = Recipe(
     },
     fields={
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "hidden_act": "silu",
-        "initializer_range": 0.02,
         "max_window_layers": by_size(6, 22),
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 1000000,
         "sliding_window": None,
         "tie_word_embeddings": False,
-        "use_cache": True,
         "use_sliding_window": False,
     },
     # Queries are long enough for attention that looks at a few tokens and not at all of them alike.

@@ -299,11 +299,9 @@ DENSE_RECIPE = Recipe(
     sizes={**_SIZES, "intermediate_size": by_size(512, 3584)},
     fields={
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "attn_output_gate": True,
         "full_attention_interval": 4,
         "hidden_act": "silu",
-        "initializer_range": 0.02,
         "layer_types": by_size([DELTA, DELTA, DELTA, FULL], [DELTA, DELTA, DELTA, FULL] * 4),
         "linear_conv_kernel_dim": 4,
         "mamba_ssm_dtype": "float32",
@@ -316,7 +314,6 @@ DENSE_RECIPE = Recipe(
             "rope_type": "default",
         },
         "tie_word_embeddings": False,
-        "use_cache": True,
     },
     # Weights of norms are stored less 1, but for the one behind the delta rule.
     spreads={

@@ -36,7 +36,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Recipe:
     """How checkpoints of one family are made.
 
-    `sizes` and `fields`: of config.json, with the names and forms of the published ones; a value may be one `by_size`.
+    `sizes` and `fields`: of config.json, with the names and forms of the published ones, without those that only steer
+    training or a kernel's tiling; a value may be one `by_size`.
     `dtype_field`: what config.json calls the dtype. Tensors are told apart by the end of their names, the first ending
     that fits counts: `spreads` gives (mean, standard deviation), `gains` how much a matrix amplifies; others keep the
     variance of their input. `float32`: endings of tensors that are saved in float32 whatever the dtype. `tokens`:
