@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 
 def test_published_model() -> None:
     config = parse(NANO)
-    assert config.layers() == {"Mamba2": 23, "attention": 6, "mixture of experts": 23}
+    assert config.layer_counts() == {"Mamba2": 23, "attention": 6, "mixture of experts": 23}
     assert config.mamba2.conv_dim == 6144
     assert config.routed_scaling_factor == 2.5
     assert config.intermediate_size == 0  # no layer of that kind

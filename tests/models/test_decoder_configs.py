@@ -168,7 +168,7 @@ def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> N
 
 
 def test_the_layers_in_words() -> None:
-    words = {name: parsed(raw)[1].layers() for name, (raw, *_) in PUBLISHED.items()}
+    words = {name: parsed(raw)[1].layer_counts() for name, (raw, *_) in PUBLISHED.items()}
     assert words == {
         "Granite-4.0-H-Tiny": {"Mamba2 with mixture of experts": 36, "attention with mixture of experts": 4},
         "Falcon-H1-0.5B": {"Mamba2 beside attention with MLP": 36},

@@ -85,7 +85,7 @@ def test_tiny_is_tiny_and_its_checkpoints_are_worth_several_pages(tiny: Path) ->
 def test_small_has_about_300_million_parameters() -> None:
     config = parse(RECIPES["nemotron_h"].config("small", CheckpointOptions("float32", 4096, 32768, 2, 0, {})))
     assert 2.8e8 < sum(torch.Size(shape).numel() for shape in tensors(config).values()) < 3.2e8
-    assert set(config.layers()) == {"Mamba2", "attention", "MLP", "mixture of experts"}
+    assert set(config.layer_counts()) == {"Mamba2", "attention", "MLP", "mixture of experts"}
 
 
 @pytest.mark.more

@@ -1,7 +1,7 @@
-"""What a model remembers between steps: what it declares, and the tensors it is given to work on.
+"""What a model keeps between steps: keys and values in pages, recurrent states in slots.
 
-A model declares a `MemorySpec`; whoever runs it allocates pages and slots to it and hands them out as a `Memory`. No
-one but the model knows what kind of layer stands behind an entry.
+A model declares a `MemorySpec`; the runner allocates pages and slots by it and passes them to the model as a `Memory`.
+Only the model knows which kind of layer an entry belongs to.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConvPart:
-    """Consecutive channels of the convolution: cut evenly among the units, or shared by all of them."""
+    """Consecutive channels of the convolution: divided evenly among the units, or shared by all of them."""
 
     channels: int
     shared: bool = False
@@ -36,7 +36,8 @@ class RecurrentSpec:
     model's dtype, and a float32 state of shape `state`, whose first dimension counts heads; another dimension is 0
     where the convolution's inputs are all there is.
 
-    `units`: the smallest shares that tensor parallelism may cut; it divides the heads and every unshared part.
+    `units`: into how many parts tensor parallelism may divide the states at most; it divides the heads and every
+    unshared part.
     """
 
     num_layers: int
@@ -52,8 +53,8 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """All that a model remembers on one rank, and on which device. `recurrent` or `attention` may have no layers
-    (None)."""
+    """What a model keeps on one rank, and on which device. `recurrent`, `attention`: None where the model has no such
+    layers."""
 
     dtype: "torch.dtype"
     device: "torch.device"

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WHOLE = 64
-"""Elements: torch's vector body and scalar tail round differently."""
+_VECTOR = 64
+"""Rows are padded to whole vectors: torch's vector body and scalar tail round cos and sin differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,7 @@ class Rotary:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int64 [3, rows] -> cos and sin, float32 [rows, pairs]; a row's do not depend on the other rows."""
         rows = positions.shape[1]
-        # Whole vectors: torch's vector body and scalar tail round cos and sin differently.
-        padded = F.pad(positions, (0, -rows % _WHOLE))
+        padded = F.pad(positions, (0, -rows % _VECTOR))
         place = padded[0, :, None] if self.axes is None else padded[self.axes].t().contiguous()
         angles = place.double() * self.frequencies.double()
         return (

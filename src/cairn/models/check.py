@@ -37,7 +37,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What was found. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype."""
+    """The report. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype."""
 
     folder: Path
     model_type: str
@@ -98,7 +98,7 @@ def check(
     return CheckReport(
         folder=folder,
         model_type=model.family.model_type,
-        layers=model.config.layers(),
+        layers=model.config.layer_counts(),
         settings=settings,
         accounting=account(headers, expected, ignored, model.quantization),
         num_tensors=len(headers),

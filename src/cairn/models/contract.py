@@ -1,4 +1,4 @@
-"""A model family: what the engine asks of any of them."""
+"""A model family: its config, its tensors, and how a model of it is built."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ __all__ = ["Family", "TensorLoader"]
 
 
 class TensorLoader(Protocol):
-    """Where a model's tensors come from."""
+    """Loads a tensor by its name."""
 
     def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "torch.Tensor":
         """The tensor, or a shard of it, in the dtype the model is served with. `shape` is that of the
@@ -34,7 +34,7 @@ def _tied_output() -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family. `config`: what its config.json may say; `compose`: a model of a config, brick by brick.
+    """One model family. `config`: what its config.json may say; `compose`: builds a model of a config, layer by layer.
 
     `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
     name prefixes of parts of the checkpoint that are not served; `tied_tensors`: tensors that may be stored although

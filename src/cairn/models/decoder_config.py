@@ -58,11 +58,11 @@ class DecoderConfig(ABC):
     attention_bias: bool = boolean(default=False)
 
     @abstractmethod
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """How many layers of each kind there are, and their sizes."""
 
     @abstractmethod
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """How many layers of each kind, in words."""
 
     def feed_forward(
@@ -87,7 +87,7 @@ class DecoderConfig(ABC):
         that does not divide, whatever that field belongs to."""
         check_rank(rank, size)
         attention = recurrent = None
-        for count, sizes in self.parts():
+        for count, sizes in self.layer_sizes():
             if count:
                 sizes.check_size(size)
                 attention = attention or sizes.attention_spec(count, rank, size)
@@ -103,7 +103,7 @@ class DecoderConfig(ABC):
 
     def forward_sizes(self) -> ForwardSizes:
         """What computing a prompt's token takes, counted over the whole model."""
-        parts = tuple(self.parts())
+        parts = tuple(self.layer_sizes())
         return ForwardSizes(
             sum(count * sizes.active_weights for count, sizes in parts if count),
             sum(count * sizes.score_numbers for count, sizes in parts if count),

@@ -112,10 +112,10 @@ class ImageProcessor:
             sort_keys=True,
             separators=(",", ":"),
         ).encode()
-        found = hashlib.sha256(len(facts).to_bytes(8, "little"))
-        found.update(facts)
-        found.update(rgb)
-        return found.digest()
+        digest = hashlib.sha256(len(facts).to_bytes(8, "little"))
+        digest.update(facts)
+        digest.update(rgb)
+        return digest.digest()
 
 
 def _area_bounds(fields: Fields) -> tuple[int, int]:

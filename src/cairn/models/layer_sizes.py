@@ -86,7 +86,7 @@ class CacheSpec:
 
     @property
     def num_state_units(self) -> int:
-        """The smallest shares of the recurrent states that tensor parallelism may cut."""
+        """The smallest parts of the recurrent states that tensor parallelism may assign to a rank."""
         return 0 if self.recurrent is None else self.recurrent.units
 
     def memory_spec(self, dtype: "torch.dtype", device: "torch.device") -> MemorySpec:

@@ -108,8 +108,8 @@ def load_tower(folder: Path, dtype: torch.dtype) -> "VisionTower | None":
     processor = ImageProcessor.read(folder)
     expected = tensors(config)
     with WeightReader(folder, dtype) as reader:
-        own = {name: header for name, header in reader.headers.items() if name.startswith(PREFIX)}
-        problems = account(own, expected).problems
+        headers = {name: header for name, header in reader.headers.items() if name.startswith(PREFIX)}
+        problems = account(headers, expected).problems
         if problems:
             raise ModelError(f"{folder}: {'; '.join(problems[:5])}; --language-model-only does without them")
         return VisionTower(config, processor, reader.load, dtype)
@@ -122,14 +122,15 @@ class VisionTower:
         """Raises ModelError where processor and config disagree, or for a tensor that cannot be read."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        for name, theirs, ours in (
+        for name, of_processor, of_config in (
             ("patch_size", processor.patch, config.patch_size),
             ("merge_size", processor.merge, config.spatial_merge_size),
             ("temporal_patch_size", processor.temporal, config.temporal_patch_size),
         ):
-            if theirs != ours:
+            if of_processor != of_config:
                 raise ModelError(
-                    f"preprocessor_config.json and config.json's vision_config disagree on {name}: {theirs} and {ours}"
+                    f"preprocessor_config.json and config.json's vision_config disagree on {name}: "
+                    f"{of_processor} and {of_config}"
                 )
         self._config = config
         self._dtype = dtype

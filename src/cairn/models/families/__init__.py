@@ -1,4 +1,4 @@
-"""The model families that can be served, by `model_type`: what config.json says is known here without torch."""
+"""The model families that can be served, by `model_type`. Importing them loads no torch."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -65,12 +65,12 @@ class FalconH1Config(Mamba2Config):
         """Of one layer's Mamba2."""
         return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
 
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         for sizes in (self.feed_forward("intermediate_size"), self.normed_mamba2, self.attention):
             yield self.num_hidden_layers, sizes
 
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 

@@ -59,14 +59,14 @@ class GraniteConfig(Mamba2Config):
         router = self.num_local_experts * self.hidden_size
         return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, one, router)
 
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         yield len(self.layer_types) if self.num_local_experts else 0, self.experts
         yield len(self.layer_types), self.feed_forward("shared_intermediate_size")
         yield self.layer_types.count(MAMBA), self.mamba2
         yield self.layer_types.count(ATTENTION), self.attention
 
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         behind = "mixture of experts" if self.num_local_experts else "MLP"
         words = {MAMBA: f"Mamba2 with {behind}", ATTENTION: f"attention with {behind}"}

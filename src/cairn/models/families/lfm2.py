@@ -1,5 +1,5 @@
 """LFM2, dense (Liquid AI's checkpoints and transformers' `models/lfm2`): a doubly gated short convolution or rotary
-attention with normed heads, then a SwiGLU. All that the convolutions remember is their last inputs."""
+attention with normed heads, then a SwiGLU. The state of a convolution is its last inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,18 +58,18 @@ class Lfm2Config(DecoderConfig):
 
     @property
     def conv(self) -> ShortConvSizes:
-        """Of one short convolution: as many units as query heads, so that it can be cut wherever attention can."""
+        """Of one short convolution: as many units as query heads, so that it can be sharded wherever attention can."""
         return ShortConvSizes(
             self.hidden_size, self.num_attention_heads, "num_attention_heads", self.conv_L_cache, self.conv_bias
         )
 
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         yield len(self.layer_types), self.feed_forward("intermediate_size")
         yield self.layer_types.count(CONV), self.conv
         yield self.layer_types.count(ATTENTION), self.attention
 
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         words = {CONV: "short convolution with MLP", ATTENTION: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}

@@ -130,7 +130,7 @@ class NemotronHConfig(DecoderConfig):
         one = self.mlp("moe_intermediate_size", latent)
         return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, one, extra)
 
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         count = self.pattern.count
         yield count(ATTENTION), self.attention
@@ -139,7 +139,7 @@ class NemotronHConfig(DecoderConfig):
         yield count(MOE), self.mlp("moe_shared_expert_intermediate_size")
         yield count(MAMBA), self.mamba2
 
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         words = {MAMBA: "Mamba2", ATTENTION: "attention", MLP: "MLP", MOE: "mixture of experts"}
         return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}

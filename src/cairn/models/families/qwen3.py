@@ -33,12 +33,12 @@ class Qwen3Config(DecoderConfig):
     hidden_act: str = only("silu")
     use_sliding_window: bool = only(False)
 
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         yield len(self.layer_types), self.feed_forward("intermediate_size")
         yield len(self.layer_types), self.attention
 
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         return {"attention with MLP": len(self.layer_types)}
 

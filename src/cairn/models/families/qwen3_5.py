@@ -157,7 +157,7 @@ class Qwen35Config(DecoderConfig):
         """The shared expert, with the gate on its outcome."""
         return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
 
-    def parts(self) -> Iterator[tuple[int, LayerSizes]]:
+    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
         """See `DecoderConfig`."""
         sparse = len(self.sparse_layers)
         yield self.layer_types.count(FULL), self.attention
@@ -166,7 +166,7 @@ class Qwen35Config(DecoderConfig):
         yield sparse, self.experts
         yield sparse, self.shared
 
-    def layers(self) -> dict[str, int]:
+    def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         words = {DELTA: "gated delta net", FULL: "gated attention"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}

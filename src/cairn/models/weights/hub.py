@@ -1,8 +1,8 @@
-"""From MODEL, a folder or a name on the Hugging Face Hub, to the folder that everything behind the command line gets.
+"""Find a checkpoint by MODEL: a folder, or a name on the Hugging Face Hub, which is downloaded.
 
-A folder wins over a repository of the same name. Of a repository only the files that cairn reads are fetched, into the
-cache that other programs share; nothing of it is run. huggingface_hub does the fetching: finished files are not asked
-for again, a connection that breaks is taken up where it broke, five times in a row at most.
+A folder takes precedence over a repository of the same name. Of a repository only the files that cairn reads are
+downloaded, into the cache that other programs share; nothing of it is executed. huggingface_hub does the downloading:
+it skips files that are complete, and resumes a broken transfer up to five times in a row.
 """
 
 import errno
@@ -83,9 +83,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model is to be taken from. `name`: a folder, or a name on the hub. `revision`: a branch, tag or commit of
-    the latter. `download_dir`: the cache that is looked in and fetched into, instead of the usual one. `flag`: what
-    errors call the name."""
+    """Where a model comes from. `name`: a folder, or a name on the hub. `revision`: a branch, tag or commit of the
+    latter. `download_dir`: the cache, instead of huggingface_hub's default. `flag`: the name's name in errors."""
 
     name: str
     revision: str | None = None
@@ -97,9 +96,9 @@ class ModelSource:
 
 
 def find_checkpoint(source: ModelSource) -> Path:
-    """The folder, with all that serving reads.
+    """The folder with everything that serving reads.
 
-    Raises ConfigError or ModelError when it cannot be had as it was asked for, DownloadError when fetching it failed.
+    Raises ConfigError or ModelError when name, revision or content are wrong, DownloadError when downloading failed.
     """
     folder = _local_folder(source)
     if folder is not None:
@@ -110,7 +109,7 @@ def find_checkpoint(source: ModelSource) -> Path:
 
 
 def find_headers(source: ModelSource) -> tuple[Path, dict[str, TensorHeader] | None]:
-    """The folder with the configuration, and the headers of the tensors where their files are not in it, too.
+    """The folder with the configuration, and the headers of the tensors unless their files are in it.
 
     Raises as `find_checkpoint`.
     """
@@ -165,11 +164,11 @@ def _local_folder(source: ModelSource) -> Path | None:
 
 
 class _Repository:
-    """One commit of a repository on the hub, and what is cached of it."""
+    """One commit of a repository on the hub, and its files in the cache."""
 
     def __init__(self, source: ModelSource) -> None:
         _limit_requests()
-        # it has a handler of its own
+        # The library has a handler of its own.
         library_logging.disable_propagation()
         if not sys.stderr.isatty():
             disable_progress_bars()
@@ -181,7 +180,7 @@ class _Repository:
             raise DownloadError(f"{source}: {_endpoint()} gave no commit: check HF_ENDPOINT")
 
     def _resolve(self) -> ResolvedRevision:
-        """The commit that the revision is now, or was when it was last asked for where the hub does not say."""
+        """The revision's commit by the hub, or where that does not answer the last one that is cached."""
         try:
             return self._resolve_at(local_files_only=is_offline_mode())
         except RevisionNotFoundError:
@@ -203,7 +202,7 @@ class _Repository:
         )
 
     def fetch(self, files: Sequence[str]) -> Path:
-        """The folder of this commit, with those of the files that the repository has in its top folder."""
+        """Download those of the files that the repository has in its top folder; returns the commit's folder."""
         with _ended_by_signals():
             return Path(
                 snapshot_download(
@@ -217,7 +216,7 @@ class _Repository:
             )
 
     def fetch_config(self, *, needs_tokenizer: bool) -> Path:
-        """All but weights. Refuses what cannot be served while that has cost nothing yet."""
+        """Download everything but weights, and refuse what cannot be served before its weights are downloaded."""
         folder = self.fetch(_SMALL_FILES)
         self.require(folder, _CONFIG)
         family_of(read_json(folder / _CONFIG))
@@ -235,7 +234,7 @@ class _Repository:
         return folder
 
     def fetch_headers(self, folder: Path) -> dict[str, TensorHeader]:
-        """Of all tensors, without their data."""
+        """The headers of all tensors, without their data."""
         self._check_weights(folder, weight_files(folder))
         if (folder / INDEX).exists():
             return indexed_headers(folder, self._file_headers)
@@ -243,15 +242,20 @@ class _Repository:
 
     def _file_headers(self, file: str) -> dict[str, TensorHeader]:
         try:
-            found = self._api.parse_safetensors_file_metadata(self._source.name, file, revision=self._commit.resolved)
-            headers = {name: (tuple(one.shape), str(one.dtype)) for name, one in found.tensors.items()}
-        # the library raises AttributeError and TypeError for JSON of another form
+            metadata = self._api.parse_safetensors_file_metadata(
+                self._source.name, file, revision=self._commit.resolved
+            )
+            headers = {
+                name: TensorHeader(tuple(tensor.shape), str(tensor.dtype), file)
+                for name, tensor in metadata.tensors.items()
+            }
+        # The library raises AttributeError and TypeError for JSON of another form.
         except (SafetensorsParsingError, AttributeError, TypeError) as error:
             raise ModelError(f"{self._source}: {file} is no safetensors file: {_first_line(error)}") from error
-        for name, (shape, _) in headers.items():
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
+        for name, header in headers.items():
+            if not all(isinstance(size, int) and size >= 0 for size in header.shape):
                 raise ModelError(f"{self._source}: {file} has a shape of {name} that is none")
-        return {name: TensorHeader(shape, dtype, file) for name, (shape, dtype) in headers.items()}
+        return headers
 
     def require(self, folder: Path, file: str) -> None:
         """Raises ModelError when the file is not there."""
@@ -260,14 +264,14 @@ class _Repository:
 
     def _check_weights(self, folder: Path, files: Sequence[str]) -> None:
         """Raises ModelError when the repository lacks one of its weight files."""
-        there = self._sizes()
-        missing = [file for file in files if file not in there and not (folder / file).is_file()]
-        # a cache that somebody else has filled may not say what the repository has: see `require`
-        if not missing or not there:
+        sizes = self._sizes()
+        missing = [file for file in files if file not in sizes and not (folder / file).is_file()]
+        # A cache that another program has filled may not have the list of the repository's files: see `require`.
+        if not missing or not sizes:
             return
         if missing != [SINGLE]:
             raise ModelError(f"{self._source}: {INDEX} names {missing[0]}, which the repository has not{self._at()}")
-        pickles = sorted(file for file in there if file.endswith((".bin", ".pt", ".pth")))
+        pickles = sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth")))
         instead = f"; {pickles[0]} is a pickle, which could run code, and is not read" if pickles else ""
         raise ModelError(
             f"{self._source}: the repository has neither {SINGLE} nor {INDEX}{self._at()}: "
@@ -275,7 +279,7 @@ class _Repository:
         )
 
     def _check_disk(self, folder: Path, files: Sequence[str]) -> None:
-        """Raises DownloadError when what is to be fetched is more than there is room for."""
+        """Raises DownloadError when the files do not fit on the disk."""
         sizes = self._sizes()
         needed = sum(sizes.get(file, 0) for file in files if not (folder / file).is_file())
         free = shutil.disk_usage(folder).free
@@ -286,12 +290,12 @@ class _Repository:
             )
 
     def _sizes(self) -> Mapping[str, int]:
-        """The repository's files and their bytes; none where the cache does not know."""
+        """The repository's files with their bytes; empty where the cache has no list of them."""
         try:
-            found = get_cached_repo_tree(self._source.name, revision=self._commit, cache_dir=self._cache)
+            tree = get_cached_repo_tree(self._source.name, revision=self._commit, cache_dir=self._cache)
         except CachedRepoTreeNotFoundError:
             return {}
-        return {file.path: file.size for file in found}
+        return {file.path: file.size for file in tree}
 
     def _at(self) -> str:
         return "" if self._source.revision is None else f" at --revision {self._source.revision}"
@@ -301,23 +305,23 @@ class _Repository:
 
 
 def _limit_requests() -> None:
-    """Have every request of huggingface_hub end: it asks for commits and lists of files without a deadline."""
+    """Give every request of huggingface_hub a deadline: those for commits and lists of files have none."""
     hooks = get_session().event_hooks["request"]
     if _limit not in hooks:
         limited = {"request": [*hooks, _limit]}
-        # proxies of the environment and redirects to other hosts are how the hub is reached
+        # The hub is reached by proxies of the environment and by redirects to other hosts.
         set_client_factory(lambda: httpx2.Client(event_hooks=limited, follow_redirects=True))
 
 
 def _limit(request: httpx2.Request) -> None:
-    given = request.extensions.get("timeout") or {}
-    if not given or None in given.values():
+    timeouts = request.extensions.get("timeout") or {}
+    if not timeouts or None in timeouts.values():
         request.extensions["timeout"] = httpx2.Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT).as_dict()
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the process at once. An exception would wait for every file that a thread is at."""
+    """SIGINT and SIGTERM end the process at once. An exception would wait for the downloading threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -330,7 +334,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # files in the making have names that no later start would know; what is open here is this process's own
+    # Partial files have random names, so no later start would resume them. Those open here are this process's own.
     with suppress(OSError):
         for descriptor in os.listdir("/proc/self/fd"):
             with suppress(OSError):
@@ -345,12 +349,12 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _explained(source: ModelSource) -> Iterator[None]:
-    """Errors of the library as one line that names what to change."""
+    """Turn the library's errors into one line that names what to change."""
     try:
         yield
     except CairnError:
         raise
-    # ValueError: an answer that cannot be read; RuntimeError is what Xet's transfers raise
+    # ValueError: a response that cannot be read; RuntimeError: raised by Xet's transfers.
     except (OSError, httpx2.HTTPError, httpx2.InvalidURL, RevisionResolutionError, ValueError, RuntimeError) as error:
         raise _explain(source, error) from error
 
@@ -409,7 +413,7 @@ def _token() -> str:
 
 
 def _endpoint() -> str:
-    """Without a password that may be in it."""
+    """The hub's address, without a password that may be in it."""
     parts = urlsplit(constants.ENDPOINT)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 

@@ -1,4 +1,4 @@
-"""Which weights a checkpoint has, without reading them all: the same for two servers that serve the same ones."""
+"""A fingerprint of a checkpoint's weights that does not read them all: equal on two servers with the same weights."""
 
 import hashlib
 import json
@@ -62,8 +62,8 @@ def _sample(file: BinaryIO, begin: int, length: int) -> bytes:
     if length <= _SAMPLES * _SAMPLE_BYTES:
         file.seek(begin)
         return file.read(length)
-    found = []
+    samples = []
     for number in range(_SAMPLES):
         file.seek(begin + (length - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-        found.append(file.read(_SAMPLE_BYTES))
-    return b"".join(found)
+        samples.append(file.read(_SAMPLE_BYTES))
+    return b"".join(samples)

@@ -1,7 +1,7 @@
-"""From a checkpoint folder to config fields, tensor headers and tensors. Only safetensors, only inside the folder.
+"""config.json and the tensors of a checkpoint folder. Only safetensors, only inside the folder.
 
 A folder holds config.json and either `model.safetensors` or shards listed by `model.safetensors.index.json`. Nothing
-in it is ever executed: pickle formats are refused, `auto_map` is not looked at.
+in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
 from collections.abc import Collection, Mapping
@@ -61,9 +61,9 @@ def read_config(folder: Path) -> dict[str, object]:
     return raw
 
 
-def serving_dtype(raw: Mapping[str, object], wanted: DType) -> torch.dtype:
+def serving_dtype(raw: Mapping[str, object], dtype: DType) -> torch.dtype:
     """`auto`: as `served_dtype` has it. Raises ModelError."""
-    return _TORCH_DTYPES[served_dtype(raw) if wanted == "auto" else wanted]
+    return _TORCH_DTYPES[served_dtype(raw) if dtype == "auto" else dtype]
 
 
 def account(

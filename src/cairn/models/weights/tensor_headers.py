@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint folder's safetensors files announce, without reading one of them."""
+"""Names, shapes and dtypes of the tensors in a checkpoint folder, without reading a tensor."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ READ_ERRORS = (SafetensorError, OSError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor as its file announces it; `dtype` in safetensors' spelling."""
+    """One tensor by its file's header; `dtype` in safetensors' spelling."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of bounded size. Raises ModelError naming the file."""
     try:
         with path.open("rb") as file:
-            # read and not asked for: what is no plain file says that it is empty, and never ends
+            # The size that is read, not that of `stat`: a device or pipe says 0, and never ends.
             text = file.read(MAX_JSON_BYTES + 1)
         if len(text) > MAX_JSON_BYTES:
             raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, this is no such file")
@@ -112,14 +112,14 @@ def _read_index(path: Path) -> dict[str, str]:
     return shard_of
 
 
-def _read_file_headers(folder: Path, name: str) -> dict[str, TensorHeader]:
-    path = folder / name
+def _read_file_headers(folder: Path, file_name: str) -> dict[str, TensorHeader]:
+    path = folder / file_name
     if not path.is_file():
         raise ModelError(f"{path}: the shard is missing; the download is incomplete")
     try:
         # numpy's view is mapped read-only; torch's is charged to memory, which a whole checkpoint may exceed.
         with safe_open(path, framework="np") as file:
-            found = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except READ_ERRORS as error:
         raise ModelError(f"{path}: damaged or cut short: {error}") from error
-    return {tensor: TensorHeader(tuple(entry.get_shape()), entry.get_dtype(), name) for tensor, entry in found.items()}
+    return {name: TensorHeader(tuple(each.get_shape()), each.get_dtype(), file_name) for name, each in slices.items()}
