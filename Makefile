@@ -99,8 +99,8 @@ serve: $(MODEL)/config.json
 benchmarks: $(NIXL)
 	@mkdir -p build/benchmarks
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,nixl,dev]'
-	@$(RUN) benchmarks/cache_core.py --json build/benchmarks/cache_core.json --plot build/benchmarks/cache_core.svg
-	@$(RUN) benchmarks/prefix_hits.py --json build/benchmarks/prefix_hits.json --plot build/benchmarks/prefix_hits.svg
+	@$(RUN) -m benchmarks.cache_core --json build/benchmarks/cache_core.json --plot build/benchmarks/cache_core.svg
+	@$(RUN) -m benchmarks.prefix_hits --json build/benchmarks/prefix_hits.json --plot build/benchmarks/prefix_hits.svg
 	@$(RUN) -m benchmarks.pd_reproducer --json build/benchmarks/pd_reproducer.json --plot build/benchmarks/pd_reproducer.svg
 	@$(RUN) -m benchmarks.pd_handover --json build/benchmarks/pd_handover.json --plot build/benchmarks/pd_handover.svg
 	@$(RUN) -m benchmarks.pd_bandwidth --json build/benchmarks/pd_bandwidth.json --plot build/benchmarks/pd_bandwidth.svg
@@ -111,8 +111,8 @@ benchmarks: $(NIXL)
 	@$(RUN) -m benchmarks.step_overhead --json build/benchmarks/step_overhead.json \
 		--plot build/benchmarks/step_overhead.svg
 	@$(RUN) -m benchmarks.quantization --json build/benchmarks/quantization.json
-	@$(RUN) benchmarks/sampler.py --json build/benchmarks/sampler.json
-	@$(RUN) benchmarks/idle_cpu.py --json build/benchmarks/idle_cpu.json
+	@$(RUN) -m benchmarks.sampler --json build/benchmarks/sampler.json
+	@$(RUN) -m benchmarks.idle_cpu --json build/benchmarks/idle_cpu.json
 
 # cairn beside vLLM's CPU build, which gets an environment of its own (4 GB): build/benchmarks/peers.json, an hour or more.
 # SIZES="tiny small", ROUNDS, THREADS and PEERS_ARGS (e.g. --quick) are optional.

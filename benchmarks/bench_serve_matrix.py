@@ -32,7 +32,8 @@ from pathlib import Path
 
 import httpx
 from benchmarks.made_model import MODEL_SIZES, make_sized_model
-from benchmarks.pd_servers import SECONDS, TRANSFER_FLAGS, as_json, circumstances, make_console, metric, pair
+from benchmarks.pd_servers import SECONDS, TRANSFER_FLAGS, metric, pair
+from benchmarks.reporting import as_json, circumstances, make_console, save_figure
 from demo.server import Child, running, serve_command
 from rich.progress import track
 from rich.table import Table
@@ -219,21 +220,18 @@ def table_of(rows: Sequence[Row], cases: Sequence[Case]) -> Table:
 
 def plot(rows: Sequence[Row], cases: Sequence[Case], path: Path) -> None:
     """Mean TTFT and cached share, one bar a case."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 0.45 * len(cases) + 1.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    places = range(len(cases))[::-1]
-    for axes, name, factor, label in (
-        (left, "mean_ttft_ms", 1.0, "mean time to first token, ms"),
-        (right, "cached_share", 100.0, "cached, % of prompt tokens"),
-    ):
-        heights = [factor * middle(rows, case, name) for case in cases]
-        bars = axes.barh(places, heights, color=[f"C{PARTS.index(case.part)}" for case in cases])
-        axes.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
-        axes.set(xlabel=label, xlim=(0, 1.25 * max(heights) or 1))
-    left.set_yticks(places, [case.name for case in cases], fontsize=9)
-    figure.savefig(path)
+    with save_figure(path, 9, 0.45 * len(cases) + 1.4) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        places = range(len(cases))[::-1]
+        for axes, name, factor, label in (
+            (left, "mean_ttft_ms", 1.0, "mean time to first token, ms"),
+            (right, "cached_share", 100.0, "cached, % of prompt tokens"),
+        ):
+            heights = [factor * middle(rows, case, name) for case in cases]
+            bars = axes.barh(places, heights, color=[f"C{PARTS.index(case.part)}" for case in cases])
+            axes.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
+            axes.set(xlabel=label, xlim=(0, 1.25 * max(heights) or 1))
+        left.set_yticks(places, [case.name for case in cases], fontsize=9)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Microseconds that the cache core takes, whatever the model: full hit, insert, decode step, and the process wire.
 
-    python benchmarks/cache_core.py [--json FILE] [--plot FILE] [--repeats N] [--seed N]
+    python -m benchmarks.cache_core [--json FILE] [--plot FILE] [--repeats N] [--seed N]
 
 For each prompt length (8k, 32k, 128k tokens) and number of cached paths (1k, 100k):
   full hit   look-up, lease, first page of the answer, release; keys given as an array; median over the repeats
@@ -13,8 +13,6 @@ The baseline is vLLM 0.32's manager, measured on this class of machine: 4,574 µ
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.console import Console
+from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console, save_figure
 from rich.table import Table
 
 from cairn.cache.eviction import ValuePerByte
@@ -147,25 +145,20 @@ def measure(length: int, paths: int, repeats: int, seed: int) -> dict[str, float
 
 def plot(rows: list[dict[str, float]], path: Path) -> None:
     """Microseconds of a full hit over the prompt's length, one line for each number of cached paths."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for paths in PATHS:
-        points = [(row["tokens"], row["full_hit_us"]) for row in rows if row["paths"] == paths]
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"cairn, {paths:,} cached paths")
-    axes.plot([LENGTHS[-1]], [BASELINE_FULL_HIT_US], "x", color="black", label="vLLM 0.32's manager")
-    axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="full hit, microseconds")
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    with save_figure(path) as figure:
+        axes = figure.subplots()
+        for paths in PATHS:
+            points = [(row["tokens"], row["full_hit_us"]) for row in rows if row["paths"] == paths]
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"cairn, {paths:,} cached paths")
+        axes.plot([LENGTHS[-1]], [BASELINE_FULL_HIT_US], "x", color="black", label="vLLM 0.32's manager")
+        axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="full hit, microseconds")
+        axes.legend(frameon=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
     parser.add_argument("--repeats", type=int, default=51)
-    parser.add_argument("--seed", type=int, default=0)
+    add_output_flags(parser)
     arguments = parser.parse_args()
     table = Table("tokens", "cached paths", "full hit µs", "insert µs", "decode µs", "wire µs", title="cache core")
     rows = []
@@ -182,19 +175,19 @@ def main() -> None:
         "wire": max(row["wire_us"] for row in rows) <= BAR_WIRE_US,
     }
     ratio = BASELINE_FULL_HIT_US / max(row["full_hit_us"] for row in longest)
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(f"full hit of 128k tokens: {ratio:.1f} times faster than vLLM 0.32's manager; bars met: {bars}")
     if arguments.json:
         result = {
-            "machine": f"{platform.machine()}, Python {platform.python_version()}",
+            **circumstances(),
             "seed": arguments.seed,
             "baseline": {"full_hit_us": BASELINE_FULL_HIT_US, "decode_us": BASELINE_DECODE_US},
             "ratio_full_hit": ratio,
             "bars": bars,
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        arguments.json.write_text(as_json(result))
     if arguments.plot:
         plot(rows, arguments.plot)
 

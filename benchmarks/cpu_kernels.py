@@ -1,7 +1,7 @@
 """What the CPU backend's operations take, each beside plain torch: decode steps and prompts, in microseconds. Products
 with weights also beside oneDNN's over its own layout, and int8 ones beside bfloat16's.
 
-    python benchmarks/cpu_kernels.py [--shapes tiny 333m] [--dtype bfloat16] [--threads N] [--repeats 15]
+    python -m benchmarks.cpu_kernels [--shapes tiny 333m] [--dtype bfloat16] [--threads N] [--repeats 15]
                                      [--only NAME ...] [--json FILE]
 
 Shapes are those of a tiny Qwen3.5 and of one with 333 million parameters. Decode: 1, 4, 8 and 16 sequences with

@@ -16,11 +16,6 @@ The last table asks for text alone, with the vision model loaded and without.
 """
 
 import argparse
-import json
-import os
-import platform
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,13 +23,22 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+from benchmarks.core_requests import run_request
+from benchmarks.reporting import (
+    add_model_flags,
+    add_output_flags,
+    as_json,
+    circumstances,
+    make_console,
+    model_folder,
+    save_figure,
+)
 from rich.console import Console
 from rich.table import Table
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, Pixels, RenderedPrompt, StopConditions
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.models.random_weights.make_model import make_model
 from cairn.types import SamplingParams
 
 FOUR_TOKENS, FIVE_TOKENS = 3_946, 4_584
@@ -94,14 +98,8 @@ class Asker:
             boundaries=prompt.boundaries,
             images=prompt.images,
         )
-        before, start, first, cached = self.core.stats(), time.perf_counter(), 0.0, 0
-        self.core.submit(request)
-        while self.core.has_work:
-            for output in self.core.step():
-                assert output.error is None, output.error
-                first = first or time.perf_counter() - start
-                if output.cache is not None:
-                    cached = output.cache.cached_tokens
+        before = self.core.stats()
+        first, _, cached = run_request(self.core, request)
         after = self.core.stats()
         return Asked(
             policy=self._policy,
@@ -222,38 +220,28 @@ def show_text(console: Console, text: dict[str, list[Asked]]) -> None:
 
 def plot(found: Sequence[Asked], path: Path) -> None:
     """Bars of the cached share, one group a workload, with the rounds above; one plot for each length of a step."""
-    from matplotlib.figure import Figure
-
     budgets = list(dict.fromkeys(asked.budget for asked in found))
-    figure = Figure(figsize=(9, 3.2 * len(budgets)), layout="constrained")
-    for axes, budget in zip(figure.subplots(len(budgets), 1, squeeze=False)[:, 0], budgets, strict=True):
-        for index, policy in enumerate(POLICIES):
-            row = [asked for asked in found if asked.policy == policy and asked.budget == budget][1:]
-            places = [place + (index - 2) * 0.17 for place in range(len(row))]
-            bars = axes.bar(places, [100 * asked.cached / asked.tokens for asked in row], width=0.16, label=policy)
-            axes.bar_label(bars, [f"{asked.rounds}" for asked in row], fontsize=8)
-        axes.set_xticks(range(len(WORKLOADS) - 1), WORKLOADS[1:])
-        axes.set_ylabel("tokens cached, %")
-        axes.set_title(f"steps of up to {budget:,} tokens; above each bar: rounds", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(POLICIES), frameon=False)
-    figure.savefig(path)
+    with save_figure(path, 9, 3.2 * len(budgets)) as figure:
+        for axes, budget in zip(figure.subplots(len(budgets), 1, squeeze=False)[:, 0], budgets, strict=True):
+            for index, policy in enumerate(POLICIES):
+                row = [asked for asked in found if asked.policy == policy and asked.budget == budget][1:]
+                places = [place + (index - 2) * 0.17 for place in range(len(row))]
+                bars = axes.bar(places, [100 * asked.cached / asked.tokens for asked in row], width=0.16, label=policy)
+                axes.bar_label(bars, [f"{asked.rounds}" for asked in row], fontsize=8)
+            axes.set_xticks(range(len(WORKLOADS) - 1), WORKLOADS[1:])
+            axes.set_ylabel("tokens cached, %")
+            axes.set_title(f"steps of up to {budget:,} tokens; above each bar: rounds", fontsize=9)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(POLICIES), frameon=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="checkpoint folder; made with --size and --seed if not given")
-    parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
-    parser.add_argument("--seed", type=int, default=0)
+    add_model_flags(parser)
+    add_output_flags(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=160)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.model or Path(scratch) / "model"
-        if arguments.model is None:
-            make_model("qwen3_5_vl", folder, size=arguments.size, seed=arguments.seed)
+    console = make_console(160)
+    with model_folder(arguments, "qwen3_5_vl") as folder:
         shared = Prompts(ModelTokenizer(folder), arguments.seed).shared
         found = measure(folder, BUDGETS, arguments.seed)
         text = measure_text(folder, arguments.seed)
@@ -261,12 +249,12 @@ def main() -> None:
     show_text(console, text)
     if arguments.json:
         result = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+            **circumstances(),
             "shared_tokens": shared,
             "images": [asdict(asked) for asked in found],
             "text": {name: [asdict(asked) for asked in row] for name, row in text.items()},
         }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        arguments.json.write_text(as_json(result))
     if arguments.plot:
         plot(found, arguments.plot)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks import pd_ways
 from benchmarks.pd_pools import LAYOUTS, PLACEMENTS, Placement, Share, filled
-from benchmarks.pd_servers import as_json, circumstances, make_console
+from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console, save_figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -125,25 +125,22 @@ def _in_turn(
 
 def plot(figures: list[Figures], path: Path) -> None:
     """GB/s, one group of bars a layout, lines from the 10th to the 90th percentile."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.8), layout="constrained")
-    axes = figure.subplots()
-    names = list(figures[0].seconds)
-    for index, name in enumerate(names):
-        places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(figures))]
-        heights = [one.rate(name) for one in figures]
-        spread = [np.quantile(one.seconds[name], (0.1, 0.9)) for one in figures]
-        rates = [[one.num_bytes / slow / 1e9 for slow in both] for one, both in zip(figures, spread, strict=True)]
-        errors = [[h - low for h, (_, low) in zip(heights, rates, strict=True)]]
-        errors.append([high - h for h, (high, _) in zip(heights, rates, strict=True)])
-        axes.bar(places, heights, width=0.15, yerr=errors, capsize=2, label=name)
-    labels = [f"{one.layout}\n{one.page_bytes >> 10} KiB a page\n{one.placement}" for one in figures]
-    axes.set_xticks(range(len(figures)), labels)
-    axes.set_ylabel("GB/s")
-    axes.legend(frameon=False, ncols=3, fontsize=8)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
-    figure.savefig(path)
+    with save_figure(path, 8, 3.8) as figure:
+        axes = figure.subplots()
+        names = list(figures[0].seconds)
+        for index, name in enumerate(names):
+            places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(figures))]
+            heights = [one.rate(name) for one in figures]
+            spread = [np.quantile(one.seconds[name], (0.1, 0.9)) for one in figures]
+            rates = [[one.num_bytes / slow / 1e9 for slow in both] for one, both in zip(figures, spread, strict=True)]
+            errors = [[h - low for h, (_, low) in zip(heights, rates, strict=True)]]
+            errors.append([high - h for h, (high, _) in zip(heights, rates, strict=True)])
+            axes.bar(places, heights, width=0.15, yerr=errors, capsize=2, label=name)
+        labels = [f"{one.layout}\n{one.page_bytes >> 10} KiB a page\n{one.placement}" for one in figures]
+        axes.set_xticks(range(len(figures)), labels)
+        axes.set_ylabel("GB/s")
+        axes.legend(frameon=False, ncols=3, fontsize=8)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
 
 
 def show(figures: list[Figures], console: Console) -> None:
@@ -164,9 +161,7 @@ def show(figures: list[Figures], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+    add_output_flags(parser)
     arguments = parser.parse_args()
     figures = [
         measure(layout, placement, arguments.rounds, arguments.seed) for layout in LAYOUTS for placement in PLACEMENTS

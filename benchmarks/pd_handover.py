@@ -22,23 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from benchmarks.pd_servers import (
-    SECONDS,
-    TRANSFER_FLAGS,
-    Pair,
+from benchmarks.pd_servers import SECONDS, TRANSFER_FLAGS, Pair, metric, pair, random_prompt
+from benchmarks.reporting import (
+    add_model_flags,
+    add_output_flags,
     as_json,
     circumstances,
     make_console,
-    metric,
-    pair,
-    random_prompt,
+    model_folder,
+    save_figure,
 )
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from cairn.http.cookies import no_cookies
-from cairn.models.random_weights.make_model import make_model
 
 BAR_MS = 25.0
 TOKENS, WARM_UP = 400, 3
@@ -119,32 +117,23 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def plot(series: dict[str, list[float]], path: Path) -> None:
     """The share of requests that had their first token within a time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for name, values in series.items():
-        axes.plot(sorted(values), [(place + 1) / len(values) for place in range(len(values))], label=name)
-    axes.axvline(BAR_MS, color="black", linestyle=":", label=f"{BAR_MS:g} ms")
-    axes.set(xlabel="milliseconds to D's first token", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    with save_figure(path) as figure:
+        axes = figure.subplots()
+        for name, values in series.items():
+            axes.plot(sorted(values), [(place + 1) / len(values) for place in range(len(values))], label=name)
+        axes.axvline(BAR_MS, color="black", linestyle=":", label=f"{BAR_MS:g} ms")
+        axes.set(xlabel="milliseconds to D's first token", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
+        axes.legend(frameon=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="checkpoint folder; made with --size and --seed if not given")
-    parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
+    add_model_flags(parser)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+    add_output_flags(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.model or Path(scratch) / "model"
-        if arguments.model is None:
-            make_model("nemotron_h", folder, size=arguments.size, seed=arguments.seed)
+    with tempfile.TemporaryDirectory() as scratch, model_folder(arguments, "nemotron_h") as folder:
         rounds = measure(folder, arguments.rounds, arguments.seed, arguments.logs or Path(scratch) / "logs")
     series = {
         "hand-over": [one.hand_over_ms for one in rounds],

@@ -14,26 +14,23 @@ The second send should hit on D: the prompt down to a multiple of 128 tokens und
 import argparse
 import random
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
-from benchmarks.pd_servers import (
-    SECONDS,
-    TRANSFER_FLAGS,
-    Pair,
+from benchmarks.pd_servers import SECONDS, TRANSFER_FLAGS, Pair, metric, pair, random_prompt
+from benchmarks.reporting import (
+    add_model_flags,
+    add_output_flags,
     as_json,
     circumstances,
     make_console,
-    metric,
-    pair,
-    random_prompt,
+    model_folder,
+    save_figure,
 )
 from rich.table import Table
 
 from cairn.http.cookies import no_cookies
-from cairn.models.random_weights.make_model import make_model
 
 MODES = ("align", "auto")
 BLOCK = 128
@@ -112,38 +109,29 @@ def verdicts(sends: list[Send]) -> dict[str, bool]:
 
 def plot(sends: list[Send], path: Path) -> None:
     """What became of the prompt's tokens on D: one bar a send."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.8), layout="constrained")
-    axes = figure.subplots()
-    bottom = [0.0] * len(sends)
-    for label, key in (("in D's cache", "hit"), ("received from P", "received"), ("computed on D", "computed")):
-        heights = [100 * getattr(one, key) / one.tokens for one in sends]
-        axes.bar(range(len(sends)), heights, bottom=bottom, width=0.7, label=label)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    names = [f"{one.mode}\n{one.tokens:,} tokens\nsend {one.number}" for one in sends]
-    axes.set_xticks(range(len(sends)), names, fontsize=9)
-    axes.set(ylabel="% of the prompt's tokens", ylim=(0, 115))
-    axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=8)
-    figure.savefig(path)
+    with save_figure(path, 8, 3.8) as figure:
+        axes = figure.subplots()
+        bottom = [0.0] * len(sends)
+        for label, key in (("in D's cache", "hit"), ("received from P", "received"), ("computed on D", "computed")):
+            heights = [100 * getattr(one, key) / one.tokens for one in sends]
+            axes.bar(range(len(sends)), heights, bottom=bottom, width=0.7, label=label)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        names = [f"{one.mode}\n{one.tokens:,} tokens\nsend {one.number}" for one in sends]
+        axes.set_xticks(range(len(sends)), names, fontsize=9)
+        axes.set(ylabel="% of the prompt's tokens", ylim=(0, 115))
+        axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=8)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="checkpoint folder; made with --size and --seed if not given")
-    parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
+    add_model_flags(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[400, 8_000], help="lengths of the prompts")
     parser.add_argument("--modes", choices=MODES, nargs="+", default=MODES)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+    add_output_flags(parser)
     arguments = parser.parse_args()
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder, logs = arguments.model or scratch / "model", arguments.logs or scratch / "logs"
-        if arguments.model is None:
-            make_model("nemotron_h", folder, size=arguments.size, seed=arguments.seed)
+    with tempfile.TemporaryDirectory() as scratch, model_folder(arguments, "nemotron_h") as folder:
+        logs = arguments.logs or Path(scratch) / "logs"
         runs = [reproduce(folder, mode, arguments.tokens, arguments.seed, logs) for mode in arguments.modes]
     sends = [one for run in runs for one in run]
     title = f"cairn serve {' '.join(FLAGS)} ..., twice the same request"

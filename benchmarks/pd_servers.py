@@ -3,9 +3,6 @@
 They are started as anybody would start them, and spoken to over HTTP.
 """
 
-import json
-import os
-import platform
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from benchmarks.reporting import as_json, circumstances, make_console
 from demo.client import counter_total
 from demo.server import Child, running, serve_command
-from rich.console import Console
 
 __all__ = [
     "SECONDS",
@@ -35,7 +32,6 @@ TRANSFER_FLAGS = ("--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_r
 ANY_PORT = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "0"}
 SECONDS = 300.0
 FIRST_TOKEN = 20
-WIDTH = 116
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +67,3 @@ def metric(http: httpx.Client, server: Child, name: str) -> float:
 def random_prompt(rng: random.Random, length: int, vocabulary: int = 4_000) -> list[int]:
     """Token ids that share nothing with any other prompt's."""
     return [rng.randrange(FIRST_TOKEN, vocabulary) for _ in range(length)]
-
-
-def circumstances() -> dict[str, object]:
-    """Where it was measured, and how busy the machine was."""
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
-        "load": [round(load, 2) for load in os.getloadavg()],
-    }
-
-
-def make_console() -> Console:
-    """As wide as the terminal; wide enough for the tables where there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
-
-
-def as_json(value: object) -> str:
-    return json.dumps(value, indent=2) + "\n"

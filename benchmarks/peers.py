@@ -41,10 +41,10 @@ from types import FrameType
 from typing import NoReturn
 
 from benchmarks.made_model import PEER_SHAPES, PUBLISHED_VOCABULARY, make_peer_model
-from benchmarks.pd_servers import as_json, circumstances, make_console
 from benchmarks.peer_loads import FULL, LOADS, QUICK, Figures, Scale, figures_of
 from benchmarks.peer_report import Turn, medians_of, plot, ratios_of, table_of
 from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, RunningServer, command_of, free_port, started
+from benchmarks.reporting import as_json, circumstances, make_console
 
 from cairn.errors import CairnError
 

@@ -1,6 +1,6 @@
 """Time to first token with the prefix cache, with vLLM's placement (`align`), and without a cache, in one run.
 
-    python benchmarks/prefix_hits.py [--model FOLDER] [--size tiny|small] [--json FILE] [--plot FILE] [--seed N]
+    python -m benchmarks.prefix_hits [--model FOLDER] [--size tiny|small] [--json FILE] [--plot FILE] [--seed N]
 
 Requests go straight into the engine core, one at a time, greedy, each policy in a core of its own:
   repeat      a prompt of 2,200 tokens, sent a second time
@@ -11,15 +11,21 @@ The baseline is the same core with `--no-enable-prefix-caching`.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks.core_requests import run_request
+from benchmarks.reporting import (
+    add_model_flags,
+    add_output_flags,
+    as_json,
+    circumstances,
+    make_console,
+    model_folder,
+    save_figure,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,7 +33,6 @@ from rich.table import Table
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
 from cairn.engine.core import Core
-from cairn.models.random_weights.make_model import make_model
 from cairn.types import SamplingParams
 
 POLICIES = {"auto": {}, "align": {"mamba_cache_mode": "align"}, "off": {"enable_prefix_caching": False}}
@@ -51,16 +56,7 @@ class Asker:
             sampling=SamplingParams(temperature=0.0),
             stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         )
-        start = time.perf_counter()
-        self.core.submit(request)
-        first, tokens, cached = 0.0, [], 0
-        while self.core.has_work:
-            for output in self.core.step():
-                first = first or time.perf_counter() - start
-                tokens += output.token_ids
-                if output.cache is not None:
-                    cached = output.cache.cached_tokens
-        return first, tokens, cached
+        return run_request(self.core, request)
 
 
 def one_round(asker: Asker, rng: np.random.Generator, vocabulary: int) -> dict[str, tuple[float, int]]:
@@ -110,35 +106,26 @@ def add_ratios(rows: list[dict[str, object]]) -> None:
 
 def plot(rows: list[dict[str, object]], path: Path) -> None:
     """Bars of the time to first token, one group a workload."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for index, policy in enumerate(POLICIES):
-        heights = [row["ttft_ms"] for row in rows if row["policy"] == policy]
-        places = [place + (index - 1) * 0.27 for place in range(len(WORKLOADS))]
-        bars = axes.bar(places, heights, width=0.25, label=policy)
-        axes.bar_label(bars, fmt="%.0f", fontsize=8)
-    axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
-    axes.set_ylabel("time to first token, ms")
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    with save_figure(path, 7, 3.5) as figure:
+        axes = figure.subplots()
+        for index, policy in enumerate(POLICIES):
+            heights = [row["ttft_ms"] for row in rows if row["policy"] == policy]
+            places = [place + (index - 1) * 0.27 for place in range(len(WORKLOADS))]
+            bars = axes.bar(places, heights, width=0.25, label=policy)
+            axes.bar_label(bars, fmt="%.0f", fontsize=8)
+        axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
+        axes.set_ylabel("time to first token, ms")
+        axes.legend(frameon=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="checkpoint folder; made with --size and --seed if not given")
-    parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
+    add_model_flags(parser)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
-    parser.add_argument("--seed", type=int, default=0)
+    add_output_flags(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.model or Path(scratch) / "model"
-        if arguments.model is None:
-            make_model("nemotron_h", folder, size=arguments.size, seed=arguments.seed)
+    with model_folder(arguments, "nemotron_h") as folder:
         rows = measure(folder, arguments.rounds, arguments.seed)
     add_ratios(rows)
     table = Table("workload", "policy", "cached tokens", "TTFT ms", "times faster than no cache")
@@ -146,11 +133,11 @@ def main() -> None:
         for row in (row for row in rows if row["workload"] == name):
             figures = f"{row['cached_tokens']:,.0f}", f"{row['ttft_ms']:,.1f}", f"{row['speedup']:.1f}"
             table.add_row(name, str(row["policy"]), *figures)
-    Console().print(table)
+    make_console().print(table)
     if arguments.json:
-        machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, 1 thread"
-        result = {"machine": machine, "size": arguments.size, "seed": arguments.seed, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        how = {"torch": torch.__version__, "threads": 1, "size": arguments.size, "seed": arguments.seed}
+        result = {**circumstances(), **how, "rows": rows}
+        arguments.json.write_text(as_json(result))
     if arguments.plot:
         plot(rows, arguments.plot)
 

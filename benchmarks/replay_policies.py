@@ -1,6 +1,6 @@
 """Placement and eviction policies on request traces, against what can be reached: the figures of docs/benchmarks.md.
 
-    python benchmarks/replay_policies.py FOLDER [--traces NAMES] [--policies NAMES] [--sweep SHARES] [--layouts NAMES]
+    python -m benchmarks.replay_policies FOLDER [--traces NAMES] [--policies NAMES] [--sweep SHARES] [--layouts NAMES]
                                          [--json FILE] [--plot FILE] [--processes N]
 
 Every trace in FOLDER (`*.jsonl`, `*.jsonl.gz`; of either form that `cairn replay` reads) goes through the shipped cache
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reporting import save_figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -128,18 +129,17 @@ def show(rows: list[Row], told: list[Row], policies: tuple[str, ...]) -> None:
 
 def plot(told: list[Row], policies: tuple[str, ...], path: Path) -> None:
     """Mean of hit/offline over the budget's share of the footprint, one line a policy; the first layout's."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    first = [row for row in told if row["layout"] == told[0]["layout"]]
-    for policy in policies:
-        points = [(100 * row["share"], row[policy]["mean_ratio"]) for row in first]
-        axes.plot(*zip(*points, strict=True), marker="o", label=policy)
-    axes.axhline(1.0, color="black", linestyle="--", label="offline")
-    axes.set(xscale="log", xlabel="budget, % of the footprint", ylabel="mean of hit / offline", title=told[0]["layout"])
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    with save_figure(path) as figure:
+        axes = figure.subplots()
+        first = [row for row in told if row["layout"] == told[0]["layout"]]
+        for policy in policies:
+            points = [(100 * row["share"], row[policy]["mean_ratio"]) for row in first]
+            axes.plot(*zip(*points, strict=True), marker="o", label=policy)
+        axes.axhline(1.0, color="black", linestyle="--", label="offline")
+        axes.set(
+            xscale="log", xlabel="budget, % of the footprint", ylabel="mean of hit / offline", title=told[0]["layout"]
+        )
+        axes.legend(frameon=False)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What one step's draw costs, for all rows together: microseconds against drawing them one by one.
 
-    python benchmarks/sampler.py [--rows 1 8 64 256] [--vocab-sizes 4096 151936] [--repeats N] [--json FILE] [--seed N]
+    python -m benchmarks.sampler [--rows 1 8 64 256] [--vocab-sizes 4096 151936] [--repeats N] [--json FILE] [--seed N]
 
 What is told is CPU time of the one thread that draws. A draw sees other logits than the one before (what a processor
 learns of those would flatter it), of two shapes: `peaked` ones fall with the logarithm of a token's rank, as a language
@@ -15,17 +15,14 @@ from the temperature on, a full sort for top_p, the penalties' counts anew from 
 
 import argparse
 import hashlib
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from math import log
-from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
+from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console
 from rich.table import Table
 from torch import Tensor
 
@@ -148,8 +145,7 @@ def main() -> None:
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4_096, 151_936])
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--baseline-rows", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--seed", type=int, default=0)
+    add_output_flags(parser, with_plot=False)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("vocabulary", "logits", "case", "rows", "µs", "µs a row", "row by row", "times", title="one draw")
@@ -174,14 +170,15 @@ def main() -> None:
                         *(f"{one:,.0f}" for one in figures),
                         f"{times:.1f}",
                     )
-    Console(width=120).print(table)
+    make_console(120).print(table)
     if arguments.json:
         result = {
-            "machine": f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
+            **circumstances(),
+            "torch": torch.__version__,
             "seed": arguments.seed,
             "results": results,
         }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        arguments.json.write_text(as_json(result))
 
 
 if __name__ == "__main__":

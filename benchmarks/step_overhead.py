@@ -41,7 +41,7 @@ import psutil
 import torch
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import STEP_SECONDS, NoModelEngine, build_engine
-from benchmarks.pd_servers import as_json, circumstances, make_console
+from benchmarks.reporting import add_output_flags, as_json, circumstances, cpu_seconds, make_console, save_figure
 from demo.server import running
 from rich.progress import track
 from rich.table import Table
@@ -300,12 +300,6 @@ def count_body(body: bytes) -> tuple[int, int]:
     return (int(said[-1]) if said and END in body else 0), max(0, body.count(EVENT) - 2)
 
 
-def cpu_seconds(process: psutil.Process) -> float:
-    """User and system time so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
@@ -336,19 +330,16 @@ def stream_table(rows: Sequence[StreamRow]) -> Table:
 
 def plot(rows: Sequence[StepRow], path: Path) -> None:
     """Microseconds a token by part, one bar a case."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 0.4 * len(rows) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{row.sequences} x {row.context:,}" for row in rows][::-1]
-    left = np.zeros(len(rows))
-    for part in OF_CORE:
-        widths = np.array([row.us[part] / row.sequences for row in rows][::-1])
-        axes.barh(names, widths, left=left, label=part)
-        left += widths
-    axes.set(xlabel="microseconds a token beside the kernels", ylabel="sequences x context")
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    with save_figure(path, 7, 0.4 * len(rows) + 1.2) as figure:
+        axes = figure.subplots()
+        names = [f"{row.sequences} x {row.context:,}" for row in rows][::-1]
+        left = np.zeros(len(rows))
+        for part in OF_CORE:
+            widths = np.array([row.us[part] / row.sequences for row in rows][::-1])
+            axes.barh(names, widths, left=left, label=part)
+            left += widths
+        axes.set(xlabel="microseconds a token beside the kernels", ylabel="sequences x context")
+        axes.legend(frameon=False)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -359,9 +350,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=5, help="of 64 steps each")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+    add_output_flags(parser)
     arguments = parser.parse_args(words)
     for name in ("sequences", "contexts", "windows", "streams", "tokens"):
         given = getattr(arguments, name)

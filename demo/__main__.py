@@ -17,9 +17,8 @@ from rich.console import Console
 from demo.checks import check_default, check_exact
 from demo.client import Client
 from demo.corpus import Corpus
-from demo.errors import DemoError
 from demo.job import Outcome, run_job
-from demo.server import serve_command, serving
+from demo.server import DemoError, serve_command, serving
 from demo.table import EXACT_NOTE, as_json, check_lines, default_table, exact_table
 from demo.terminal import leave, make_console
 

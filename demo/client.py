@@ -11,7 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.http.cookies import no_cookies
-from demo.errors import DemoError
+from demo.server import DemoError
 
 __all__ = ["Client", "Reply", "StreamedAnswer", "counter_total"]
 

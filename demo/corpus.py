@@ -3,7 +3,7 @@
 import sysconfig
 from pathlib import Path
 
-from demo.errors import DemoError
+from demo.server import DemoError
 
 __all__ = ["Corpus"]
 

@@ -25,8 +25,7 @@ from demo.checks import Check
 from demo.corpus import Corpus
 from demo.demo_pd_checks import check_pair, check_same_answers, due, due_back
 from demo.demo_pd_job import Asked, Pages, Place, converse
-from demo.errors import DemoError
-from demo.server import running, serve_command
+from demo.server import DemoError, running, serve_command
 from demo.table import check_lines
 from demo.terminal import leave, make_console
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cairn.http.cookies import no_cookies
 from demo.client import counter_total
 from demo.corpus import Corpus
-from demo.errors import DemoError
+from demo.server import DemoError
 from demo.shared_prefix import SeenPaths, Shared
 
 __all__ = ["AGAIN", "FIRST", "LONELY", "TURNS", "Asked", "Pages", "Place", "converse"]

@@ -13,9 +13,7 @@ from types import MappingProxyType
 
 import httpx
 
-from demo.errors import DemoError
-
-__all__ = ["Child", "own_environment", "running", "serve_command", "serving"]
+__all__ = ["Child", "DemoError", "own_environment", "running", "serve_command", "serving"]
 
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
@@ -24,6 +22,10 @@ ADDRESS = re.compile(r"(?:serving .*|proxy) on (http://\S+:\d+)")
 LOG_TAIL = 2_000
 POOL = "1GiB"
 NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class DemoError(Exception):
+    """The demo cannot go on: a server did not start or refused a request, or sources are missing."""
 
 
 @dataclass(frozen=True, slots=True)

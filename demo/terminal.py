@@ -1,4 +1,4 @@
-"""What both demos have to do with the terminal they run in, and with who stops them."""
+"""The console that demos and benchmarks print to, and the handler of the signal that stops a demo."""
 
 import sys
 from typing import NoReturn
@@ -10,10 +10,10 @@ __all__ = ["leave", "make_console"]
 WIDTH = 116
 
 
-def make_console() -> Console:
-    """As wide as the terminal; 116 characters where there is none."""
+def make_console(width: int = WIDTH) -> Console:
+    """As wide as the terminal; `width` characters where there is none."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def leave(number: int, frame: object) -> NoReturn:

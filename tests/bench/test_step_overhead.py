@@ -75,7 +75,8 @@ def test_a_context_that_does_not_fit_is_refused(model):
 
 def test_prompts_share_nothing_and_have_the_asked_length():
     requests = requests_of(5, 48, 7, seed=1)
-    assert {len(request.prompt) for request in requests} == {8 * 48} and {one.max_tokens for one in requests} == {7}
+    assert {len(request.prompt) for request in requests} == {8 * 48}
+    assert {request.stop_conditions.max_tokens for request in requests} == {7}
     assert len({request.prompt[:64] for request in requests}) == 5
     assert requests_of(5, 48, 7, seed=1) == requests != requests_of(5, 48, 7, seed=2)
 

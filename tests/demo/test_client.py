@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 from demo.client import Client, StreamedAnswer, counter_total
-from demo.errors import DemoError
+from demo.server import DemoError
 
 USAGE = {
     "choices": [],

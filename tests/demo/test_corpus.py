@@ -1,6 +1,6 @@
 import pytest
 from demo.corpus import LEAST_CHARACTERS, Corpus
-from demo.errors import DemoError
+from demo.server import DemoError
 
 
 def test_passages_are_real_different_and_the_same_every_time():

@@ -9,7 +9,7 @@ from demo.checks import Check
 from demo.corpus import Corpus
 from demo.demo_pd_checks import check_pair, check_same_answers, due, due_back
 from demo.demo_pd_job import AGAIN, FIRST, LONELY, TURNS, Asked, Pages, Place, converse, pages_of
-from demo.errors import DemoError
+from demo.server import DemoError
 from demo.shared_prefix import Shared
 
 from demo import demo_pd as program

@@ -7,8 +7,7 @@ import time
 
 import psutil
 import pytest
-from demo.errors import DemoError
-from demo.server import own_environment, running, serve_command, serving
+from demo.server import DemoError, own_environment, running, serve_command, serving
 
 HEALTHY = """
 import http.server, os, sys
