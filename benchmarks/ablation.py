@@ -28,7 +28,7 @@ from rich.table import Table
 from cairn.cache.checkpoint import NO_LINEAGE, Lineage
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.hazard import BINS, Floats, HazardTable
-from cairn.cache.placement import Auto, PromptFacts, Wanted
+from cairn.cache.placement import Auto, CheckpointPoint, PromptFacts
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.cache.tree import Checkpoint, Node
 from cairn.replay.bounds import footprint_bytes
@@ -96,7 +96,7 @@ class WithoutLineage(ValuePerByte):
 class WithoutOffsets(Auto):
     """No position is kept because prompts are predicted to diverge there."""
 
-    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         return super().in_prefill(replace(facts, predicted=()), start, end)
 
 

@@ -105,13 +105,13 @@ EXPORTED = {
     "cairn.cache.layout": "AttentionGroup CacheLayout",
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingFile "
     "PrefixMatch SequenceBlocks",
-    "cairn.cache.placement": "Align All Auto DivergenceStats Granular Junction PlacementPolicy PromptFacts Wanted "
-    "hold_positions placement_for",
+    "cairn.cache.placement": "Align All Auto CheckpointPoint DivergenceStats Granular Junction PlacementPolicy "
+    "PromptFacts hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
-    "cairn.scheduler.request": "Constraint Finish Offered PATIENCE Phase Request RequestOutcome RequestStats "
-    "RequestTransfer Spec TRANSITIONS",
+    "cairn.scheduler.request": "ARRIVALS_PER_PRIORITY Constraint Finish Phase PromptOffer Request RequestOutcome "
+    "RequestStats RequestTransfer Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",

@@ -12,7 +12,7 @@ from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.placement import PlacementPolicy, PromptFacts, Wanted
+from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
@@ -195,7 +195,7 @@ class Simulation:
         """Commit what was computed, with a checkpoint at its end if there is room, and release."""
         position = request.computed
         kept = []
-        if loss is None and position > request.lease.hit and self._fill(request, Wanted(position, kind)):
+        if loss is None and position > request.lease.hit and self._fill(request, CheckpointPoint(position, kind)):
             kept.append(position)
         self._commit(request, position, kept)
         self.end(request, loss)
@@ -316,7 +316,7 @@ class Simulation:
                 if (copy.source, slot) in self.slots:
                     self.slots[(copy.target, slot)] = self.slots[(copy.source, slot)]
 
-    def _fill(self, request: Request, wanted: Wanted) -> bool:
+    def _fill(self, request: Request, wanted: CheckpointPoint) -> bool:
         pages = self.cache.reserve_checkpoint(request.lease, wanted)
         for page in pages.tolist() if pages is not None else ():
             self._to_file(page, self._tag(request, wanted.position - 1))

@@ -6,7 +6,7 @@ from simulation import Simulation
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import MAX_YOUNG, YOUNG, ValuePerByte
-from cairn.cache.placement import Junction, Wanted
+from cairn.cache.placement import CheckpointPoint, Junction
 
 PROMPT = tuple(range(1000, 1064))
 OTHER = tuple(range(2000, 2064))
@@ -33,7 +33,7 @@ def full(unreachable: int = 0, policy: ValuePerByte | None = None) -> Simulation
 
 
 def reserved(sim: Simulation, kind: Kind, position: int = 64) -> bool:
-    return sim.cache.reserve_checkpoint(sim.requests[0].lease, Wanted(position, kind)) is not None
+    return sim.cache.reserve_checkpoint(sim.requests[0].lease, CheckpointPoint(position, kind)) is not None
 
 
 def test_what_can_never_be_hit_goes_before_a_checkpoint():
@@ -81,7 +81,7 @@ def test_the_hits_of_what_is_gone_fall_to_what_is_made_above_it_later():
     lease = sim.cache.lookup(first.namespace, first.lease.keys, "again")
     sim.cache.begin_request(lease)
     assert lease.match.known is gone.node and lease.checkpoint is None
-    assert sim.cache.reserve_checkpoint(lease, Wanted(32, Kind.JUNCTION)) is not None
+    assert sim.cache.reserve_checkpoint(lease, CheckpointPoint(32, Kind.JUNCTION)) is not None
     sim.cache.commit(lease, 64, [32])
     above = lease.node.parent
     assert above.end == 32 and above.checkpoint is not None

@@ -25,7 +25,7 @@ from cairn.cache.events import (
     root_digest,
 )
 from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.placement import Wanted, placement_for
+from cairn.cache.placement import CheckpointPoint, placement_for
 from cairn.cache.prefix_cache import GHOST_FACTOR, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
 
@@ -184,7 +184,7 @@ def committed(sim: Simulation, prompt: tuple[int, ...], *kept: int, namespace: N
     for position in range(request.lease.kv_write_from, len(prompt)):
         sim._write(request, position)
     for position in kept:
-        assert sim._fill(request, Wanted(position, Kind.PROMPT_END))
+        assert sim._fill(request, CheckpointPoint(position, Kind.PROMPT_END))
     sim._commit(request, len(prompt), list(kept))
     sim.apply()
     sim.end(request)

@@ -7,7 +7,7 @@ from simulation import PLAIN, Simulation
 from cairn.cache import lookup
 from cairn.cache.checkpoint import NO_LINEAGE, Kind, Origin
 from cairn.cache.eviction import LeastRecentlyUsed
-from cairn.cache.placement import Auto, Junction, Wanted
+from cairn.cache.placement import Auto, CheckpointPoint, Junction
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import Checkpoint
 
@@ -178,7 +178,7 @@ def applied(sim, request):
 def filed(sim, request):
     """A checkpoint's file is the tree's once it is filled, and may be dropped."""
     for position in range(10, 190, 9):
-        assert sim._fill(request, Wanted(position, Kind.PROMPT_END))
+        assert sim._fill(request, CheckpointPoint(position, Kind.PROMPT_END))
     assert could(sim, 40) == (False, 1)
     sim._commit(request, 200, list(request.lease.files))
 

@@ -5,7 +5,7 @@ import pytest
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.checkpoint_store import EvictionQueue
 from cairn.cache.eviction import CheckpointFacts, EvictionPolicy, LeastRecentlyUsed, ValuePerByte, eviction_for
-from cairn.cache.placement import PromptFacts, Wanted, placement_for
+from cairn.cache.placement import CheckpointPoint, PromptFacts, placement_for
 from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Boundary
 
@@ -88,14 +88,14 @@ def test_align_keeps_the_last_boundary_of_each_step():
     assert [w.position for w in in_chunks("align", facts, 2, block_size=48)] == [96, 192]
     assert [w.position for w in in_chunks("all", facts, 2, block_size=48)] == [48, 96, 144, 192]
     align = placement_for("align", 48, False)
-    assert align.in_decode(facts, 240) == Wanted(240, Kind.BLOCK)
+    assert align.in_decode(facts, 240) == CheckpointPoint(240, Kind.BLOCK)
     assert align.in_decode(facts, 241) is None
 
 
 def test_junction_hits_only_what_was_seen_before():
-    assert in_chunks("junction", PromptFacts(200, 0, 0, 0), 9) == [Wanted(192, Kind.PROMPT_END)]
+    assert in_chunks("junction", PromptFacts(200, 0, 0, 0), 9) == [CheckpointPoint(192, Kind.PROMPT_END)]
     wanted = in_chunks("junction", PromptFacts(200, 0, 100, 100), 9)
-    assert wanted == [Wanted(96, Kind.JUNCTION), Wanted(192, Kind.PROMPT_END)]
+    assert wanted == [CheckpointPoint(96, Kind.JUNCTION), CheckpointPoint(192, Kind.PROMPT_END)]
 
 
 def test_unknown_policies_are_named():

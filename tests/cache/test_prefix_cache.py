@@ -9,7 +9,7 @@ from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.placement import Align, Auto, Junction, Wanted
+from cairn.cache.placement import Align, Auto, CheckpointPoint, Junction
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
@@ -383,7 +383,7 @@ def test_a_model_without_attention_has_checkpoints_alone():
     keys = np.arange(130)
     lease = cache.lookup(Namespace(), keys, "a")
     assert cache.extend(lease, 130) == [] and lease.pages == ()
-    assert cache.reserve_checkpoint(lease, Wanted(128, Kind.GRID)) is not None
+    assert cache.reserve_checkpoint(lease, CheckpointPoint(128, Kind.GRID)) is not None
     cache.commit(lease, 130, [128])
     cache.release(lease)
     audit(cache)
@@ -398,7 +398,7 @@ def test_runs_without_pages_are_bounded():
         keys = kept if number == 300 else np.arange(1000 * number, 1000 * number + 15)
         lease = cache.lookup(Namespace(cache_salt=str(number % 7)), keys, "r")
         if number == 300:
-            cache.reserve_checkpoint(lease, Wanted(100, Kind.PROMPT_END))
+            cache.reserve_checkpoint(lease, CheckpointPoint(100, Kind.PROMPT_END))
         cache.commit(lease, len(keys), lease.files.copy())
         cache.release(lease)
         audit(cache)

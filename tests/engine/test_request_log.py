@@ -35,7 +35,7 @@ class Clients:
         self.fresh = lambda count: tokens.integers(*VOCAB, count).tolist()
         self.systems = [self.fresh(count) for count in (40, 77)]
         self.told: list[tuple[list[int], str | None]] = []
-        """Sequences so far, with their salts."""
+        """RecentSequences so far, with their salts."""
 
     def prompt(self) -> tuple[list[int], str | None, list[Boundary]]:
         draw = self.draw

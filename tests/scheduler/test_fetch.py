@@ -7,7 +7,7 @@ import pytest
 from driver import Driver, alone
 
 from cairn.cache.reasons import Reason
-from cairn.scheduler.kv_import import give_way
+from cairn.scheduler.kv_import import requeue_youngest_fetched
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId
 from cairn.types import SamplingParams
@@ -220,9 +220,9 @@ def test_of_those_that_have_come_the_one_whose_turn_it_is_goes_first(position):
 
 def test_of_those_that_have_come_the_youngest_gives_way():
     driver, names = two_that_have_come(90)
-    assert give_way(driver.scheduler.state)
+    assert requeue_youngest_fetched(driver.scheduler.state)
     assert [driver.requests[name].phase for name in names] == [Phase.READY, Phase.WAITING]
-    assert give_way(driver.scheduler.state) and not give_way(driver.scheduler.state)
+    assert requeue_youngest_fetched(driver.scheduler.state) and not requeue_youngest_fetched(driver.scheduler.state)
 
 
 def test_what_has_to_be_computed_here_is_fetched_from_nowhere():

@@ -205,7 +205,7 @@ def test_nobody_waits_for_more_than_a_few():
     for prompt in prompts:
         driver.submit(prompt)
     last = driver.submit(TEXT)
-    request, past = driver.requests[last], driver.scheduler.state.in_flight._past
+    request, past = driver.requests[last], driver.scheduler.state.in_flight._histories
     most = 0
     while driver.scheduler.has_work:
         driver.step()
@@ -264,7 +264,7 @@ def test_one_that_waits_is_aborted():
     driver.run()
     assert prefilled(driver) == 700 and driver.output(names[2]) == alone(TEXT[:700], False, seed=2)
     sharing = driver.scheduler.state.in_flight
-    assert not sharing._past and not sharing._waits and not sharing._leading
+    assert not sharing._histories and not sharing._waits and not sharing._leaders
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -458,7 +458,7 @@ def test_a_leader_that_does_not_get_on_is_given_up():
     while waiting(driver, name):
         driver.step()
     # not twice for the same one: it begins while the other is in prefill, or behind it
-    assert sharing._past[driver.requests[name]].leaders == {driver.requests[leader].arrival}
+    assert sharing._histories[driver.requests[name]].leaders == {driver.requests[leader].arrival}
     assert not sharing._waits
     driver.run()
     assert driver.output(name) == alone(TEXT, False)
@@ -534,7 +534,7 @@ def check_mix(**mix):
     counted = driver.cache.counters
     assert counted.queries == counted.hits + counted.lost.total(), "a prompt token has no reason"
     sharing = driver.scheduler.state.in_flight
-    assert not sharing._past and not sharing._waits and not sharing._leading
+    assert not sharing._histories and not sharing._waits and not sharing._leaders
     assert driver.cache.clear(), "a page leaked"
     # one that is aborted has computed more by then if it did not have to begin at the start, and what `align` keeps
     # depends on where steps happen to end

@@ -6,7 +6,7 @@ from driver import Driver
 
 from cairn.scheduler.preempt import make_room, preempt
 from cairn.scheduler.queue import WaitingQueue
-from cairn.scheduler.request import PATIENCE, Phase, Request, RequestStats, Spec
+from cairn.scheduler.request import ARRIVALS_PER_PRIORITY, Phase, Request, RequestStats, Spec
 from cairn.types import RequestId, SamplingParams
 
 
@@ -131,7 +131,7 @@ def test_turns_that_tie_are_told_apart_by_arrival():
         return Request(spec, RequestStats(0.0), arrival)
 
     # one step of priority is worth so many arrivals
-    late, early = request(1, 1), request(1 + PATIENCE, 0)
+    late, early = request(1, 1), request(1 + ARRIVALS_PER_PRIORITY, 0)
     queue = WaitingQueue(10)
     for one in (early, late):
         queue.put(one)

@@ -6,7 +6,7 @@ from driver import Driver, alone
 
 from cairn.runner.input_batch import InputBatch
 from cairn.scheduler.preempt import preempt
-from cairn.scheduler.request import PATIENCE, Phase
+from cairn.scheduler.request import ARRIVALS_PER_PRIORITY, Phase
 from cairn.step import SAMPLED, SampledToken
 from cairn.types import RequestId, SamplingParams
 
@@ -223,7 +223,7 @@ def test_a_smaller_priority_goes_first_and_equals_in_their_order():
 def test_a_priority_is_worth_a_bounded_number_of_arrivals():
     driver = Driver(max_num_seqs=1)
     driver.submit(PROMPT, name="patient", priority=1, max_tokens=1)
-    driver.scheduler._arrivals += PATIENCE - 2
+    driver.scheduler._arrivals += ARRIVALS_PER_PRIORITY - 2
     driver.submit(PROMPT, name="urgent", priority=0, max_tokens=1)
     driver.scheduler._arrivals += 1
     driver.submit(PROMPT, name="too late", priority=0, max_tokens=1)

@@ -283,7 +283,7 @@ def test_phases_follow_the_table():
     request = driver.ask(TEXT[:10])
     for phase in Phase:
         with pytest.raises(AssertionError, match="finished"):
-            request.to(phase)
+            request.set_phase(phase)
     assert set(TRANSITIONS) == set(Phase)
 
 

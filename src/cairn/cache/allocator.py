@@ -10,7 +10,7 @@ from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import Wanted
+from cairn.cache.placement import CheckpointPoint
 from cairn.cache.sequence_blocks import PagePin, PageTable, PendingFile, SequenceBlocks
 from cairn.cache.tree import Node, TokenKey, common_prefix
 from cairn.step import GRID, PageCopy
@@ -76,7 +76,7 @@ class BlockAllocator:
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
+    def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: CheckpointPoint) -> Pages | None:
         """Allocate a file for the checkpoint at `wanted.position`. Returns its pages, or None if there is no room or
         the position has a file already.
 

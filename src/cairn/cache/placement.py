@@ -22,12 +22,12 @@ __all__ = [
     "Align",
     "All",
     "Auto",
+    "CheckpointPoint",
     "DivergenceStats",
     "Granular",
     "Junction",
     "PlacementPolicy",
     "PromptFacts",
-    "Wanted",
     "hold_positions",
     "placement_for",
 ]
@@ -74,7 +74,7 @@ class PromptFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CheckpointPoint:
     """A position worth a checkpoint, which a client may want held for `hold_seconds`."""
 
     position: int
@@ -94,11 +94,11 @@ class PlacementPolicy(Protocol):
     step_tokens: int | None
     """Most tokens of one prompt that a step may compute; None for no limit, which is how it should be."""
 
-    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         """Positions p, start < p <= end, ascending and distinct, of the prefill chunk [start, end)."""
         ...
 
-    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
+    def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         """Whether the state after `position` tokens is worth keeping while an answer is being generated."""
         ...
 
@@ -113,20 +113,20 @@ class Align:
         self._stride = lcm(GRID, block_size) if exact else block_size
         self.min_cacheable = self.min_shared = self._stride
 
-    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         last = end // self._stride * self._stride
-        return [Wanted(last, Kind.BLOCK)] if last > start else []
+        return [CheckpointPoint(last, Kind.BLOCK)] if last > start else []
 
-    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
-        return Wanted(position, Kind.BLOCK) if position % self._stride == 0 else None
+    def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
+        return CheckpointPoint(position, Kind.BLOCK) if position % self._stride == 0 else None
 
 
 class All(Align):
     """Each block boundary."""
 
-    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         first = (start // self._stride + 1) * self._stride
-        return [Wanted(position, Kind.BLOCK) for position in range(first, end + 1, self._stride)]
+        return [CheckpointPoint(position, Kind.BLOCK) for position in range(first, end + 1, self._stride)]
 
 
 class Granular(Align):
@@ -148,15 +148,15 @@ class Junction:
         self._stride = lcm(GRID, block_size) if exact else block_size
         self.min_cacheable = self.min_shared = self._stride
 
-    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         last = facts.num_tokens // self._stride * self._stride
         left = facts.seen // self._stride * self._stride
         wanted = {last: Kind.PROMPT_END}
         if left > facts.hit:
             wanted.setdefault(left, Kind.JUNCTION)
-        return [Wanted(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
+        return [CheckpointPoint(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
 
-    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
+    def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         return None
 
 
@@ -177,15 +177,17 @@ class Auto:
     keeps_answer_end = True
     step_tokens: int | None = None
 
-    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[Wanted]:
+    def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         wanted, holds = self._earned(facts), hold_positions(facts.boundaries, facts.exact)
         stride = _grid_stride(facts.num_tokens, facts.idle_files)
         for position in range((start // stride + 1) * stride, end + 1, stride):
             wanted.setdefault(position, Kind.GRID)
-        return [Wanted(p, wanted[p], holds.get(p, 0)) for p in sorted(wanted) if start < p <= end]
+        return [CheckpointPoint(p, wanted[p], holds.get(p, 0)) for p in sorted(wanted) if start < p <= end]
 
-    def in_decode(self, facts: PromptFacts, position: int) -> Wanted | None:
-        return Wanted(position, Kind.GRID) if position % _grid_stride(position, facts.idle_files) == 0 else None
+    def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
+        return (
+            CheckpointPoint(position, Kind.GRID) if position % _grid_stride(position, facts.idle_files) == 0 else None
+        )
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
         kinds = _by_worth(facts)

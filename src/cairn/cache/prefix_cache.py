@@ -26,7 +26,7 @@ from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lookup import PrefixLookup, miss_reasons
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import DivergenceStats, PlacementPolicy, PromptFacts, Wanted, hold_positions
+from cairn.cache.placement import CheckpointPoint, DivergenceStats, PlacementPolicy, PromptFacts, hold_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree_store import TreeObserver, TreeStore
@@ -235,7 +235,7 @@ class PrefixCache:
         """Whether `num_pages` pages are free, or would be if every unreferenced page were dropped; drops nothing."""
         return self.pinned.could_free(sequence, num_pages)
 
-    def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: Wanted) -> Pages | None:
+    def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: CheckpointPoint) -> Pages | None:
         """Allocate a file for the checkpoint at `wanted.position`, to be named in a plan. Returns its pages, or None if
         there is no room or the position has a file already: see `BlockAllocator.reserve_checkpoint`."""
         return self._allocator.reserve_checkpoint(sequence, wanted)

@@ -90,7 +90,7 @@ class Core:
         if len({request.request_id for request in requests}) < len(requests):
             raise InvalidRequest("requests that come together need ids of their own", "request_id")
         if len(requests) > 1:
-            self._scheduler.check_room([request.n for request in requests])
+            self._scheduler.check_queue_limit([request.n for request in requests])
         forms = self._forms(requests)
         if forms is not None:
             self._take(requests, forms)

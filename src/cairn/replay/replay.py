@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.placement import PromptFacts, Wanted
+from cairn.cache.placement import CheckpointPoint, PromptFacts
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.replay.bounds import Paths
@@ -338,7 +338,7 @@ class Replay:
             if point is not None:
                 yield from self._save_checkpoint(request, point)
 
-    def _save_checkpoint(self, request: ReplayRequest, wanted: Wanted) -> Process:
+    def _save_checkpoint(self, request: ReplayRequest, wanted: CheckpointPoint) -> Process:
         """Save a checkpoint of the answer if there is room for it."""
         sequence = request.sequence
         with self._timed.stopwatch:
@@ -393,7 +393,7 @@ class Replay:
         with self._timed.stopwatch:
             self._apply_step(sequence, position, [])
             if position > sequence.hit and size < own and cache.policy.placement is not None:
-                if cache.reserve_checkpoint(sequence, Wanted(position, Kind.PREEMPTION)) is not None:
+                if cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.PREEMPTION)) is not None:
                     self._apply_step(sequence, position, [position])
             cache.release(sequence, Reason.PREEMPTED)
         del self._running[request.index]
@@ -409,7 +409,7 @@ class Replay:
             at_end = policy.placement is not None and policy.placement.keeps_answer_end and not policy.exact
             if not at_end or not completed or position <= request.num_prompt:
                 return []
-            file = self.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END))
+            file = self.cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.ANSWER_END))
             return [] if file is None else [position]
 
     def _release(self, request: ReplayRequest, saved: list[int]) -> None:

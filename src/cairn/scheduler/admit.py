@@ -8,7 +8,7 @@ from cairn.scheduler.kv_export import (
     pin_prompt_checkpoint,
     reserve_prompt_checkpoint,
 )
-from cairn.scheduler.kv_import import blame_remote, cancel_slow_fetch, count_overtaking, give_way
+from cairn.scheduler.kv_import import blame_failed_pull, cancel_slow_fetch, count_overtaken, requeue_youngest_fetched
 from cairn.scheduler.lease_limits import wait_for_lease_room
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Phase, Request
@@ -16,22 +16,23 @@ from cairn.scheduler.state import SchedulerState
 from cairn.step import GRID, PageCopy, Restore
 
 
-def admit_whole(state: SchedulerState, builder: PlanBuilder) -> bool:
-    """Take in those that have had all of their prompt from another server, while others run: their first tokens are
-    drawn by a step without a forward pass, not at the end of one that the others need. False if there are none."""
+def admit_fully_fetched(state: SchedulerState, builder: PlanBuilder) -> bool:
+    """Admit requests that have received all of their prompt from another server, while others run: their first tokens
+    are sampled in a step without a forward pass, not at the end of one that the others need. False if there are
+    none."""
     if not state.running:
         return False
-    for request in sorted(state.transfers.ready, key=lambda request: request.turn):
-        if request.sequence is None or request.sequence.hit < request.num_known or not _may_go_first(state, request):
+    for request in sorted(state.transfers.ready, key=lambda request: request.sort_key):
+        if request.sequence is None or request.sequence.hit < request.num_tokens or not _may_overtake(state, request):
             break
         if not _admit_fetched(state, builder, request):
             break
     return bool(builder.scheduled)
 
 
-def _may_go_first(state: SchedulerState, request: Request) -> bool:
-    """Whether nobody before it could have its slot, and the leases leave room for it."""
-    if any(state.in_flight.can_go(other) for other in state.waiting.plain.before(request)):
+def _may_overtake(state: SchedulerState, request: Request) -> bool:
+    """Whether no request before it could have its slot, and the leases leave room for it."""
+    if any(not state.in_flight.is_waiting(other) for other in state.waiting.plain.before(request)):
         return False
     if not request.spec.role.kv_export:
         return True
@@ -45,7 +46,10 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
     their pages do so beside the queue."""
     state.in_flight.refresh()
     num_reserved_slots, leases_full, last = 0, False, None
-    while len(state.free_slots) > num_reserved_slots and (request := _next(state, last, leases_full)) is not None:
+    while (
+        len(state.free_slots) > num_reserved_slots
+        and (request := _next_candidate(state, last, leases_full)) is not None
+    ):
         if request.spec.role.kv_export and (leases_full or not has_room(state, request)):
             wait_for_lease_room(state, request)
             leases_full, last = True, request
@@ -62,7 +66,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
         if _try_admit(state, builder, request):
             continue
         if builder.budget >= GRID:
-            if give_way(state, before=request):
+            if requeue_youngest_fetched(state, before=request):
                 continue
             cancel_slow_fetch(state)
         if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
@@ -75,12 +79,14 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
             raise AssertionError(f"{request.id} does not fit an empty pool: submit should have refused it")
 
 
-def _next(state: SchedulerState, last: Request | None, leases_full: bool) -> Request | None:
+def _next_candidate(state: SchedulerState, last: Request | None, leases_full: bool) -> Request | None:
     """Whose turn it is when all up to `last` have been passed over; with `leases_full` not those that are known to wait
     for room among the leases."""
-    ready = [request for request in state.transfers.ready if last is None or request.turn > last.turn]
+    ready = [request for request in state.transfers.ready if last is None or request.sort_key > last.sort_key]
     found = [state.waiting.plain.after(last), None if leases_full else state.waiting.kv_exports.after(last), *ready]
-    return min((request for request in found if request is not None), key=lambda request: request.turn, default=None)
+    return min(
+        (request for request in found if request is not None), key=lambda request: request.sort_key, default=None
+    )
 
 
 def _admit_fetched(state: SchedulerState, builder: PlanBuilder, request: Request) -> bool:
@@ -91,9 +97,9 @@ def _admit_fetched(state: SchedulerState, builder: PlanBuilder, request: Request
     if len(state.free_slots) <= state.in_flight.num_before(request):
         return False
     place = len(builder.copies)
-    if not _first_step(state, builder, request, sequence):
+    if not _schedule_first_chunk(state, builder, request, sequence):
         if not state.running and not state.ending:
-            give_way(state)
+            requeue_youngest_fetched(state)
         return False
     builder.copies[place:place] = state.transfers.ready.pop(request)
     return True
@@ -109,8 +115,8 @@ def _try_admit(state: SchedulerState, builder: PlanBuilder, request: Request) ->
     sequence = state.parallel_sampling.branch(request) or _lookup(state, request)
     request.sequence, request.num_scheduled = sequence, sequence.hit
     by_prompt = state.config.exact or request.spec.role.kv_export
-    request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_known
-    if _first_step(state, builder, request, sequence):
+    request.prefill_until = request.num_prompt_tokens if by_prompt else request.num_tokens
+    if _schedule_first_chunk(state, builder, request, sequence):
         return True
     request.sequence = None
     state.cache.discard(sequence)
@@ -129,9 +135,11 @@ def _lookup(state: SchedulerState, request: Request) -> SequenceBlocks:
     return sequence
 
 
-def _first_step(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> bool:
+def _schedule_first_chunk(
+    state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks
+) -> bool:
     """Plan the request's first share; False if it has to go on waiting."""
-    if sequence.hit == request.num_known:
+    if sequence.hit == request.num_tokens:
         _explain(state, request, sequence)
         _start_running(state, builder, request, sequence)
         builder.add_sample(request, sequence.hit)
@@ -144,14 +152,14 @@ def _first_step(state: SchedulerState, builder: PlanBuilder, request: Request, s
     if end == sequence.hit and not decodes:
         return False
     num_files = needs_prompt_checkpoint(request, sequence)
-    if not state.cache.could_extend(sequence, request.num_known, num_files):
+    if not state.cache.could_extend(sequence, request.num_tokens, num_files):
         return False
     if not state.in_flight.leaves_room(request, sequence, num_files):
         return False
     _explain(state, request, sequence)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
     # and one that is resumed has to come further than before, or it would be sent back for ever
-    copies: list[PageCopy] | None = state.cache.extend(sequence, request.num_known)
+    copies: list[PageCopy] | None = state.cache.extend(sequence, request.num_tokens)
     if copies is None or not reserve_prompt_checkpoint(state, request, sequence):
         return False
     if state.parallel_sampling.needs_checkpoint(request):
@@ -169,12 +177,12 @@ def _first_step(state: SchedulerState, builder: PlanBuilder, request: Request, s
 def _explain(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
     state.cache.explain(sequence)
-    blame_remote(request, sequence)
+    blame_failed_pull(request, sequence)
 
 
 def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> None:
     if request.phase is Phase.WAITING:
-        count_overtaking(state, request)
+        count_overtaken(state, request)
         state.waiting.remove(request)
     request.transfer.no_lease_room_since = None
     parallel_sampling = state.parallel_sampling
@@ -198,9 +206,9 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     request.num_computed = sequence.hit
     request.facts = state.cache.prompt_facts(sequence, request.prefill_until, request.spec.boundaries)
     request.slot = state.free_slots.pop()
-    request.to(Phase.RUNNING)
+    request.set_phase(Phase.RUNNING)
     state.running.put(request)
-    state.in_flight.started(request)
+    state.in_flight.add_leader(request)
     builder.add_admit(request)
     if sequence.restore is not None:
         builder.restores.append(Restore(request.slot, sequence.restore))

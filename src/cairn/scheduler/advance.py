@@ -59,11 +59,11 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
     if spec.prompt_logprobs is not None:
         targets = spec.prompt[request.num_scheduled + 1 : end + 1]
         score = Score(targets, spec.prompt_logprobs) if len(targets) else None
-    _added_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_known)
+    _record_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_tokens)
 
 
 def _decode_ready(request: Request) -> bool:
-    if request.num_scheduled < request.num_known:
+    if request.num_scheduled < request.num_tokens:
         return True
     # fed by a token that a step still out samples; not if that token is the last one allowed
     last = request.num_prompt_tokens + request.spec.max_tokens - 1
@@ -71,10 +71,10 @@ def _decode_ready(request: Request) -> bool:
 
 
 def _add_decode(builder: PlanBuilder, request: Request, copies: list[PageCopy]) -> None:
-    _added_row(builder, builder.add_decode(request), copies, samples=request.num_scheduled + 1 >= request.num_known)
+    _record_row(builder, builder.add_decode(request), copies, samples=request.num_scheduled + 1 >= request.num_tokens)
 
 
-def _added_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[PageCopy], *, samples: bool) -> None:
+def _record_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[PageCopy], *, samples: bool) -> None:
     request = scheduled.request
     builder.copies += copies
     request.num_scheduled = scheduled.end

@@ -1,7 +1,7 @@
 """The end of a request: its slot and pages go when no step names it any more, and its last state may be saved first."""
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.placement import Wanted
+from cairn.cache.placement import CheckpointPoint
 from cairn.scheduler.kv_export import offer_prompt
 from cairn.scheduler.kv_import import cancel_fetch, release_source
 from cairn.scheduler.kv_lookup import remember_sequence
@@ -26,7 +26,7 @@ def finish(state: SchedulerState, request: Request, reason: Finish) -> bool:
     if request.phase is Phase.RUNNING:
         state.running.remove(request)
         state.ending.put(request)
-    request.to(Phase.FINISHING)
+    request.set_phase(Phase.FINISHING)
     if request.num_in_flight == 0:
         release_or_save(state, request)
     return True
@@ -54,19 +54,19 @@ def release_or_save(state: SchedulerState, request: Request) -> None:
         return
     placement = state.cache.policy.placement
     if request.phase is Phase.PREEMPTING:
-        state.back_to_queue(request)
+        state.requeue(request)
         return
     position = request.num_computed
-    state.cache.commit(sequence, min(position, request.num_known))
+    state.cache.commit(sequence, min(position, request.num_tokens))
     wanted = (
         placement is not None
         and placement.keeps_answer_end
         and not state.config.exact
         and request.outcome.finish_reason in ("stop", "length")
-        and max(sequence.hit, request.prefill_until) < position <= request.num_known
+        and max(sequence.hit, request.prefill_until) < position <= request.num_tokens
         and not request.stats.saved_answer_end
     )
-    if wanted and state.cache.reserve_checkpoint(sequence, Wanted(position, Kind.ANSWER_END)) is not None:
+    if wanted and state.cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.ANSWER_END)) is not None:
         request.stats.saved_answer_end = True
         state.pending_saves[request] = position
         return

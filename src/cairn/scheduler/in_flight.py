@@ -49,17 +49,18 @@ class SharedCounters:
 
 
 @dataclass(slots=True, eq=False)
-class _Leading:
-    """A request in prefill: leaders are numbered as they begin. `asked`: positions that others wait for."""
+class _Leader:
+    """A request in prefill. `number`: in the order in which leaders start. `positions`: where others wait for its
+    state."""
 
     number: int
-    asked: set[int] = field(default_factory=set)
+    positions: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """Until `leader` has computed `position` tokens. `pages`: put by for what comes behind them.
-    `scheduled`: how far it was planned when it last got on, `idle` plans ago."""
+    """A wait until `leader` has computed `position` tokens. `pages`: reserved for the tokens behind them. `scheduled`:
+    how far the leader was planned when it last made progress, `idle` plans ago."""
 
     leader: Request
     position: int
@@ -68,7 +69,7 @@ class _Wait:
     idle: int = 0
 
     def is_over(self) -> bool:
-        """To be asked once a plan, when those that run have their rows."""
+        """Whether the wait ends now. To be called once a plan, after the running requests have got their rows."""
         leader = self.leader
         if leader.phase is not Phase.RUNNING:
             return True
@@ -80,43 +81,44 @@ class _Wait:
 
 
 @dataclass(slots=True, eq=False)
-class _Past:
-    """What has come of a request so far. `looked`: leaders up to this number have been compared. `leaders`: arrivals of
-    those it has waited for. `hit`: what it would have hit had it not waited; None unless it has, since it last ran."""
+class _WaitHistory:
+    """The waits of a request so far. `num_compared`: leaders up to this number have been compared with it. `leaders`:
+    arrivals of those that it has waited for. `hit`: tokens that it would have hit without waiting; None if it has not
+    waited since it last ran."""
 
-    looked: int = 0
+    num_compared: int = 0
     leaders: set[int] = field(default_factory=set)
     hit: int | None = None
 
 
 class InFlight:
-    """Who waits for whose prefill. With `on` false nobody does."""
+    """Requests that wait for the prefill of others. With `enabled` False none does."""
 
-    def __init__(self, cache: PrefixCache, counters: SharedCounters, exact: bool, on: bool) -> None:
+    def __init__(self, cache: PrefixCache, counters: SharedCounters, exact: bool, enabled: bool) -> None:
         self._cache = cache
         self._counters = counters
         self._exact = exact
-        self._on = on and cache.enabled
-        self._leading: dict[Request, _Leading] = {}  # in the order in which they began
+        self._enabled = enabled and cache.enabled
+        self._leaders: dict[Request, _Leader] = {}  # in the order in which they began
         self._waits: dict[Request, _Wait] = {}
-        self._past: dict[Request, _Past] = {}
-        self._begun = 0
+        self._histories: dict[Request, _WaitHistory] = {}
+        self._num_leaders = 0
         self._compared = 0
 
     def num_before(self, request: Request) -> int:
-        """How many of those that are held back come before `request`: each has a slot put by."""
-        return sum(other.turn < request.turn for other in self._waits)
+        """How many waiting requests come before `request`: a slot is reserved for each."""
+        return sum(other.sort_key < request.sort_key for other in self._waits)
 
-    def can_go(self, request: Request) -> bool:
-        """Whether it is not held back."""
-        return request not in self._waits
+    def is_waiting(self, request: Request) -> bool:
+        """Whether it waits for a leader."""
+        return request in self._waits
 
     def refresh(self) -> None:
-        """A plan has the rows of those that run: let go of whoever has waited long enough."""
+        """End the waits that are over; to be called when the running requests of a plan have got their rows."""
         for request in [request for request, wait in self._waits.items() if wait.is_over()]:
             del self._waits[request]
-        for leader in [leader for leader in self._leading if not _in_prefill(leader)]:
-            del self._leading[leader]
+        for leader in [leader for leader in self._leaders if not _in_prefill(leader)]:
+            del self._leaders[leader]
         self._compared = 0
 
     def should_wait_for_prefix(
@@ -125,71 +127,71 @@ class InFlight:
         """Whether `request`, whose turn it is, waits for one that runs. `lookup`: as for its admission."""
         if request in self._waits:
             return True
-        if not self._on or (request.spec.prompt_logprobs is not None and not request.output):
+        if not self._enabled or (request.spec.prompt_logprobs is not None and not request.output):
             return False
-        past = self._past.setdefault(request, _Past())
-        found = self._leaders_sharing(request, past)
-        past.looked = self._begun
-        if not found or len(past.leaders) >= MAX_WAITS:
+        history = self._histories.setdefault(request, _WaitHistory())
+        found = self._leaders_sharing(request, history)
+        history.num_compared = self._num_leaders
+        if not found or len(history.leaders) >= MAX_WAITS:
             return False
         sequence = lookup(request)
         for leader, shared in reversed(found):
             if leader.num_computed < sequence.hit:
                 continue
-            position = self._meeting_point(builder, leader, request, sequence.hit, shared)
+            position = self._shared_position(builder, leader, request, sequence.hit, shared)
             if position is not None:
-                self._wait(request, past, leader, position, sequence.hit)
+                self._wait(request, history, leader, position, sequence.hit)
                 break
         self._cache.discard(sequence)
         return request in self._waits
 
     def leaves_room(self, request: Request, sequence: SequenceBlocks, num_files: int) -> bool:
-        """Whether the pages that have been put by for those before `request` are there besides its own, which are to
-        hold all that is known of it and `num_files` files."""
-        put_by = sum(wait.pages for other, wait in self._waits.items() if other.turn < request.turn)
-        if not put_by:
+        """Whether the pages reserved for waiting requests before `request` are available besides its own, which hold
+        all of its tokens and `num_files` files."""
+        reserved = sum(wait.pages for other, wait in self._waits.items() if other.sort_key < request.sort_key)
+        if not reserved:
             return True
-        need = put_by + sequence.blocks.missing_pages(request.num_known)
+        need = reserved + sequence.blocks.missing_pages(request.num_tokens)
         return self._cache.could_free(sequence, need + num_files * self._cache.layout.pages_per_checkpoint)
 
-    def started(self, request: Request) -> None:
-        """It runs: whatever it computes may be waited for from now on."""
-        past, sequence = self._past.get(request), request.sequence
+    def add_leader(self, request: Request) -> None:
+        """`request` starts running: from now on others may wait for what it computes."""
+        history, sequence = self._histories.get(request), request.sequence
         assert sequence is not None
-        if past is not None and past.hit is not None:
-            self._counters.requests += sequence.hit > past.hit
-            self._counters.tokens += max(0, sequence.hit - past.hit)
-            past.hit = None
-        if self._on and _in_prefill(request):
-            self._begun += 1
-            self._leading.pop(request, None)
-            self._leading[request] = _Leading(self._begun)
+        if history is not None and history.hit is not None:
+            self._counters.requests += sequence.hit > history.hit
+            self._counters.tokens += max(0, sequence.hit - history.hit)
+            history.hit = None
+        if self._enabled and _in_prefill(request):
+            self._num_leaders += 1
+            self._leaders.pop(request, None)
+            self._leaders[request] = _Leader(self._num_leaders)
 
-    def ended(self, request: Request) -> None:
-        """It is gone, and nobody waits for it when the next plan is made."""
-        for known in (self._leading, self._waits, self._past):
+    def remove(self, request: Request) -> None:
+        """`request` has ended; those that wait for it stop waiting at the next plan."""
+        for known in (self._leaders, self._waits, self._histories):
             known.pop(request, None)
 
-    def asked(self, request: Request, start: int, end: int) -> list[int]:
-        """Positions p, start < p <= end, at which others wait for its state, and a file has been set aside for it."""
-        leading = self._leading.get(request)
-        return sorted(p for p in leading.asked if start < p <= end) if leading is not None else []
+    def positions_to_save(self, request: Request, start: int, end: int) -> list[int]:
+        """Positions p, start < p <= end, at which others wait for its state; a file is reserved for each."""
+        leader = self._leaders.get(request)
+        return sorted(p for p in leader.positions if start < p <= end) if leader is not None else []
 
     # -- who waits where -----------------------------------------------------------------------------------------
 
-    def _leaders_sharing(self, request: Request, past: _Past) -> list[tuple[Request, int]]:
+    def _leaders_sharing(self, request: Request, history: _WaitHistory) -> list[tuple[Request, int]]:
         """Requests in prefill that have not been looked at for this one, with the tokens that both begin with: each
         shares more than the one before it. Most are told apart by one token."""
         found: list[tuple[Request, int]] = []
         least = MIN_SHARED
-        new = [leader for leader, leading in self._leading.items() if leading.number > past.looked]
+        new = [leader for leader, one in self._leaders.items() if one.number > history.num_compared]
         keys = request.spec.prompt if self._exact or request.spec.role.kv_export or not new else request.keys()
         for leader in new:
             assert leader.sequence is not None
             theirs = leader.sequence.keys[: leader.prefill_until]
             if min(len(keys), len(theirs)) < least or keys[least - 1] != theirs[least - 1]:
                 continue
-            if leader.spec.namespace != request.spec.namespace or leader.arrival in past.leaders:
+            if leader.spec.namespace != request.spec.namespace or leader.arrival in history.leaders:
                 continue
             if self._compared >= MAX_COMPARED:
                 break
@@ -200,22 +202,23 @@ class InFlight:
                 least = shared + 1
         return found
 
-    def _meeting_point(
+    def _shared_position(
         self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int
     ) -> int | None:
-        """Where the leader is going to leave a state that `request` can start from; None if nowhere worth it."""
+        """The position of a state of the leader that `request` can start from; None if there is none worth waiting
+        for."""
         assert leader.sequence is not None
         files = leader.sequence.files
         if self._cache.layout.state_bytes == 0:
             points = [shared]
         else:
             points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._can_resume_at(request, p)]
-            points = [p for p in points if p in files or self._can_ask(builder, leader, p)]
+            points = [p for p in points if p in files or self._can_save_at(builder, leader, p)]
             points += sorted((p for p in files if p <= shared and self._can_resume_at(request, p)), reverse=True)
         for point in points:
             if point - hit < MIN_SHARED or point <= leader.num_computed:
                 continue
-            if self._cache.layout.state_bytes == 0 or point in files or self._ask(leader, point):
+            if self._cache.layout.state_bytes == 0 or point in files or self._save_at(leader, point):
                 return point
         return None
 
@@ -223,30 +226,30 @@ class InFlight:
         """Whether it may go on from a state there that was built by prefill (DESIGN section 6)."""
         return not self._exact or position % GRID == 0 or position == request.num_prompt_tokens
 
-    def _can_ask(self, builder: PlanBuilder, leader: Request, position: int) -> bool:
+    def _can_save_at(self, builder: PlanBuilder, leader: Request, position: int) -> bool:
         """Whether no step that is out has passed `position`; the one at hand may."""
-        if position % GRID and sum(p % GRID != 0 for p in self._leading[leader].asked) >= MAX_UNALIGNED:
+        if position % GRID and sum(p % GRID != 0 for p in self._leaders[leader].positions) >= MAX_UNALIGNED:
             return False
         if position > leader.num_scheduled:
             return True
         return any(one.request is leader and one.start < position for one in builder.scheduled if one.has_row)
 
-    def _ask(self, leader: Request, position: int) -> bool:
-        """Set a file aside for the leader's state there; False if there is no room for it."""
+    def _save_at(self, leader: Request, position: int) -> bool:
+        """Reserve a file for the leader's state there; False if there is no room for it."""
         assert leader.sequence is not None
         if self._cache.force_checkpoint(leader.sequence, position) is None:
             return False
-        self._leading[leader].asked.add(position)
+        self._leaders[leader].positions.add(position)
         return True
 
-    def _wait(self, request: Request, past: _Past, leader: Request, position: int, hit: int) -> None:
+    def _wait(self, request: Request, history: _WaitHistory, leader: Request, position: int, hit: int) -> None:
         layout = self._cache.layout
-        pages = layout.pages_for(request.num_known) - layout.pages_for(position) + len(layout.groups)
+        pages = layout.pages_for(request.num_tokens) - layout.pages_for(position) + len(layout.groups)
         if request.spec.role.kv_export and position < request.num_prompt_tokens:
             pages += layout.pages_per_checkpoint
         self._waits[request] = _Wait(leader, position, pages, leader.num_scheduled)
-        past.leaders.add(leader.arrival)
-        past.hit = hit if past.hit is None else past.hit
+        history.leaders.add(leader.arrival)
+        history.hit = hit if history.hit is None else history.hit
 
 
 def _in_prefill(request: Request) -> bool:

@@ -7,9 +7,9 @@ cache off, so a prompt that is computed can always be handed over.
 import numpy as np
 
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.request import Offered, Request
+from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.state import SchedulerState
-from cairn.scheduler.transfers import Leased, content_name
+from cairn.scheduler.transfers import OpenLease, content_name
 from cairn.transfer.contract import LeaseEnded, Offer, OfferedCheckpoint
 from cairn.types import Pages
 
@@ -21,7 +21,7 @@ def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
     assert side is not None
     if not (besides or state.transfers.offers or any(other.spec.role.kv_export for other in state.running)):
         return True
-    promised, num_more = promised_pages(state)
+    promised, num_more = pages_to_lease(state)
     num_more += besides
     if side.has_room(promised, num_more + num_pages(state, request)):
         return True
@@ -32,7 +32,7 @@ def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
     return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
 
 
-def promised_pages(state: SchedulerState) -> tuple[Pages, int]:
+def pages_to_lease(state: SchedulerState) -> tuple[Pages, int]:
     """Pages that those that run are going to keep for other servers, and how many more they are going to need for it:
     spoken for, though nothing is leased yet."""
     pages, num_more = [np.zeros(0, np.int32)], 0
@@ -107,9 +107,9 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
         checkpoints=(OfferedCheckpoint(length, checkpoint.pages),),
     )
     reference = side.offer(made)
-    request.transfer.offered = Offered(made, reference)
+    request.transfer.offered = PromptOffer(made, reference)
     hold = state.cache.pin(f"handed over by {request.id}", made.all_pages)
-    state.transfers.offers[reference] = Leased(hold, request.spec.client)
+    state.transfers.offers[reference] = OpenLease(hold, request.spec.client)
 
 
 def release_offer(state: SchedulerState, ended: LeaseEnded) -> None:

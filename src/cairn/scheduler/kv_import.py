@@ -62,10 +62,10 @@ def _compute_here(state: SchedulerState, request: Request, source: KvSource) -> 
     release_source(state, request, source)
 
 
-def count_overtaking(state: SchedulerState, request: Request) -> None:
+def count_overtaken(state: SchedulerState, request: Request) -> None:
     """`request` comes in from the queue, perhaps before one that waits for pages for its fetch."""
     first = state.waiting.fetches.head
-    if first is not None and first.turn < request.turn:
+    if first is not None and first.sort_key < request.sort_key:
         first.transfer.num_overtaken += 1
 
 
@@ -94,7 +94,7 @@ def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
         return False
     state.waiting.remove(request)
     request.transfer.source, request.sequence = None, sequence
-    request.to(Phase.FETCHING)
+    request.set_phase(Phase.FETCHING)
     assert state.transfers.side is not None
     pull = state.transfers.side.pull(_pull_spec(request, source, sequence, file))
     state.transfers.fetching[pull] = Fetch(request, source, copies, state.clock.now())
@@ -105,7 +105,7 @@ def _pages_before(state: SchedulerState, request: Request) -> int:
     """Pages that the plain requests before it are going to need, at most; no more are counted than there are."""
     layout, num_pages = state.cache.layout, 0
     for other in state.waiting.plain.before(request):
-        num_pages += layout.pages_for(other.num_known) + layout.pages_per_checkpoint * other.spec.role.kv_export
+        num_pages += layout.pages_for(other.num_tokens) + layout.pages_per_checkpoint * other.spec.role.kv_export
         if num_pages > state.cache.pool.num_pages:
             break
     return num_pages
@@ -152,7 +152,7 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
         # keys and values alone are enough anywhere but at the prompt's end
         position = max(position, min(ended.position, length - 1))
     if position <= sequence.hit:
-        state.back_to_queue(request)
+        state.requeue(request)
         return None
     asked = length - sequence.hit
     copies = fetch.copies if ended.position <= sequence.matched else []
@@ -160,7 +160,7 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
     state.counters.external_queries += asked
     state.counters.external_hits += sequence.received
     request.transfer.pulled, request.transfer.pull_seconds = ended, state.clock.now() - fetch.began
-    request.to(Phase.READY)
+    request.set_phase(Phase.READY)
     state.transfers.ready[request] = copies
     return None
 
@@ -169,7 +169,7 @@ def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None
     request = fetch.request
     if fetch.source.nonce is None:
         # nothing had been promised
-        state.back_to_queue(request)
+        state.requeue(request)
         return None
     state.counters.failed_pulls += 1
     where = f"{fetch.source.host}:{fetch.source.port}"
@@ -177,7 +177,7 @@ def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None
     state.counters.external_queries += request.num_prompt_tokens - (request.sequence.hit if request.sequence else 0)
     if state.config.on_load_failure == "recompute":
         request.transfer.remote_failed = True
-        state.back_to_queue(request)
+        state.requeue(request)
         return None
     request.outcome.failure = f"the prompt could not be fetched from {where}: {failure}"
     request.outcome.finish_reason = "error"
@@ -218,9 +218,9 @@ def cancel_slow_fetch(state: SchedulerState) -> None:
     come free when no byte can reach them any more."""
     slow = slow_fetches(state)
     if slow:
-        youngest = max(slow, key=lambda request: request.turn)
+        youngest = max(slow, key=lambda request: request.sort_key)
         cancel_fetch(state, youngest)
-        state.back_to_queue(youngest)
+        state.requeue(youngest)
 
 
 def slow_fetches(state: SchedulerState) -> list[Request]:
@@ -229,19 +229,19 @@ def slow_fetches(state: SchedulerState) -> list[Request]:
     return [fetch.request for fetch in state.transfers.fetching.values() if now - fetch.began >= SLOW_SECONDS]
 
 
-def give_way(state: SchedulerState, before: Request | None = None) -> bool:
+def requeue_youngest_fetched(state: SchedulerState, before: Request | None = None) -> bool:
     """Send the youngest request that holds pages and does not run back to the queue, of those whose turn comes after
     that of `before`: what it has fetched stays cached, and may be dropped. False if there is none."""
-    ready = (request for request in state.transfers.ready if before is None or request.turn > before.turn)
-    youngest = max(ready, key=lambda request: request.turn, default=None)
+    ready = (request for request in state.transfers.ready if before is None or request.sort_key > before.sort_key)
+    youngest = max(ready, key=lambda request: request.sort_key, default=None)
     if youngest is None:
         return False
     del state.transfers.ready[youngest]
-    state.back_to_queue(youngest)
+    state.requeue(youngest)
     return True
 
 
-def blame_remote(request: Request, sequence: SequenceBlocks) -> None:
+def blame_failed_pull(request: Request, sequence: SequenceBlocks) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
     if request.transfer.remote_failed and sequence.hit < request.num_prompt_tokens:
         sequence.blame(Reason.REMOTE_FAILED)

@@ -7,10 +7,10 @@ somebody who knows their digests asks.
 import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
-from cairn.scheduler.kv_export import promised_pages
+from cairn.scheduler.kv_export import pages_to_lease
 from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
-from cairn.scheduler.transfers import Leased, content_name
+from cairn.scheduler.transfers import OpenLease, content_name
 from cairn.step import GRID
 from cairn.transfer.contract import ContentName, LookupRequest, Offer, OfferedCheckpoint
 from cairn.types import Keys
@@ -48,7 +48,7 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
     offer = Offer(purpose, name, keys[:position], pages, checkpoints)
-    promised, num_more = promised_pages(state)
+    promised, num_more = pages_to_lease(state)
     has_room = state.num_leases < state.transfers.quota.max_leases
     if not of_use or not has_room or not side.has_room(np.concatenate([promised, offer.all_pages]), num_more):
         side.answer_lookup(request.lookup, None)
@@ -56,5 +56,5 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
         reference = side.answer_lookup(request.lookup, offer)
         if reference is not None:
             hold = cache.pin(f"leased after {purpose}", offer.all_pages)
-            state.transfers.offers[reference] = Leased(hold, client=None)
+            state.transfers.offers[reference] = OpenLease(hold, client=None)
     cache.discard(sequence)

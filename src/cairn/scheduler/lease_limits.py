@@ -62,7 +62,7 @@ def wait_for_lease_room(state: SchedulerState, request: Request) -> None:
         _set_since(state, request, state.clock.now())
 
 
-def refuse_overdue(state: SchedulerState) -> list[Request]:
+def reject_overdue(state: SchedulerState) -> list[Request]:
     """End the hand-overs that have waited for lease room for too long. Returns them."""
     ready = (request for request in state.transfers.ready if request.transfer.no_lease_room_since is not None)
     waiting = list(chain(state.waiting.kv_exports, ready))
@@ -73,7 +73,7 @@ def refuse_overdue(state: SchedulerState) -> list[Request]:
     if not overdue:
         return []
     besides = 0
-    for request in sorted(waiting, key=lambda request: request.turn):
+    for request in sorted(waiting, key=lambda request: request.sort_key):
         if not has_room(state, request, besides):
             break
         # slots or pages are what it waits for by now, as all others do

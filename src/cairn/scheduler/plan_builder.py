@@ -25,7 +25,7 @@ from cairn.step import (
 class ScheduledSequence:
     """One request's share of a step: tokens [start, end) by a prefill or a decode row, no row where they are equal.
 
-    `row`: its place among the rows of its kind. `samples`: whether a token comes back. `kept`: positions of its
+    `row`: its place among the rows of its kind. `samples`: whether a token comes back. `checkpoint_positions`: of its
     snapshots, or of its save.
     """
 
@@ -35,7 +35,7 @@ class ScheduledSequence:
     samples: bool = False
     is_decode: bool = False
     row: int = 0
-    kept: list[int] = field(default_factory=list)
+    checkpoint_positions: list[int] = field(default_factory=list)
 
     @property
     def has_row(self) -> bool:
@@ -83,7 +83,7 @@ class PlanBuilder:
         assert sequence is not None
         added = ScheduledSequence(request, start, end, row=len(self._prefills))
         self._prefills.append(PrefillRow(request.slot, start, sequence.keys[start:end], sequence.kv_write_from, score))
-        self._added_row(added)
+        self._record_row(added)
         return added
 
     def add_decode(self, request: Request) -> ScheduledSequence:
@@ -93,7 +93,7 @@ class PlanBuilder:
         added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(self._decodes))
         token = int(sequence.keys[start]) if start < sequence.num_tokens else SAMPLED
         self._decodes.append((request.slot, start, token, sequence.kv_write_from))
-        self._added_row(added)
+        self._record_row(added)
         return added
 
     def add_sample(self, request: Request, position: int) -> None:
@@ -123,7 +123,7 @@ class PlanBuilder:
             samples=Samples(samples[0], samples[1], samples[2].astype(np.bool_)),
         )
 
-    def _added_row(self, added: ScheduledSequence) -> None:
+    def _record_row(self, added: ScheduledSequence) -> None:
         self.scheduled.append(added)
         self.budget -= added.end - added.start
         request = added.request

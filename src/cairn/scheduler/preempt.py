@@ -1,9 +1,9 @@
 """Making room by sending the youngest running request back to the queue."""
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.placement import Wanted
+from cairn.cache.placement import CheckpointPoint
 from cairn.cache.reasons import Reason
-from cairn.scheduler.kv_import import cancel_slow_fetch, give_way
+from cairn.scheduler.kv_import import cancel_slow_fetch, requeue_youngest_fetched
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.step import PageCopy
@@ -20,7 +20,7 @@ def make_room(state: SchedulerState, request: Request, num_tokens: int) -> list[
     """
     assert request.sequence is not None
     while (copies := state.cache.extend(request.sequence, num_tokens)) is None:
-        if give_way(state) or state.parallel_sampling.release_last():
+        if requeue_youngest_fetched(state) or state.parallel_sampling.release_last():
             continue
         younger = state.running.behind(request)
         is_oldest = state.running.head is request
@@ -61,10 +61,10 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     position = victim.num_computed
     worth_it = position > sequence.hit and size < own and position not in sequence.files
     if worth_it and cache.make_room(needed_pages + size):
-        if cache.reserve_checkpoint(sequence, Wanted(position, Kind.PREEMPTION)) is not None:
+        if cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.PREEMPTION)) is not None:
             state.pending_saves[victim] = position
-            victim.to(Phase.PREEMPTING)
+            victim.set_phase(Phase.PREEMPTING)
             state.running.remove(victim)
             state.ending.put(victim)
             return
-    state.back_to_queue(victim, Reason.PREEMPTED)
+    state.requeue(victim, Reason.PREEMPTED)

@@ -28,23 +28,23 @@ class RequestQueue:
         """Whose turn it is when all up to `request`, which need not be here, have been passed over."""
         if request is None:
             return self.head
-        place = bisect_right(self._requests, request.turn, key=_turn)
+        place = bisect_right(self._requests, request.sort_key, key=_sort_key)
         return self._requests[place] if place < len(self._requests) else None
 
     def behind(self, request: Request) -> list[Request]:
         """Those whose turn comes after that of `request`."""
-        return self._requests[bisect_right(self._requests, request.turn, key=_turn) :]
+        return self._requests[bisect_right(self._requests, request.sort_key, key=_sort_key) :]
 
     def before(self, request: Request) -> Iterator[Request]:
         """Those whose turn comes before that of `request`."""
-        return takewhile(lambda other: other.turn < request.turn, self._requests)
+        return takewhile(lambda other: other.sort_key < request.sort_key, self._requests)
 
     def put(self, request: Request) -> None:
         """To where its turn puts it, also when it has been out of the queue before."""
-        insort(self._requests, request, key=_turn)
+        insort(self._requests, request, key=_sort_key)
 
     def remove(self, request: Request) -> None:
-        place = bisect_left(self._requests, request.turn, key=_turn)
+        place = bisect_left(self._requests, request.sort_key, key=_sort_key)
         assert self._requests[place] is request, f"{request.id} is not here"
         del self._requests[place]
 
@@ -90,5 +90,5 @@ class WaitingQueue:
         return self.plain if request.transfer.no_lease_room_since is None else self.kv_exports
 
 
-def _turn(request: Request) -> tuple[int, int]:
-    return request.turn
+def _sort_key(request: Request) -> tuple[int, int]:
+    return request.sort_key

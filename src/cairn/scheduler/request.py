@@ -15,12 +15,12 @@ from cairn.transfer.contract import KvSource, Offer, PullEnded, TransferRole
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
 __all__ = [
-    "PATIENCE",
+    "ARRIVALS_PER_PRIORITY",
     "TRANSITIONS",
     "Constraint",
     "Finish",
-    "Offered",
     "Phase",
+    "PromptOffer",
     "Request",
     "RequestOutcome",
     "RequestStats",
@@ -30,7 +30,7 @@ __all__ = [
 
 Finish = Literal["stop", "length", "abort", "error"]
 
-PATIENCE = 4096
+ARRIVALS_PER_PRIORITY = 4096
 """One step of priority is worth this many arrivals: no more than these can overtake a request for it."""
 
 
@@ -103,7 +103,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class PromptOffer:
     """What a request has left for another server, and the reference that it is asked for by."""
 
     offer: Offer
@@ -166,14 +166,14 @@ class RequestTransfer:
     remote_failed: bool = False
     no_lease_room_since: float | None = None
     pinned_checkpoint: PagePin | None = None
-    offered: Offered | None = None
+    offered: PromptOffer | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A request and its progress, in tokens of prompt + output:
 
-        0 ... num_computed ... num_scheduled ... num_known
+        0 ... num_computed ... num_scheduled ... num_tokens
               applied          named by steps     prompt + output so far
                                still out
 
@@ -199,9 +199,9 @@ class Request:
     transfer: RequestTransfer = field(default_factory=RequestTransfer)
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Whose turn comes first: by priority and arrival, so that nobody waits for ever."""
-        return self.arrival + PATIENCE * self.spec.priority, self.arrival
+        return self.arrival + ARRIVALS_PER_PRIORITY * self.spec.priority, self.arrival
 
     @property
     def id(self) -> RequestId:
@@ -212,7 +212,7 @@ class Request:
         return len(self.spec.prompt)
 
     @property
-    def num_known(self) -> int:
+    def num_tokens(self) -> int:
         return len(self.spec.prompt) + len(self.output)
 
     @property
@@ -226,12 +226,12 @@ class Request:
         return self.stats.first_sequence is not None
 
     def keys(self) -> Keys:
-        """Prompt and output, shape [num_known]."""
+        """Prompt and output, shape [num_tokens]."""
         if not self.output:
             return self.spec.prompt
         return np.concatenate([self.spec.prompt, np.array(self.output, np.int64)])
 
-    def to(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Go to another phase. The only place where a phase changes."""
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.id}: {self.phase.value} -> {phase.value} is not a transition")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.errors import InvalidRequest, QueueFull
-from cairn.scheduler.admit import admit, admit_whole
+from cairn.scheduler.admit import admit, admit_fully_fetched
 from cairn.scheduler.advance import advance
 from cairn.scheduler.finish import finish, release_or_save
 from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer
 from cairn.scheduler.kv_import import finish_pull, release_quarantine, slow_fetches, start_pulls
 from cairn.scheduler.kv_lookup import answer_lookup
-from cairn.scheduler.lease_limits import check_quota, refuse_overdue
+from cairn.scheduler.lease_limits import check_quota, reject_overdue
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Finish, Phase, Request, RequestStats, Spec
@@ -64,7 +64,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._stalled = False
-        self._drawn_only = False
+        self._sampled_only = False
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Scheduler:
                     raise InvalidRequest(f"request id {own.request_id!r} is in use", "request_id")
                 ids.add(own.request_id)
             self._check(group[0])
-        self.check_room([len(group) for group in groups])
+        self.check_queue_limit([len(group) for group in groups])
         check_quota(self.state, [group[0] for group in groups])
         for group in groups:
             leader, *others = [self._add_request(own) for own in group]
@@ -99,7 +99,7 @@ class Scheduler:
             raise InvalidRequest("the prompt is empty: it needs at least one token", "prompt")
         limit = self.max_tokens_for(length)
         if limit < 1 or spec.max_tokens > limit:
-            raise InvalidRequest(self._too_long(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
+            raise InvalidRequest(self._length_error(length, spec.max_tokens), "prompt" if limit < 1 else "max_tokens")
         if (spec.role.source is not None or spec.role.kv_export) and self.state.transfers.side is None:
             raise InvalidRequest("this server takes no part in transfers: start it with --kv-transfer-config", "source")
         if spec.role.kv_export and not self._can_export_kv(length + spec.max_tokens):
@@ -109,7 +109,7 @@ class Scheduler:
                 "prompt",
             )
 
-    def check_room(self, num_answers: Sequence[int]) -> None:
+    def check_queue_limit(self, num_answers: Sequence[int]) -> None:
         """Whether so many answers to each of some prompts may come into the queue together. Raises InvalidRequest if
         they never may, QueueFull if they may not now."""
         state, most, total = self.state, max(num_answers), sum(num_answers)
@@ -142,7 +142,7 @@ class Scheduler:
         need = layout.pages_for(num_tokens) + layout.pages_per_checkpoint + len(layout.groups)
         return need <= self.state.cache.pool.num_pages
 
-    def _too_long(self, length: int, max_tokens: int) -> str:
+    def _length_error(self, length: int, max_tokens: int) -> str:
         capacity, longest = self._capacity, self.state.config.max_model_len
         asked = f"{length} prompt tokens and {max_tokens} to generate"
         if capacity is not None and capacity < longest:
@@ -178,7 +178,7 @@ class Scheduler:
                     release_offer(state, event)
                 case LookupRequest():
                     answer_lookup(state, event)
-        refused = refuse_overdue(state)
+        refused = reject_overdue(state)
         changed = start_pulls(state) or bool(events or refused)
         if state.running or state.waiting.plain:
             changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
@@ -208,8 +208,8 @@ class Scheduler:
         self._step += 1
         builder = PlanBuilder(self._step, self.state.config.max_num_batched_tokens)
         # every second step at least is for those that run
-        self._drawn_only = not self._drawn_only and admit_whole(self.state, builder)
-        if not self._drawn_only and advance(self.state, builder):
+        self._sampled_only = not self._sampled_only and admit_fully_fetched(self.state, builder)
+        if not self._sampled_only and advance(self.state, builder):
             admit(self.state, builder)
         add_saves(self.state, builder)
         add_snapshots(self.state, builder)
@@ -260,26 +260,26 @@ class Scheduler:
 
     def _apply_sequence(self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken]) -> Progress | None:
         request, state = scheduled.request, self.state
-        num_prompt, num_known = request.num_prompt_tokens, request.num_known
+        num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
         assert request.sequence is not None
         request.num_in_flight -= 1
         sampled = tokens[request.slot] if scheduled.samples else None
         # A step that was out when the request ended may have gone on with tokens that are not part of it. The runner
         # itself has seen where one of its stop tokens came last: then the slot's state is that before it.
-        stopped = request.outcome.stop_token is not None and scheduled.is_decode and scheduled.end >= num_known
-        known = scheduled.end <= num_known and not stopped
+        stopped = request.outcome.stop_token is not None and scheduled.is_decode and scheduled.end >= num_tokens
+        known = scheduled.end <= num_tokens and not stopped
         if scheduled.has_row and not stopped and scheduled.end > request.num_computed:
             if request.num_computed < num_prompt:
                 num_prompt_computed = min(scheduled.end, num_prompt) - request.num_computed
                 request.stats.num_prompt_computed += num_prompt_computed
                 state.counters.computed_prompt_tokens += num_prompt_computed
             request.num_computed = scheduled.end
-        if num_prompt in scheduled.kept:
+        if num_prompt in scheduled.checkpoint_positions:
             if request.spec.role.kv_export:
                 pin_prompt_checkpoint(state, request)
             state.parallel_sampling.pin_checkpoint(request)
-        if scheduled.end <= request.prefill_until or (scheduled.kept and known):
-            state.cache.commit(request.sequence, scheduled.end, scheduled.kept)
+        if scheduled.end <= request.prefill_until or (scheduled.checkpoint_positions and known):
+            state.cache.commit(request.sequence, scheduled.end, scheduled.checkpoint_positions)
         if request.num_computed >= num_prompt and state.parallel_sampling.is_leader(request):
             state.parallel_sampling.queue_others(request)
         news = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cairn.cache.placement import PlacementPolicy, Wanted
+from cairn.cache.placement import CheckpointPoint, PlacementPolicy
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.state import SchedulerState
 from cairn.step import Save, Snapshot
@@ -17,7 +17,7 @@ def add_saves(state: SchedulerState, builder: PlanBuilder) -> None:
             continue
         assert request.sequence is not None
         builder.saves.append(Save(request.slot, request.sequence.files[position].pages))
-        builder.scheduled.append(ScheduledSequence(request, position, position, kept=[position]))
+        builder.scheduled.append(ScheduledSequence(request, position, position, checkpoint_positions=[position]))
         del state.pending_saves[request]
         request.num_in_flight += 1
 
@@ -48,12 +48,14 @@ def _add_for_others(state: SchedulerState, builder: PlanBuilder, scheduled: Sche
     asked = handed_over or (state.parallel_sampling.needs_checkpoint(request) and end in files)
     if asked and scheduled.start < end <= scheduled.end:
         _add(builder, scheduled, end, files[end].pages)
-    for position in state.in_flight.asked(request, scheduled.start, scheduled.end):
-        if position not in scheduled.kept:
+    for position in state.in_flight.positions_to_save(request, scheduled.start, scheduled.end):
+        if position not in scheduled.checkpoint_positions:
             _add(builder, scheduled, position, files[position].pages)
 
 
-def _wanted(state: SchedulerState, placement: PlacementPolicy, scheduled: ScheduledSequence) -> Iterable[Wanted]:
+def _wanted(
+    state: SchedulerState, placement: PlacementPolicy, scheduled: ScheduledSequence
+) -> Iterable[CheckpointPoint]:
     facts = scheduled.request.facts
     assert facts is not None
     if not scheduled.is_decode:
@@ -64,4 +66,4 @@ def _wanted(state: SchedulerState, placement: PlacementPolicy, scheduled: Schedu
 
 def _add(builder: PlanBuilder, scheduled: ScheduledSequence, position: int, pages: Pages) -> None:
     builder.snapshots.append(Snapshot(builder.row_of(scheduled), position, pages))
-    scheduled.kept.append(position)
+    scheduled.checkpoint_positions.append(position)

@@ -125,7 +125,7 @@ class SchedulerState:
         """Prompts that are leased to other servers, or are going to be."""
         return len(self.transfers.offers) + sum(request.is_to_be_leased for request in self.requests.values())
 
-    def leave_slot(self, request: Request) -> None:
+    def free_slot(self, request: Request) -> None:
         """Give back the slot of a request that no step names any more."""
         assert request.num_in_flight == 0
         if request.slot >= 0:
@@ -136,11 +136,11 @@ class SchedulerState:
         elif request.phase in (Phase.PREEMPTING, Phase.FINISHING):
             self.ending.remove(request)
 
-    def back_to_queue(self, request: Request, loss: Reason | None = None) -> None:
+    def requeue(self, request: Request, loss: Reason | None = None) -> None:
         """Release everything a request holds and let it wait: also the state for another server, which it comes by
         again, because what waits must not keep from those that run what they were promised when they were submitted."""
         self._release(request, loss)
-        request.to(Phase.WAITING)
+        request.set_phase(Phase.WAITING)
         self.waiting.put(request)
 
     def _release(self, request: Request, loss: Reason | None = None) -> None:
@@ -151,14 +151,14 @@ class SchedulerState:
         if request.transfer.pinned_checkpoint is not None:
             self.cache.unpin(request.transfer.pinned_checkpoint)
             request.transfer.pinned_checkpoint = None
-        self.leave_slot(request)
+        self.free_slot(request)
 
     def drop(self, request: Request) -> None:
         """The end of a request: nothing is held for it any more."""
         self._release(request)
-        request.to(Phase.FINISHED)
+        request.set_phase(Phase.FINISHED)
         self.requests.pop(request.id, None)
         self.parallel_sampling.remove(request)
-        self.in_flight.ended(request)
+        self.in_flight.remove(request)
         if self.observer is not None:
             self.observer.ended(request)

@@ -20,8 +20,9 @@ class LeaseQuota:
     wait_seconds: float = 30.0
 
 
-class Sequences(Protocol):
-    """Sequences that ended here lately, by the digests of their prefixes: `cairn.transfer.digest.SequenceIndex`."""
+class RecentSequences(Protocol):
+    """RecentSequences that ended here lately, by the digests of their prefixes:
+    `cairn.transfer.digest.SequenceIndex`."""
 
     def remember(self, name: ContentName, keys: Keys) -> None: ...
 
@@ -49,7 +50,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leased:
+class OpenLease:
     """What is held for another server. `client`: whose hand-over it is, None of what was asked for by content."""
 
     hold: PagePin
@@ -66,12 +67,12 @@ class Transfers:
     """
 
     side: SchedulerSide | None = None
-    sequences: Sequences | None = None
+    sequences: RecentSequences | None = None
     quota: LeaseQuota = field(default_factory=LeaseQuota)
     fetching: dict[PullId, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
     quarantine: dict[PullId, PagePin] = field(default_factory=dict)
-    offers: dict[str, Leased] = field(default_factory=dict)
+    offers: dict[str, OpenLease] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:

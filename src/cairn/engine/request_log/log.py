@@ -96,7 +96,7 @@ class RequestLog:
 
     def _is_recorded(self, part: ScheduledSequence) -> bool:
         """Whether a decode step needs a page or may keep a state."""
-        return self._needs_page(part) or bool(part.kept) or part.end % GRID == 0
+        return self._needs_page(part) or bool(part.checkpoint_positions) or part.end % GRID == 0
 
     def _needs_page(self, part: ScheduledSequence) -> bool:
         return part.start % self._block_size == 0 or part.start == part.request.num_prompt_tokens

@@ -24,8 +24,8 @@ from cairn.engine.contract import KvTransferConfig, TransferReport
 from cairn.engine.transfers.loop import TransferLoop, TransferPort
 from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.errors import ConfigError, EngineDead, InvalidRequest
-from cairn.scheduler.request import Offered, Request
-from cairn.scheduler.transfers import LeaseQuota, Sequences, Transfers
+from cairn.scheduler.request import PromptOffer, Request
+from cairn.scheduler.transfers import LeaseQuota, RecentSequences, Transfers
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Identity, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
@@ -61,7 +61,7 @@ class KvTransfer:
     policy: PeerPolicy
     port: TransferPort
     loop: TransferLoop
-    sequences: Sequences
+    sequences: RecentSequences
     resources: ExitStack = field(default_factory=ExitStack)
     quota: LeaseQuota = field(default_factory=LeaseQuota)
 
@@ -97,7 +97,7 @@ class KvTransfer:
             return msgspec.json.encode({HINT: hint})
         return None
 
-    def _reference(self, request: Request, offered: Offered) -> dict[str, object]:
+    def _reference(self, request: Request, offered: PromptOffer) -> dict[str, object]:
         first, offer = request.stats.first_sequence, offered.offer
         files = [checkpoint.pages.tolist() for checkpoint in offer.checkpoints]
         return {
