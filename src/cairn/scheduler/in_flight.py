@@ -1,17 +1,16 @@
-"""Requests that wait until another one, which is in prefill, has computed their beginning, and then start from there.
+"""In-flight prefix sharing: a request waits until another one, which is in prefill, has computed their common prefix.
 
     leader   0 ======== computed ========> . . . . . . . . p . . . . end       runs
-    held     0 ....... hit ............................... p . own part        keeps its place in the queue until p
+    waiting  0 ....... hit ............................... p . own part        keeps its place in the queue until p
 
-The request whose turn it is is compared with the prompts in prefill. Where one shares at least 64 tokens more with it
-than the cache has, that one is asked for a state where the two part, and the request is held back until the state is
-there; then it is looked up again, like any request. Those behind it go on: they may have what slots and pages are left
-when what it needs itself has been put by.
+The next request of the queue is compared with the prompts in prefill. Where a prompt (the leader's) shares at least 64
+tokens more with it than the cache has, the leader saves its state at the point p where the two diverge. The request
+waits until that state is there, and is then looked up like any other. Requests behind it go on: they may have the slots
+and pages that are left after what it needs itself has been reserved.
 
-Nobody waits without end. It is over at once when the leader has passed p, has ended or was preempted, and after
-`MAX_IDLE` plans in which the leader has not got on. Only those that run are waited for, so there is no circle; no
-request waits for the same one twice, nor for more than `MAX_WAITS` in all. And nobody waits for what it would have
-sooner by itself: a leader has come at least as far as the cache goes.
+No wait is endless. It ends at once when the leader has passed p, has ended or was preempted, and after `MAX_IDLE` plans
+without progress of the leader. Leaders run, so there is no circle. No request waits for the same leader twice, nor for
+more than `MAX_WAITS` in all; and a leader has computed at least as many tokens as the cache has of the request.
 """
 
 from collections.abc import Callable

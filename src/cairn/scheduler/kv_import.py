@@ -154,10 +154,10 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
     if position <= sequence.hit:
         state.requeue(request)
         return None
-    asked = length - sequence.hit
+    num_queried = length - sequence.hit
     copies = fetch.copies if ended.position <= sequence.matched else []
     state.cache.receive(sequence, ended.position, length, position)
-    state.counters.external_queries += asked
+    state.counters.external_queries += num_queried
     state.counters.external_hits += sequence.received
     request.transfer.pulled, request.transfer.pull_seconds = ended, state.clock.now() - fetch.began
     request.set_phase(Phase.READY)

@@ -30,7 +30,7 @@ __all__ = ["Progress", "Scheduler"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """News of one request: the tokens that a step brought, with their `logprobs` where they were asked for, and how it
+    """News of one request: the tokens that a step brought, with their `logprobs` where they were sizes for, and how it
     ended, if it did."""
 
     request: Request
@@ -144,10 +144,10 @@ class Scheduler:
 
     def _length_error(self, length: int, max_tokens: int) -> str:
         capacity, longest = self._capacity, self.state.config.max_model_len
-        asked = f"{length} prompt tokens and {max_tokens} to generate"
+        sizes = f"{length} prompt tokens and {max_tokens} to generate"
         if capacity is not None and capacity < longest:
-            return f"{asked} do not fit the cache of {capacity} tokens: shorten them or raise --kv-cache-memory-bytes"
-        return f"{asked} exceed the longest sequence of {longest} tokens: shorten them or raise --max-model-len"
+            return f"{sizes} do not fit the cache of {capacity} tokens: shorten them or raise --kv-cache-memory-bytes"
+        return f"{sizes} exceed the longest sequence of {longest} tokens: shorten them or raise --max-model-len"
 
     def abort(self, request_id: RequestId) -> None:
         """End a request without an answer; what it computed stays cached. Unknown ids are ignored."""

@@ -44,9 +44,9 @@ def _add_for_others(state: SchedulerState, builder: PlanBuilder, scheduled: Sche
     request = scheduled.request
     assert request.sequence is not None
     files, end = request.sequence.files, request.num_prompt_tokens
-    handed_over = request.spec.role.kv_export and request.transfer.pinned_checkpoint is None
-    asked = handed_over or (state.parallel_sampling.needs_checkpoint(request) and end in files)
-    if asked and scheduled.start < end <= scheduled.end:
+    is_exported = request.spec.role.kv_export and request.transfer.pinned_checkpoint is None
+    is_needed = is_exported or (state.parallel_sampling.needs_checkpoint(request) and end in files)
+    if is_needed and scheduled.start < end <= scheduled.end:
         _add(builder, scheduled, end, files[end].pages)
     for position in state.in_flight.positions_to_save(request, scheduled.start, scheduled.end):
         if position not in scheduled.checkpoint_positions:
