@@ -14,7 +14,7 @@ from cairn.errors import ConfigError
 from cairn.kernels import cpu, exact, reference
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cpu import int8, onednn, panels
-from cairn.kernels.cpu.products import product
+from cairn.kernels.cpu.products import multiply
 from kernels.backends import BF16, F32
 from kernels.comparison import close, same_bits
 from kernels.random_batches import RandomBatch, SequenceRows
@@ -104,20 +104,20 @@ def test_experts_are_the_references(dtype: torch.dtype, gated: bool) -> None:
 def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
     weight = cpu.pack_int8(drawn(OUT, IN, dtype=dtype, seed=1))
     x = (drawn(300, IN) * torch.logspace(-3, 3, 300)[:, None]).to(dtype)
-    alone = torch.cat([product(row[None], weight) for row in x])
+    alone = torch.cat([multiply(row[None], weight) for row in x])
     for rows in (*range(1, 18), 63, 64, 65, 200, 300):
-        assert same_bits(product(x[:rows], weight), alone[:rows])
+        assert same_bits(multiply(x[:rows], weight), alone[:rows])
     beside = x.clone()
     beside[::2] = torch.tensor([1e30, torch.inf, torch.nan]).repeat(50)[:, None].to(dtype)
-    assert same_bits(product(beside, weight)[1::2], alone[1::2])
-    assert same_bits(product(x[100:164].flip(0), weight), alone[100:164].flip(0))
+    assert same_bits(multiply(beside, weight)[1::2], alone[1::2])
+    assert same_bits(multiply(x[100:164].flip(0), weight), alone[100:164].flip(0))
 
 
 @pytest.mark.usefixtures("layout")
 @DTYPES
 def test_rows_that_are_not_contiguous_among_themselves(dtype: torch.dtype) -> None:
     weight, wide = cpu.pack_int8(drawn(OUT, IN, dtype=dtype, seed=1)), drawn(9, 2 * IN, dtype=dtype)
-    assert same_bits(product(wide[:, IN:], weight), product(wide[:, IN:].contiguous(), weight))
+    assert same_bits(multiply(wide[:, IN:], weight), multiply(wide[:, IN:].contiguous(), weight))
 
 
 @pytest.mark.usefixtures("layout")
@@ -127,7 +127,7 @@ def test_the_rows_at_the_ends_of_the_numbers(dtype: torch.dtype) -> None:
     weight[3] = 0
     x = drawn(6, IN, dtype=dtype)
     x[0], x[1], x[2, 5], x[3, 5], x[4] = 0, 1e-40, torch.nan, torch.inf, -x[5]
-    found = product(x, cpu.pack_int8(weight))
+    found = multiply(x, cpu.pack_int8(weight))
     assert found[0].eq(0).all() and found[:2].isfinite().all() and found[5, 3] == 0
     assert found[2].isnan().all() and not found[3].isfinite().any()
     assert torch.equal(found[4], -found[5])
@@ -143,7 +143,7 @@ def test_the_tensor_that_was_given_stays_as_it_is(dtype: torch.dtype) -> None:
 
 
 def test_no_rows_are_no_rows() -> None:
-    assert product(drawn(0, IN), cpu.pack_int8(drawn(OUT, IN))).shape == (0, OUT)
+    assert multiply(drawn(0, IN), cpu.pack_int8(drawn(OUT, IN))).shape == (0, OUT)
 
 
 def test_products_have_few_heights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_products_have_few_heights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "scaled_int8_sums", counted)
     weight, x = cpu.pack_int8(drawn(16, 32)), drawn(700, 32)
     for rows in range(1, 701):
-        assert product(x[:rows], weight).shape == (rows, 16)
+        assert multiply(x[:rows], weight).shape == (rows, 16)
     assert set(heights) == {onednn.height_of(rows) for rows in range(1, 701)}
     assert len(set(heights)) <= 80
 
@@ -230,7 +230,7 @@ def test_more_inputs_than_the_sums_have_room_for_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"{int8.MAX_INPUTS + 1} inputs.*leave --quantization out"):
         cpu.pack_int8(torch.zeros(1, int8.MAX_INPUTS + 1))
     x = torch.ones(2, int8.MAX_INPUTS)
-    assert product(x, cpu.pack_int8(x[:1])).tolist() == [[pytest.approx(int8.MAX_INPUTS)]] * 2
+    assert multiply(x, cpu.pack_int8(x[:1])).tolist() == [[pytest.approx(int8.MAX_INPUTS)]] * 2
 
 
 def test_exact_kernels_have_none() -> None:

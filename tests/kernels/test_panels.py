@@ -9,7 +9,15 @@ from torch import Tensor
 
 from cairn.kernels import cpu
 from cairn.kernels.cpu import panels, products
-from cairn.kernels.cpu.panels import GROUP, PANEL, SEGMENT, cut_rows, parts_of, product_of_panels, to_panels
+from cairn.kernels.cpu.panels import (
+    GROUP,
+    PANEL,
+    SEGMENT,
+    multiply_panels,
+    pack_panels,
+    partition_expert_rows,
+    partition_rows,
+)
 from kernels.comparison import same_bits
 
 pytestmark = pytest.mark.skipif(not panels.has_instructions(torch.bfloat16), reason="not on this CPU")
@@ -24,7 +32,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((x.shape[0] + 1, weight.shape[0]), torch.nan, dtype=dtype)
-    product_of_panels(x, to_panels(weight), bias, out[:-1], parts_of(x.shape[0], -(-x.shape[1] // 2)))
+    multiply_panels(x, pack_panels([weight])[0], bias, out[:-1], partition_rows(x.shape[0], -(-x.shape[1] // 2)))
     assert out[-1].isnan().all()
     return out[:-1]
 
@@ -84,7 +92,7 @@ def test_not_a_number_stays_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_a_panel_has_its_outputs_side_by_side(dtype: torch.dtype) -> None:
     weight = torch.arange(40 * 10).remainder(119).view(40, 10).to(dtype)
-    found, per_word = to_panels(weight), 4 // dtype.itemsize
+    found, per_word = pack_panels([weight])[0], 4 // dtype.itemsize
     assert found.shape == (2, -(-10 // per_word), PANEL, per_word) and found.is_contiguous()
     for output in range(2 * PANEL):
         row = found[output // PANEL, :, output % PANEL].flatten()
@@ -94,7 +102,7 @@ def test_a_panel_has_its_outputs_side_by_side(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("counts", [[n] for n in (1, 12, 13, 192, 193, 385, 4_000)] + [[0, 5, 0, 200, 13], [3] * 40])
 def test_rows_are_cut_into_few_parts_of_like_size(counts: list[int]) -> None:
-    parts = cut_rows(torch.tensor(counts).cumsum(0), sum(counts))
+    parts = partition_expert_rows(torch.tensor(counts).cumsum(0), sum(counts))
     segments, groups = parts.segments.tolist(), parts.groups.tolist()
     first = 0
     for matrix, count in enumerate(counts):
@@ -118,17 +126,17 @@ def test_rows_of_experts_are_what_each_experts_product_gives(quantized: bool) ->
     assert packed.layout == "panels"
     ends, total = torch.tensor(counts).cumsum(0), sum(counts)
     order = torch.randint(60, (total,), generator=torch.Generator().manual_seed(2))
-    rows = products.ExpertRows(order, ends, cut_rows(ends, total))
+    rows = products.ExpertRows(order, ends, partition_expert_rows(ends, total))
     begins = [end - count for end, count in zip(ends.tolist(), counts, strict=True)]
     wanted = torch.cat(
         [
-            products.product(x[order[begin : begin + count]], packed, None, expert)
+            products.multiply(x[order[begin : begin + count]], packed, None, expert)
             for expert, (begin, count) in enumerate(zip(begins, counts, strict=True))
         ]
     )
-    assert same_bits(products.expert_products(x, packed, rows, total), wanted)
+    assert same_bits(products.multiply_experts(x, packed, rows, total), wanted)
     in_order = products.ExpertRows(None, ends, rows.parts)
-    assert same_bits(products.expert_products(x[order], packed, in_order, total), wanted)
+    assert same_bits(products.multiply_experts(x[order], packed, in_order, total), wanted)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ rows see, or, for a single row, over a part of them: what the parts came to is t
 what lies below a sequence's end is ever read.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, row_args
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.metadata import CpuMetadata
+from cairn.kernels.cpu.recurrence import copy
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
 from cairn.kernels.cpu.vectors import (
     LANES,
@@ -39,95 +40,87 @@ WIDTH = 2 * TILE_LANES
 _LOWEST = np.float32(-np.inf)
 
 
-@kernel(
-    {(dtype, dtype): (x, INT, INT, x, INT, INT, INT, I32, INT, I32, INT, INT, INT) for dtype, x in ELEMENTS.items()}
-)
+class _Pages(NamedTuple):
+    """A layer's keys or values [page, head, token, dim], and how many numbers two pages, heads and tokens are apart."""
+
+    address: Any
+    page: int
+    head: int
+    token: int
+
+
+class _Sizes(NamedTuple):
+    """`width`: dim, rounded up to whole tiles of columns."""
+
+    page_size: int
+    heads: int
+    kv_heads: int
+    dim: int
+    width: int
+
+
+def _pages_type(x: Any) -> Any:
+    return record(_Pages, x, INT, INT, INT)
+
+
+@jit
+def _token_address(pages: Any, table: Any, page_size: int, position: int) -> Any:
+    """Where a position of a sequence has the numbers of the first head."""
+    page = np.int64(table[position // page_size])
+    return advance(pages.address, page * pages.page + position % page_size * pages.token)
+
+
+@kernel({(dtype, dtype): (x, INT, INT, _pages_type(x), I32, INT, I32, INT, INT, INT) for dtype, x in ELEMENTS.items()})
 def _write(
-    begin: int,
-    end: int,
-    x: Any,
-    x_row: int,
-    x_head: int,
-    cache: Any,
-    page_stride: int,
-    head_stride: int,
-    token_stride: int,
-    table: Any,
-    table_row: int,
-    writes: Any,
-    page_size: int,
-    heads: int,
-    dim: int,
-) -> None:
+    begin: int, end: int, x: Any, x_row: int, x_head: int, pages: Any, table: Any, table_row: int, writes: Any,
+    page_size: int, heads: int, dim: int,
+) -> None:  # fmt: skip
     for i in range(begin, end):
         row, slot, position = writes[3 * i], writes[3 * i + 1], writes[3 * i + 2]
-        page = np.int64(table[slot * table_row + position // page_size])
+        token = _token_address(pages, advance(table, slot * table_row), page_size, position)
         for head in range(heads):
-            source = advance(x, row * x_row + head * x_head)
-            target = advance(cache, page * page_stride + head * head_stride + position % page_size * token_stride)
-            for j in range(dim):
-                target[j] = source[j]
+            copy(advance(x, row * x_row + head * x_head), advance(token, head * pages.head), dim)
 
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     table = batch.block_tables[group]
+    _, heads, page_size, dim = keys.shape
     for x, cache in ((k, keys), (v, values)):
-        _write[x.dtype, cache.dtype](
-            metadata.writes.count,
-            x.numel() // 16,
-            *row_args(x),
-            x.stride(1),
-            *row_args(cache),
-            cache.stride(1),
-            cache.stride(2),
-            *row_args(table),
-            metadata.writes.address,
-            cache.shape[2],
-            cache.shape[1],
-            cache.shape[3],
-        )
+        work = metadata.writes.count, x.numel() // 16
+        pages = cache.data_ptr(), *cache.stride()[:3]
+        sizes = metadata.writes.address, page_size, heads, dim
+        _write[x.dtype, cache.dtype](*work, *row_args(x), x.stride(1), *pages, *row_args(table), *sizes)
 
 
 @jit
-def _widen_block(
-    cache: Any,
-    page_stride: int,
-    token_stride: int,
-    table: Any,
-    page_size: int,
-    dim: int,
-    first: Any,
-    end: Any,
-    out: Any,
-    width: int,
-) -> None:
+def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, end: Any, out: Any) -> None:
     """The tokens of a block from position `first` on of one head, as float32 rows of `out`; rows at and behind position
-    `end` are zeros. The next block's are sent for: a page of a head is too short for the CPU to see what comes."""
-    page, offset = first // page_size, first % page_size
-    ahead_page, ahead_offset = (first + BLOCK) // page_size, (first + BLOCK) % page_size
-    count, whole = min(BLOCK, end - first), dim // LANES * LANES
+    `end` are zeros. The next block's are prefetched: a page of a head is too short for the CPU to see what comes."""
+    cache, count, whole = advance(pages.address, head * pages.head), min(BLOCK, end - first), s.dim // LANES * LANES
+    page, offset = (first + BLOCK) // s.page_size, (first + BLOCK) % s.page_size
     for _ in range(min(BLOCK, end - first - BLOCK)):
-        source = advance(cache, np.int64(table[ahead_page]) * page_stride + ahead_offset * token_stride)
-        for j in range(0, dim, 32):
+        source = advance(cache, np.int64(table[page]) * pages.page + offset * pages.token)
+        for j in range(0, s.dim, 32):
             prefetch(advance(source, j))
-        ahead_offset += 1
-        if ahead_offset == page_size:
-            ahead_page += 1
-            ahead_offset = 0
-    for t in range(count):
-        source = advance(cache, np.int64(table[page]) * page_stride + offset * token_stride)
-        target = advance(out, t * width)
-        for j in range(0, whole, LANES):
-            widen_16(advance(source, j), advance(target, j))
-        for j in range(whole, dim):
-            target[j] = load(source, j)
         offset += 1
-        if offset == page_size:
+        if offset == s.page_size:
             page += 1
             offset = 0
-    for j in range(count * width, BLOCK * width):
+    page, offset = first // s.page_size, first % s.page_size
+    for t in range(count):
+        source = advance(cache, np.int64(table[page]) * pages.page + offset * pages.token)
+        target = advance(out, t * s.width)
+        for j in range(0, whole, LANES):
+            widen_16(advance(source, j), advance(target, j))
+        for j in range(whole, s.dim):
+            target[j] = load(source, j)
+        offset += 1
+        if offset == s.page_size:
+            page += 1
+            offset = 0
+    for j in range(count * s.width, BLOCK * s.width):
         out[j] = np.float32(0)
 
 
@@ -141,7 +134,7 @@ def _attend_block(q: Any, count: Any, keys: Any, width: int, scores: Any) -> Non
 
 
 @jit
-def _soften(scores: Any, count: Any, weighted: Any, width: int, maxima: Any, sums: Any) -> None:
+def _softmax_block(scores: Any, count: Any, weighted: Any, width: int, maxima: Any, sums: Any) -> None:
     """Scores of each of `count` rows become weights beside the largest score so far; what was summed up beside an
     earlier, lower one is brought down."""
     for i in range(count):
@@ -163,7 +156,7 @@ def _soften(scores: Any, count: Any, weighted: Any, width: int, maxima: Any, sum
 
 
 @jit
-def _add_values(scores: Any, count: Any, values: Any, weighted: Any, width: int) -> None:
+def _add_weighted_values(scores: Any, count: Any, values: Any, weighted: Any, width: int) -> None:
     """weighted[i] += sum over t of scores[i, t] values[t], for `count` rows."""
     i = 0
     while i < count:
@@ -183,40 +176,21 @@ def _add_values(scores: Any, count: Any, values: Any, weighted: Any, width: int)
 
 @kernel(
     {
-        (dtype, dtype): (x, INT, INT, x, INT, INT, INT, x, INT, INT, INT, I32, INT, I32, *(INT,) * 6, FLOAT, F32, x)
+        (dtype, dtype): (
+            *(x, INT, INT, _pages_type(x), _pages_type(x), I32, INT, I32, INT),
+            *(record(_Sizes, INT, INT, INT, INT, INT), FLOAT, F32, x),
+        )
         for dtype, x in ELEMENTS.items()
     }
 )
 def _attend(
-    begin: int,
-    end: int,
-    q: Any,
-    q_row: int,
-    q_head: int,
-    keys: Any,
-    key_page: int,
-    key_head: int,
-    key_token: int,
-    values: Any,
-    value_page: int,
-    value_head: int,
-    value_token: int,
-    table: Any,
-    table_row: int,
-    tiles: Any,
-    most_rows: int,
-    page_size: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    width: int,
-    scale: Any,
-    partials: Any,
-    out: Any,
-) -> None:
-    """`width`: dim, rounded up to whole tiles of columns. Items: tiles times key heads."""
+    begin: int, end: int, q: Any, q_row: int, q_head: int, keys: Any, values: Any, table: Any, table_row: int,
+    tiles: Any, max_rows: int, s: Any, scale: Any, partials: Any, out: Any,
+) -> None:  # fmt: skip
+    """Items: tiles times key heads."""
+    heads, kv_heads, dim, width = s.heads, s.kv_heads, s.dim, s.width
     per_kv = heads // kv_heads
-    most = most_rows * per_kv
+    most = max_rows * per_kv
     # The rows behind `dim` stay zeros.
     buffer = np.zeros(2 * (most + BLOCK) * width + (BLOCK + 2) * most + 16, np.float32)
     queries = aligned(buffer)
@@ -241,17 +215,16 @@ def _attend(
         for j in range(count * width):
             weighted[j] = np.float32(0)
         pages = advance(table, slot * table_row)
-        key_pages, value_pages = advance(keys, kv_head * key_head), advance(values, kv_head * value_head)
         for key in range(first_key, end_key, BLOCK):
-            _widen_block(key_pages, key_page, key_token, pages, page_size, dim, key, end_key, key_block, width)
-            _widen_block(value_pages, value_page, value_token, pages, page_size, dim, key, end_key, value_block, width)
+            _widen_block(keys, kv_head, pages, s, key, end_key, key_block)
+            _widen_block(values, kv_head, pages, s, key, end_key, value_block)
             _attend_block(queries, count, key_block, width, scores)
             if key + BLOCK > position + 1:
                 for i in range(count):
                     for t in range(max(np.int64(0), position + i // per_kv + 1 - key), BLOCK):
                         scores[i * BLOCK + t] = _LOWEST
-            _soften(scores, count, weighted, width, maxima, sums)
-            _add_values(scores, count, value_block, weighted, width)
+            _softmax_block(scores, count, weighted, width, maxima, sums)
+            _add_weighted_values(scores, count, value_block, weighted, width)
         for i in range(count):
             head, source = kv_head * per_kv + i % per_kv, advance(weighted, i * width)
             if partial < 0:
@@ -260,10 +233,9 @@ def _attend(
                 for j in range(dim):
                     store(target_row, j, source[j] * factor)
             else:
-                kept = advance(partials, (partial * heads + head) * (dim + 2))
-                kept[0], kept[1] = maxima[i], sums[i]
-                for j in range(dim):
-                    kept[2 + j] = source[j]
+                partial_row = advance(partials, (partial * heads + head) * (dim + 2))
+                partial_row[0], partial_row[1] = maxima[i], sums[i]
+                copy(source, advance(partial_row, 2), dim)
     buffer[0] = np.float32(0)
 
 
@@ -280,11 +252,11 @@ def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: in
         total = np.float32(0)
         weighted[:] = np.float32(0)
         for part in range(first, first + count):
-            kept = advance(partials, (part * heads + head) * (dim + 2))
-            factor = exp(kept[0] - largest)
-            total += factor * kept[1]
+            partial = advance(partials, (part * heads + head) * (dim + 2))
+            factor = exp(partial[0] - largest)
+            total += factor * partial[1]
             for j in range(dim):
-                weighted[j] += factor * kept[2 + j]
+                weighted[j] += factor * partial[2 + j]
         target = advance(out, (np.int64(merge[0]) * heads + head) * dim)
         for j in range(dim):
             store(target, j, weighted[j] / total)
@@ -298,34 +270,13 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partials = torch.empty(metadata.num_partials * heads * (dim + 2))
     _attend[q.dtype, keys.dtype](
-        metadata.tiles.count * keys.shape[1],
-        metadata.num_pairs * heads * dim // 6,
-        *row_args(q),
-        q.stride(1),
-        keys.data_ptr(),
-        *keys.stride()[:3],
-        values.data_ptr(),
-        *values.stride()[:3],
-        *row_args(table),
-        metadata.tiles.address,
-        metadata.most_rows,
-        keys.shape[2],
-        heads,
-        keys.shape[1],
-        dim,
-        -(-dim // WIDTH) * WIDTH,
-        dim**-0.5,
-        partials.data_ptr(),
-        out.data_ptr(),
+        *(metadata.tiles.count * keys.shape[1], metadata.num_pairs * heads * dim // 6),
+        *(*row_args(q), q.stride(1), keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3]),
+        *(*row_args(table), metadata.tiles.address, metadata.max_rows),
+        *(keys.shape[2], heads, keys.shape[1], dim, -(-dim // WIDTH) * WIDTH),
+        *(dim**-0.5, partials.data_ptr(), out.data_ptr()),
     )
     if metadata.num_partials:
-        _merge[q.dtype](
-            metadata.merges.count * heads,
-            partials.numel(),
-            partials.data_ptr(),
-            metadata.merges.address,
-            heads,
-            dim,
-            out.data_ptr(),
-        )
+        count, work = metadata.merges.count * heads, partials.numel()
+        _merge[q.dtype](count, work, partials.data_ptr(), metadata.merges.address, heads, dim, out.data_ptr())
     return out

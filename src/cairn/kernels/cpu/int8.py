@@ -7,6 +7,7 @@ Each row is brought to -127..127 before the product, also for oneDNN, which has 
 are whole numbers and exact: a row has the same bits whatever rows it is multiplied with.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,12 +22,14 @@ from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_
 from cairn.kernels.cpu.panels import (
     PANEL,
     SUMS_OF_SEGMENT,
-    RowParts,
+    RowPartition,
     add_segment,
+    as_words,
     has_instructions,
-    parts_of,
-    stacked_panels,
-    words_at,
+    locate,
+    pack_panels,
+    partition_rows,
+    product_type,
 )
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, store
 from cairn.kernels.cpu.threads import step_work
@@ -81,11 +84,11 @@ def pack_int8(weight: Tensor) -> Int8Weight:
         scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(_TINY)))
         numbers.append(wide.div(scale[:, None]).round_().to(torch.int8))
         zero.copy_(numbers[-1].sum(dim=1, dtype=torch.int32)).mul_(ZERO_POINT)
-    matrices = stacked_panels(numbers) if layout == "panels" else tuple(map(reorder_int8, numbers))
+    matrices = pack_panels(numbers) if layout == "panels" else tuple(map(reorder_int8, numbers))
     return Int8Weight(weight.shape, weight.dtype, matrices, scales.unbind(), zeros.unbind(), layout)
 
 
-def int8_product(
+def multiply_int8(
     x: Tensor, weight: Int8Weight, bias: Tensor | None, expert: int, dtype: torch.dtype | None = None
 ) -> Tensor:
     """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
@@ -94,7 +97,9 @@ def int8_product(
     if not rows:
         return out
     if weight.layout == "panels":
-        int8_product_of_panels(x, weight, bias, out, parts_of(rows, weight.matrices[expert].shape[1]), expert=expert)
+        multiply_int8_panels(
+            x, weight, bias, out, partition_rows(rows, weight.matrices[expert].shape[1]), expert=expert
+        )
         return out
     numbers, scales = torch.empty(height_of(rows), x.shape[1], dtype=torch.uint8), torch.empty(rows)
     _quantize_rows[x.dtype](
@@ -117,16 +122,16 @@ def int8_product(
     return out
 
 
-def int8_product_of_panels(
+def multiply_int8_panels(
     x: Tensor,
     weight: Int8Weight,
     bias: Tensor | None,
     out: Tensor,
-    parts: RowParts,
+    parts: RowPartition,
     order: Tensor | None = None,
     expert: int = 0,
 ) -> None:
-    """As `product_of_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
+    """As `multiply_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
     panels, inputs = weight.matrices[expert], x.shape[1]
     numbers = torch.empty(out.shape[0], 4 * panels.shape[1], dtype=torch.uint8)
     scales = torch.empty(out.shape[0])
@@ -142,21 +147,11 @@ def int8_product_of_panels(
         inputs,
         numbers.shape[1],
     )
-    _multiply_int8[x.dtype, out.dtype](
-        parts.segments.shape[0] * panels.shape[0],
-        parts.cost(panels),
-        parts.segments.data_ptr(),
-        panels.shape[0],
-        numbers.data_ptr(),
-        panels.data_ptr(),
-        scales.data_ptr(),
-        weight.scales[expert].data_ptr(),
-        weight.zeros[expert].data_ptr(),
-        *optional_arg(bias),
-        out.data_ptr(),
-        panels.shape[1],
-        out.shape[1],
-    )
+    items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
+    operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), panels.shape[1]
+    results = *optional_arg(bias), out.data_ptr(), out.shape[1]
+    factors = scales.data_ptr(), weight.scales[expert].data_ptr(), weight.zeros[expert].data_ptr()
+    _multiply_int8[x.dtype, out.dtype](items, cost, *operands, *results, *factors)
 
 
 @kernel({dtype: (I32, INT, I64, INT, x, INT, _U8, F32, INT, INT) for dtype, x in ELEMENTS.items()})
@@ -182,7 +177,7 @@ def _quantize_rows(
         first, count = np.int64(item), np.int64(1)
         if in_groups:
             first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
-        target = words_at(advance(out, first * width))
+        target = as_words(advance(out, first * width))
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
             most = np.uint32(0)
@@ -198,7 +193,7 @@ def _quantize_rows(
             for j in range(inputs):
                 numbers[j] = _whole_number(load(source, j) * factor)
             if in_groups:
-                words = words_at(numbers)
+                words = as_words(numbers)
                 for word in range(width // 4):
                     target[word * count + i] = words[word]
     buffer[0] = 0
@@ -211,60 +206,38 @@ def _whole_number(x: Any) -> Any:
     return np.uint8((bits + np.uint32(ZERO_POINT)) & np.uint32(255))
 
 
-@kernel(
-    {
-        (dtype, out_dtype): (I32, INT, I32, I32, F32, F32, I32, x, INT, out, INT, INT)
-        for dtype, x in ELEMENTS.items()
-        for out_dtype, out in ELEMENTS.items()
-        if out_dtype in (dtype, torch.float32) and has_instructions(torch.int8)
-    }
+_OUTPUTS: Sequence[tuple[torch.dtype, torch.dtype]] = tuple(
+    (dtype, out) for dtype in ELEMENTS for out in ELEMENTS if out in (dtype, torch.float32)
 )
-def _multiply_int8(
-    begin: int,
-    end: int,
-    segments: Any,
-    num_panels: int,
-    x: Any,
-    panels: Any,
-    scales: Any,
-    channel_scales: Any,
-    zeros: Any,
-    bias: Any,
-    has_bias: int,
-    out: Any,
-    words: int,
-    outputs: int,
-) -> None:
+"""Dtypes of activations and of what comes of them."""
+
+
+@kernel(
+    {(dtype, out): (product_type(I32, I32, ELEMENTS[dtype], ELEMENTS[out]), F32, F32, I32) for dtype, out in _OUTPUTS},
+    needs=has_instructions(torch.int8),
+)
+def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: Any, zeros: Any) -> None:
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.int32)
     sums = aligned(buffer)
     for item in range(begin, end):
-        panel = item % num_panels
-        segment = advance(segments, item // num_panels * 4)
-        matrix, first, count = np.int64(segment[0]), np.int64(segment[1]), np.int64(segment[2])
-        add_segment(x, panels, sums, segment, panel, num_panels, words)
-        column, columns = panel * PANEL, min(PANEL, outputs - panel * PANEL)
-        factors = advance(channel_scales, matrix * outputs + column)
-        zero, added = advance(zeros, matrix * outputs + column), advance(bias, column)
-        for i in range(count):
-            source, target = advance(sums, i * PANEL), advance(out, (first + i) * outputs + column)
+        segment, panel, column, columns = locate(p, item)
+        add_segment(p, sums, segment, panel)
+        matrix, first = np.int64(segment[0]), np.int64(segment[1])
+        factors = advance(channel_scales, matrix * p.outputs + column)
+        zero, bias = advance(zeros, matrix * p.outputs + column), advance(p.bias, column)
+        for i in range(np.int64(segment[2])):
+            source, target = advance(sums, i * PANEL), advance(p.out, (first + i) * p.outputs + column)
             scale = scales[first + i]
-            if has_bias:
+            if p.has_bias:
                 for j in range(columns):
-                    store(target, j, np.float32(source[j] - zero[j]) * factors[j] * scale + load(added, j))
+                    store(target, j, np.float32(source[j] - zero[j]) * factors[j] * scale + load(bias, j))
             else:
                 for j in range(columns):
                     store(target, j, np.float32(source[j] - zero[j]) * factors[j] * scale)
     buffer[0] = 0
 
 
-@kernel(
-    {
-        (dtype, out_dtype): (F32, F32, x, INT, out, INT)
-        for dtype, x in ELEMENTS.items()
-        for out_dtype, out in ELEMENTS.items()
-        if out_dtype in (dtype, torch.float32)
-    }
-)
+@kernel({(dtype, out): (F32, F32, ELEMENTS[dtype], INT, ELEMENTS[out], INT) for dtype, out in _OUTPUTS})
 def _scale_rows(begin: int, end: int, sums: Any, scales: Any, bias: Any, has_bias: int, out: Any, width: int) -> None:
     for i in range(begin, end):
         source, target, scale = advance(sums, i * width), advance(out, i * width), scales[i]

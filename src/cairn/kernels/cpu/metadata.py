@@ -35,14 +35,14 @@ class CpuMetadata:
     `tiles`: attention's work, (first row, rows, slot, position of the first row, first key, end of the keys, partial):
     without a partial result, -1, the tile has all keys that its rows see.
     `merges`: (row, first partial, partials) of rows whose keys are cut in several parts. `num_partials`: all of them.
-    `most_rows`: of a tile. `num_pairs`: of a row and a key that it is compared with.
+    `max_rows`: of a tile. `num_pairs`: of a row and a key that it is compared with.
     """
 
     writes: Table
     tiles: Table
     merges: Table
     num_partials: int
-    most_rows: int
+    max_rows: int
     num_pairs: int
 
 

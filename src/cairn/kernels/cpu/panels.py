@@ -15,12 +15,13 @@ Each sum is taken in the order of its inputs: a row has the same bits whatever r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from numba.core import cgutils
 from numba.core import types as numba_types
@@ -37,10 +38,11 @@ from cairn.kernels.cpu.compiled import (
     jit,
     kernel,
     optional_arg,
+    record,
     row_args,
 )
 from cairn.kernels.cpu.scalars import advance, load, store
-from cairn.kernels.cpu.vectors import LANES, aligned, prefetch_line
+from cairn.kernels.cpu.vectors import LANES, aligned, call_shared, prefetch_line
 
 PANEL = 32
 """Outputs of a panel: two vectors."""
@@ -74,31 +76,21 @@ def has_instructions(dtype: torch.dtype) -> bool:
     return bool(found.get(instruction)) and not found.get(matrix_unit)
 
 
-def stacked_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`to_panels` of each, one behind the other in memory."""
-    first = to_panels(matrices[0])
-    if len(matrices) == 1:
-        return (first,)
-    stack = first.new_empty(len(matrices), *first.shape)
-    for place, matrix in zip(stack, matrices, strict=True):
-        place.copy_(to_panels(matrix))
+def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Matrices [out, in] of one shape, bfloat16 or int8 -> for each the same dtype [panels, words, 32, inputs of a
+    word], 0 where there are no more inputs or outputs, one behind the other in memory."""
+    (outputs, inputs), size = matrices[0].shape, _INPUTS_OF_WORD(matrices[0].dtype)
+    panels, words = -(-outputs // PANEL), -(-inputs // size)
+    stack = matrices[0].new_empty(len(matrices), panels, words, PANEL, size)
+    for packed, matrix in zip(stack, matrices, strict=True):
+        if (panels * PANEL, words * size) != (outputs, inputs):
+            matrix = F.pad(matrix, (0, words * size - inputs, 0, panels * PANEL - outputs))
+        packed.copy_(matrix.reshape(panels, PANEL, words, size).transpose(1, 2))
     return stack.unbind()
 
 
-def to_panels(matrix: Tensor) -> Tensor:
-    """[out, in] bfloat16 or int8 -> the same dtype [panels, words, 32, inputs of a word], 0 where there are no more
-    inputs or outputs."""
-    (outputs, inputs), size = matrix.shape, _INPUTS_OF_WORD(matrix.dtype)
-    panels, words = -(-outputs // PANEL), -(-inputs // size)
-    if (panels * PANEL, words * size) != (outputs, inputs):
-        whole = matrix.new_zeros(panels * PANEL, words * size)
-        whole[:outputs, :inputs] = matrix
-        matrix = whole
-    return matrix.reshape(panels, PANEL, words, size).transpose(1, 2).contiguous()
-
-
 @dataclass(frozen=True, slots=True)
-class RowParts:
+class RowPartition:
     """How the rows of a product are cut, those for the first matrix first. `groups`: int32 [G, 2], each group's first
     row and how many it has. `segments`: int32 [S, 4], each segment's matrix, first row, rows, and rows of its groups,
     of which the last one may have fewer. A segment, times one panel, is the item that a thread takes."""
@@ -114,32 +106,32 @@ class RowParts:
         return self.segments.shape[0] * size // 35 + rows * size // 440
 
 
-def parts_of(rows: int, words: int) -> RowParts:
+def partition_rows(rows: int, words: int) -> RowPartition:
     """Of rows of so many words for one matrix. A segment fits the second cache, in which all panels come by."""
-    return _parts_of(rows, max(2 * GROUP, min(SEGMENT, _SEGMENT_WORDS // words // GROUP * GROUP)))
+    return _partition_rows(rows, max(2 * GROUP, min(SEGMENT, _SEGMENT_WORDS // words // GROUP * GROUP)))
 
 
 @lru_cache(maxsize=4096)
-def _parts_of(rows: int, segment: int) -> RowParts:
-    return cut_rows(torch.tensor([rows]), rows, segment)
+def _partition_rows(rows: int, segment: int) -> RowPartition:
+    return partition_expert_rows(torch.tensor([rows]), rows, segment)
 
 
-def cut_rows(ends: Tensor, rows: int, segment: int = SEGMENT) -> RowParts:
+def partition_expert_rows(ends: Tensor, rows: int, segment: int = SEGMENT) -> RowPartition:
     """Of `rows` rows in all for several matrices. `ends`: int64 [matrices], where each one's rows end. `segment`: rows
     of one at most."""
     most_segments = ends.shape[0] + rows // segment
     segments = torch.empty(most_segments, 4, dtype=torch.int32)
     groups = torch.empty(most_segments + rows // GROUP, 2, dtype=torch.int32)
     sizes = torch.empty(2, dtype=torch.int64)
-    _cut_rows["any"](
+    _partition_expert_rows["any"](
         1, 0, ends.data_ptr(), ends.shape[0], segment, segments.data_ptr(), groups.data_ptr(), sizes.data_ptr()
     )
     num_segments, num_groups = sizes.tolist()
-    return RowParts(groups[:num_groups], segments[:num_segments])
+    return RowPartition(groups[:num_groups], segments[:num_segments])
 
 
 @kernel({"any": (I64, INT, INT, I32, I32, I64)})
-def _cut_rows(
+def _partition_expert_rows(
     begin: int, end: int, ends: Any, matrices: int, most: int, segments: Any, groups: Any, sizes: Any
 ) -> None:
     """One item does all of it. Segments of a matrix are of nearly the same size, and so are groups of a segment."""
@@ -165,8 +157,8 @@ def _cut_rows(
     sizes[0], sizes[1] = num_segments, num_groups
 
 
-def product_of_panels(
-    x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, parts: RowParts, order: Tensor | None = None
+def multiply_panels(
+    x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, parts: RowPartition, order: Tensor | None = None
 ) -> None:
     """x bfloat16 [rows, in], or of those the ones that `order`, int64 [n], names, times the transposes of the matrices
     that bfloat16 `panels` were made of, one behind the other from here on, plus the bias, into out [n, out], bfloat16
@@ -184,18 +176,10 @@ def product_of_panels(
             grouped.data_ptr(),
             inputs,
         )
-    _multiply[x.dtype, out.dtype](
-        parts.segments.shape[0] * panels.shape[0],
-        parts.cost(panels),
-        parts.segments.data_ptr(),
-        panels.shape[0],
-        grouped.data_ptr(),
-        panels.data_ptr(),
-        *optional_arg(bias),
-        out.data_ptr(),
-        words,
-        out.shape[1],
-    )
+    items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
+    operands = parts.segments.data_ptr(), panels.shape[0], grouped.data_ptr(), panels.data_ptr(), words
+    results = *optional_arg(bias), out.data_ptr(), out.shape[1]
+    _multiply[x.dtype, out.dtype](items, cost, *operands, *results)
 
 
 @kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, BF16, INT)})
@@ -205,10 +189,10 @@ def _group_rows(
     words = (inputs + 1) // 2
     for item in range(begin, end):
         first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
-        target = words_at(advance(out, first * words * 2))
+        target = as_words(advance(out, first * words * 2))
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
-            pairs = words_at(source)
+            pairs = as_words(source)
             for word in range(inputs // 2):
                 target[word * count + i] = pairs[word]
             if inputs % 2:
@@ -216,46 +200,53 @@ def _group_rows(
 
 
 @intrinsic
-def words_at(typingctx: Any, pointer: Any) -> Any:
+def as_words(typingctx: Any, pointer: Any) -> Any:
     """The pointer, to words."""
     return I32(pointer), lambda context, builder, _, args: builder.bitcast(args[0], _I32.as_pointer())
 
 
+class Product(NamedTuple):
+    """Segments of rows times the panels of their matrices, plus a bias [outputs]. `words`: of a row."""
+
+    segments: Any
+    num_panels: int
+    x: Any
+    panels: Any
+    words: int
+    bias: Any
+    has_bias: int
+    out: Any
+    outputs: int
+
+
+def product_type(x: Any, panels: Any, bias: Any, out: Any) -> Any:
+    return record(Product, I32, INT, x, panels, INT, bias, INT, out, INT)
+
+
+@jit
+def locate(p: Any, item: int) -> Any:
+    """An item of a product, which is a segment times a panel: the segment, and the panel's number, first column and
+    number of columns."""
+    panel = item % p.num_panels
+    return advance(p.segments, item // p.num_panels * 4), panel, panel * PANEL, min(PANEL, p.outputs - panel * PANEL)
+
+
 @kernel(
-    {
-        (torch.bfloat16, dtype): (I32, INT, I32, I32, BF16, INT, out, INT, INT)
-        for dtype, out in ELEMENTS.items()
-        # LLVM ends the process where it is given an instruction that the processor has not.
-        if has_instructions(torch.bfloat16)
-    }
+    {(torch.bfloat16, dtype): (product_type(I32, I32, BF16, out),) for dtype, out in ELEMENTS.items()},
+    needs=has_instructions(torch.bfloat16),
 )
-def _multiply(
-    begin: int,
-    end: int,
-    segments: Any,
-    num_panels: int,
-    x: Any,
-    panels: Any,
-    bias: Any,
-    has_bias: int,
-    out: Any,
-    words: int,
-    outputs: int,
-) -> None:
+def _multiply(begin: int, end: int, p: Any) -> None:
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)
     sums = aligned(buffer)
     for item in range(begin, end):
-        panel = item % num_panels
-        segment = advance(segments, item // num_panels * 4)
-        first, count = np.int64(segment[1]), np.int64(segment[2])
-        add_segment(x, panels, sums, segment, panel, num_panels, words)
-        column, columns = panel * PANEL, min(PANEL, outputs - panel * PANEL)
-        added = advance(bias, column)
-        for i in range(count):
-            source, target = advance(sums, i * PANEL), advance(out, (first + i) * outputs + column)
-            if has_bias:
+        segment, panel, column, columns = locate(p, item)
+        add_segment(p, sums, segment, panel)
+        first, bias = np.int64(segment[1]), advance(p.bias, column)
+        for i in range(np.int64(segment[2])):
+            source, target = advance(sums, i * PANEL), advance(p.out, (first + i) * p.outputs + column)
+            if p.has_bias:
                 for j in range(columns):
-                    store(target, j, source[j] + load(added, j))
+                    store(target, j, source[j] + load(bias, j))
             elif columns == PANEL:
                 for j in range(0, PANEL, LANES):
                     store_16(advance(source, j), advance(target, j))
@@ -284,30 +275,30 @@ def store_16(typingctx: Any, source: Any, target: Any) -> Any:
 
 
 @jit
-def add_segment(x: Any, panels: Any, sums: Any, segment: Any, panel: int, num_panels: int, words: int) -> None:
-    """sums [rows, 32], float32 or int32: a segment's rows, in groups, times one of the `num_panels` panels of its
-    matrix. x and panels are pointers to words, to the first row and to the first matrix."""
+def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
+    """sums [rows, 32], float32 or int32: a segment's rows, in groups, times one of the panels of its matrix."""
     matrix, first = np.int64(segment[0]), np.int64(segment[1])
     rows, group = np.int64(segment[2]), np.int64(segment[3])
-    x = advance(x, first * words)
-    here = advance(panels, (matrix * num_panels + panel) * words * PANEL)
+    words = p.words
+    x = advance(p.x, first * words)
+    weights = advance(p.panels, (matrix * p.num_panels + panel) * words * PANEL)
     for word in range(0, words, _CHUNK):
         count = min(_CHUNK, words - word)
         for row in range(0, rows, group):
-            rows_here = min(group, rows - row)
+            num_rows = min(group, rows - row)
             # The last two groups have the first cache filled with the next words, a half each.
             groups_left = (rows - row + group - 1) // group
-            ahead = advance(here, (word + (0 if groups_left > 2 else _CHUNK)) * PANEL)
+            next_words = advance(weights, (word + (0 if groups_left > 2 else _CHUNK)) * PANEL)
             if groups_left == 1 and row > 0:
-                ahead = advance(ahead, count * LANES)
+                next_words = advance(next_words, count * LANES)
             add_tile(
-                rows_here,
-                advance(x, row * words + word * rows_here),
-                advance(here, word * PANEL),
+                num_rows,
+                advance(x, row * words + word * num_rows),
+                advance(weights, word * PANEL),
                 count,
                 advance(sums, row * PANEL),
                 np.int64(word == 0),
-                ahead,
+                next_words,
                 PANEL if rows <= group else LANES,
             )
 
@@ -328,7 +319,8 @@ def add_tile(
             block = builder.append_basic_block(f"rows_{count}")
             chosen.add_case(ir.Constant(_I64, count), block)
             with builder.goto_block(block):
-                builder.call(_tile(builder.module, count, sums == F32, [value.type for value in others]), others)
+                name = f"cairn.tile.{count}.{'bfloat16' if sums == F32 else 'int8'}"
+                call_shared(builder, name, others, partial(_write_tile, count, sums == F32))
                 builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
@@ -339,19 +331,12 @@ def add_tile(
     return numba_types.void(i64, I32, I32, i64, sums, i64, I32, i64), code
 
 
-def _tile(module: Any, rows: int, floats: bool, parameters: list[Any]) -> Any:
-    """The function for a group of so many rows, one for all callers in a module."""
-    name = f"cairn.tile.{rows}.{'bfloat16' if floats else 'int8'}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), name)
-    function.linkage = "linkonce_odr"
-    function.attributes.add("noinline")
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
+def _write_tile(rows: int, floats: bool, builder: Any, function: Any) -> None:
+    """The body of `add_tile` for a group of so many rows."""
     x, panel, words, total, fresh, ahead, step = function.args
     vector = ir.VectorType(_FLOAT if floats else _I32, LANES)
     instruction = "llvm.x86.avx512bf16.dpbf16ps.512" if floats else "llvm.x86.avx512.vpdpbusd.512"
-    add = cgutils.get_or_insert_function(module, ir.FunctionType(vector, [vector, _WORDS, _WORDS]), instruction)
+    add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector, _WORDS, _WORDS]), instruction)
 
     def at(pointer: Any, index: Any, kind: Any) -> Any:
         return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
@@ -382,5 +367,3 @@ def _tile(module: Any, rows: int, floats: bool, parameters: list[Any]) -> Any:
                 builder.store(builder.call(add, [builder.load(sums[i, column]), *operands]), sums[i, column])
     for cell in cells:
         builder.store(builder.load(sums[cell]), places[cell], align=4)
-    builder.ret_void()
-    return function

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.int8 import Int8Weight, int8_product, int8_product_of_panels
+from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
 from cairn.kernels.cpu.onednn import can_reorder, reorder, reordered_product
-from cairn.kernels.cpu.panels import RowParts, has_instructions, parts_of, product_of_panels, stacked_panels
+from cairn.kernels.cpu.panels import RowPartition, has_instructions, multiply_panels, pack_panels, partition_rows
 from cairn.kernels.cpu.threads import step_work
 
 Layout = Literal["panels", "onednn", "plain"]
@@ -38,7 +38,7 @@ def pack(weight: Tensor) -> PackedWeight:
     layout = _layout_for(weight.dtype)
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
     if layout == "panels":
-        matrices = stacked_panels(matrices)
+        matrices = pack_panels(matrices)
     elif layout == "onednn":
         matrices = tuple(map(reorder, matrices))
     return PackedWeight(weight.shape, weight.dtype, matrices, layout)
@@ -50,12 +50,12 @@ def _layout_for(dtype: torch.dtype) -> Layout:
     return "onednn" if can_reorder(dtype) else "plain"
 
 
-def product(
+def multiply(
     x: Tensor, weight: AnyWeight, bias: Tensor | None = None, expert: int = 0, dtype: torch.dtype | None = None
 ) -> Tensor:
     """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
     if isinstance(weight, Int8Weight):
-        return int8_product(x, weight, bias, expert, dtype)
+        return multiply_int8(x, weight, bias, expert, dtype)
     matrix = weight.matrices[expert]
     if weight.layout == "plain":
         return F.linear(x, matrix, bias).to(dtype or x.dtype)
@@ -64,7 +64,7 @@ def product(
     if weight.layout == "onednn":
         return reordered_product(x, matrix, bias).to(dtype or x.dtype)
     out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
-    product_of_panels(x, matrix, bias, out, parts_of(x.shape[0], matrix.shape[1]))
+    multiply_panels(x, matrix, bias, out, partition_rows(x.shape[0], matrix.shape[1]))
     return out
 
 
@@ -75,38 +75,38 @@ class ExpertRows:
 
     order: Tensor | None
     ends: Tensor
-    parts: RowParts
+    parts: RowPartition
 
 
-def expert_products(x: Tensor, weight: AnyWeight, rows: ExpertRows, num_rows: int) -> Tensor:
+def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows, num_rows: int) -> Tensor:
     """Each of so many rows times the transpose of its expert's matrix, [num_rows, out] in x's dtype."""
     out = x.new_empty(num_rows, weight.shape[-2])
     if not num_rows:
         return out
     if weight.layout == "panels":
         if isinstance(weight, Int8Weight):
-            int8_product_of_panels(x, weight, None, out, rows.parts, rows.order)
+            multiply_int8_panels(x, weight, None, out, rows.parts, rows.order)
         else:
-            product_of_panels(x, weight.matrices[0], None, out, rows.parts, rows.order)
+            multiply_panels(x, weight.matrices[0], None, out, rows.parts, rows.order)
         return out
     if rows.order is not None:
         x = x.index_select(0, rows.order)
     begin = 0
     for expert, end in enumerate(rows.ends.tolist()):
         if end > begin:
-            out[begin:end] = product(x[begin:end], weight, None, expert)
+            out[begin:end] = multiply(x[begin:end], weight, None, expert)
         begin = end
     return out
 
 
 def linear(x: Tensor, weight: AnyWeight, bias: Tensor | None, batch: Batch) -> Tensor:
     """See `Kernels.linear`."""
-    return product(x, weight, bias)
+    return multiply(x, weight, bias)
 
 
 def lm_head(hidden: Tensor, weight: AnyWeight) -> Tensor:
     """See `Kernels.lm_head`."""
-    return product(hidden, weight, dtype=torch.float32)
+    return multiply(hidden, weight, dtype=torch.float32)
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:

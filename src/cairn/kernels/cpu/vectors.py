@@ -4,7 +4,7 @@ LLVM makes good code of a loop over one row. It does not keep a tile of sums in 
 add sixteen dot products up in one go; these functions do. A vector has 16 lanes whatever the CPU has: LLVM cuts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding
@@ -185,20 +185,26 @@ def dot_16_rows(typingctx: Any, q: Any, k: Any, row: Any, dim: Any, out: Any) ->
     return types.void(F32, F32, types.int64, types.int64, F32), code
 
 
+def call_shared(builder: Any, name: str, args: Sequence[Any], write: Callable[[Any, Any], None]) -> None:
+    """LLVM code: a call of the function of this name, one for all callers in a module. Copies of it would take seconds
+    to compile, a call of it takes nothing. `write` is given a builder and the function, whose body it writes."""
+    module = builder.module
+    if name not in module.globals:
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [value.type for value in args]), name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        body = ir.IRBuilder(function.append_basic_block("entry"))
+        write(body, function)
+        body.ret_void()
+    builder.call(module.globals[name], args)
+
+
 def _add_product(rows: int, lanes: int) -> Any:
     """The function for tiles of so many rows and columns."""
     columns = range(0, lanes, LANES)
     cells = [(i, column) for i in range(rows) for column in columns]
 
-    def out_of_line(module: Any, parameters: list[Any]) -> Any:
-        # One function for all callers in a kernel: copies of it take seconds to compile, a call of it takes nothing.
-        name = f"cairn.add_product.{rows}.{lanes}"
-        if name in module.globals:
-            return module.globals[name]
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), name)
-        function.linkage = "linkonce_odr"
-        function.attributes.add("noinline")
-        builder = ir.IRBuilder(function.append_basic_block("entry"))
+    def write(builder: Any, function: Any) -> None:
         a, a_row, a_step, b, b_row, c, c_row, depth, scale = function.args
 
         def place(i: int, column: int) -> Any:
@@ -222,15 +228,13 @@ def _add_product(rows: int, lanes: int) -> Any:
                     builder.store(_multiply_add(builder, number, parts[n], builder.load(total)), total)
         for cell in cells:
             _store(builder, builder.load(sums[cell]), c, place(*cell))
-        builder.ret_void()
-        return function
 
     @intrinsic
     def add(
         typingctx: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_row: Any, c: Any, c_row: Any, depth: Any, scale: Any
     ) -> Any:
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            builder.call(out_of_line(builder.module, [value.type for value in args]), args)
+            call_shared(builder, f"cairn.add_product.{rows}.{lanes}", args, write)
             return context.get_dummy_value()
 
         i64 = types.int64
