@@ -1,4 +1,4 @@
-"""Which hosts may be spoken to at all, decided before any connection and without asking a name server."""
+"""Which hosts may be connected to, decided before any connection and without a name server; which do not answer."""
 
 import ipaddress
 from collections import OrderedDict
@@ -22,8 +22,8 @@ _MAX_PEERS = 1024
 class PeerPolicy:
     """An allow-list of addresses, networks (`10.0.0.0/8`) and exact host names; loopback is always on it.
 
-    Without a shared secret nothing but loopback is allowed, whatever the list says: whoever may connect learns how
-    to read and write this server's memory.
+    Without a shared secret only loopback is allowed, whatever the list says: a peer learns how to read and write this
+    server's memory.
     """
 
     def __init__(self, allowed: Iterable[str] = (), *, has_secret: bool = False) -> None:
@@ -80,7 +80,7 @@ def _network(entry: str) -> _Network | None:
 
 
 def _is_name(entry: str) -> bool:
-    """What ends in a number is an address that somebody has mistyped, and what follows `0x` one in disguise."""
+    """Whether this is a host name. One that ends in a number is a mistyped address; `0x` begins an address, too."""
     labels = entry.lower().removesuffix(".").split(".")
     return (
         0 < len(entry) <= _MAX_HOST
@@ -92,8 +92,8 @@ def _is_name(entry: str) -> bool:
 
 
 class UnresponsivePeers:
-    """The addresses that were silent within the last `seconds`, at most 1,024 of them; the oldest is forgotten first.
-    `num_skipped`: transfers that were not tried."""
+    """Addresses that did not answer within the last `seconds`, the latest 1,024 of them. `num_skipped`: transfers that
+    were not tried."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
@@ -116,8 +116,8 @@ class UnresponsivePeers:
         self._retry_at.pop(address, None)
 
     def refuse(self, address: Address) -> str | None:
-        """Why a transfer from this peer is not worth a try now, or None. Whoever is told None for a peer that was
-        silent is its probe: until that is answered, or again not, the others are refused."""
+        """Why a transfer from this peer is not tried now, or None. After `seconds` one caller gets None: it probes the
+        peer, and the others are refused until it was answered, or again not."""
         retry_at = self._retry_at.get(address)
         if retry_at is None:
             return None

@@ -1,4 +1,4 @@
-"""One rank's reads: an order becomes pieces, and these become handles of at most 64 MiB."""
+"""One rank's reads: an order is cut into pieces, and those into handles of at most 64 MiB."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHand
 from cairn.transfer.planner import Piece, Planner
 
 CHUNK_BYTES = 64 << 20
-"""Most bytes of one handle: a link may move all of them before it returns, and a cancel waits for all of them."""
+"""Most bytes of one handle: a link may move all of them before a call returns, and cancelling waits for all of them."""
 
 _HANDLES = 2
-"""Handles of one read that are out at a time."""
+"""Open handles of one read."""
 
 
 @dataclass(slots=True, eq=False)
-class _Begun:
-    """A piece whose bytes are on their way: `chunks` have no handle yet."""
+class _OpenPiece:
+    """A piece that is being read. `chunks` have no handle yet."""
 
     piece: Piece
     chunks: deque[tuple[str, Descriptors]]
@@ -32,18 +32,19 @@ class _Begun:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """`pieces` have not begun. `connected`: names of the peer's ranks that were needed so far."""
+    """`pieces` have not begun. `peer_names`: the link's names of the peer's ranks, as far as they are connected. `end`:
+    the state once nothing can arrive any more."""
 
     peer: Peer
     pieces: deque[Piece]
-    begun: list[_Begun] = field(default_factory=list)
-    connected: dict[int, str] = field(default_factory=dict)
+    open_pieces: list[_OpenPiece] = field(default_factory=list)
+    peer_names: dict[int, str] = field(default_factory=dict)
     end: ReadState = ReadState.DONE
     volume: Volume = field(default_factory=Volume)
 
     @property
     def num_handles(self) -> int:
-        return sum(len(begun.handles) for begun in self.begun)
+        return sum(len(opened.handles) for opened in self.open_pieces)
 
 
 class LinkWorker:
@@ -63,12 +64,12 @@ class LinkWorker:
     def start(self, order: ReadOrder) -> None:
         read = _Read(order.peer, deque(self._plan(order)))
         try:
-            self._post_next(read)
+            self._post_handle(read)
         except LinkError:
             # Nothing is out: the first handle is the one that failed.
             self._stop(read, ReadState.FAILED)
-            self._settle(read)
-            self._forget_peers(read)
+            self._finish_pieces(read)
+            self._disconnect(read)
             raise
         self._reads[order.pull] = read
 
@@ -76,19 +77,19 @@ class LinkWorker:
         read = self._reads.get(pull)
         if read is None:
             raise AssertionError(f"pull {pull} has no read")
-        self._look(read)
-        self._settle(read)
+        self._poll_handles(read)
+        self._finish_pieces(read)
         try:
-            while self._post_next(read):
+            while self._post_handle(read):
                 pass
         except LinkError:
             self._stop(read, ReadState.FAILED)
-        self._settle(read)
-        if read.begun or read.pieces:
+        self._finish_pieces(read)
+        if read.open_pieces or read.pieces:
             return ReadState.READING
         del self._reads[pull]
         if read.end is ReadState.FAILED:
-            self._forget_peers(read)
+            self._disconnect(read)
         elif read.end is ReadState.DONE:
             self._volumes[pull] = read.volume
         return read.end
@@ -101,57 +102,57 @@ class LinkWorker:
         if read is not None and read.end is ReadState.DONE:
             self._stop(read, ReadState.CANCELLED)
 
-    def _look(self, read: _Read) -> None:
-        for begun in read.begun:
-            for handle in list(begun.handles):
+    def _poll_handles(self, read: _Read) -> None:
+        for opened in read.open_pieces:
+            for handle in list(opened.handles):
                 state = self._link.poll(handle)
                 if state is ReadState.READING:
                     continue
-                begun.handles.discard(handle)
+                opened.handles.discard(handle)
                 # Cancelled by nobody here means that the link itself has dropped the peer.
                 if state is not ReadState.DONE and read.end is ReadState.DONE:
                     self._stop(read, ReadState.FAILED)
 
-    def _settle(self, read: _Read) -> None:
-        """Pieces of which nothing more can arrive; what arrived of an unwanted one is worthless."""
-        for begun in [begun for begun in read.begun if begun.is_read]:
-            read.begun.remove(begun)
+    def _finish_pieces(self, read: _Read) -> None:
+        """Finish the pieces of which nothing more can arrive, or discard them if the read was stopped."""
+        for opened in [opened for opened in read.open_pieces if opened.is_read]:
+            read.open_pieces.remove(opened)
             if read.end is ReadState.DONE:
-                begun.piece.finish()
+                opened.piece.finish()
             else:
-                begun.piece.discard()
+                opened.piece.discard()
 
-    def _post_next(self, read: _Read) -> bool:
-        """One handle more, if there may be one. Whether there may be another."""
+    def _post_handle(self, read: _Read) -> bool:
+        """Post one more handle if there may be one; returns whether another call may post one, too."""
         if read.num_handles >= _HANDLES:
             return False
-        begun = next((begun for begun in read.begun if begun.chunks), None) or self._begin_next(read)
-        if begun is None:
+        opened = next((opened for opened in read.open_pieces if opened.chunks), None) or self._begin_piece(read)
+        if opened is None:
             return False
-        if begun.chunks:
-            begun.handles.add(self._link.read(*begun.chunks.popleft()))
+        if opened.chunks:
+            opened.handles.add(self._link.read(*opened.chunks.popleft()))
         return True
 
-    def _begin_next(self, read: _Read) -> _Begun | None:
+    def _begin_piece(self, read: _Read) -> _OpenPiece | None:
         reads = read.pieces[0].begin() if read.pieces else None
         if reads is None:
             return None
-        begun = _Begun(read.pieces.popleft(), deque())
-        read.begun.append(begun)
+        opened = _OpenPiece(read.pieces.popleft(), deque())
+        read.open_pieces.append(opened)
         for rank, descriptors in reads:
-            peer = self._connected(read, rank)
+            peer = self._connect(read, rank)
             read.volume += Volume(int(descriptors.num_bytes.sum()), len(descriptors))
-            begun.chunks.extend((peer, chunk) for chunk in _chunks(descriptors, self._chunk_bytes))
-        return begun
+            opened.chunks.extend((peer, chunk) for chunk in _chunks(descriptors, self._chunk_bytes))
+        return opened
 
-    def _connected(self, read: _Read, rank: int) -> str:
-        if rank not in read.connected:
-            read.connected[rank] = self._link.connect(read.peer.ranks[rank])
-        return read.connected[rank]
+    def _connect(self, read: _Read, rank: int) -> str:
+        if rank not in read.peer_names:
+            read.peer_names[rank] = self._link.connect(read.peer.ranks[rank])
+        return read.peer_names[rank]
 
-    def _forget_peers(self, read: _Read) -> None:
-        """A link may hold a failed peer to be dead for good; forgotten, it can be connected to again."""
-        for peer in read.connected.values():
+    def _disconnect(self, read: _Read) -> None:
+        """A link may take a failed peer for dead for good; after this it can be connected to again."""
+        for peer in read.peer_names.values():
             self._link.disconnect(peer)
 
     def _stop(self, read: _Read, end: ReadState) -> None:
@@ -159,9 +160,9 @@ class LinkWorker:
         for piece in read.pieces:
             piece.discard()
         read.pieces.clear()
-        for begun in read.begun:
-            begun.chunks.clear()
-            for handle in begun.handles:
+        for opened in read.open_pieces:
+            opened.chunks.clear()
+            for handle in opened.handles:
                 self._link.cancel(handle)
 
 

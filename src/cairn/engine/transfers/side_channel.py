@@ -78,15 +78,6 @@ class ChannelLimits:
             max_producers=max(1, min(256, share * 3 // 8)),
         )
 
-    def max_of(self, kind: _Kind) -> int:
-        match kind:
-            case "unauthenticated":
-                return self.max_unauthenticated
-            case "consumer":
-                return self.max_consumers
-            case "producer":
-                return self.max_producers
-
 
 @dataclass(slots=True, eq=False)
 class _Connection:
@@ -228,7 +219,7 @@ class TlsSideChannel:
             idle_seconds = self._limits.idle_seconds * (1 if kind == "producer" else 2)
             connection.until = self._clock.now() + idle_seconds
         if kind != connection.kind:
-            self._make_room("consumer", besides=connection)
+            self._make_room("consumer", self._limits.max_consumers, besides=connection)
         self._watch(connection)
         return [connection.incoming(frame) for frame in frames]
 
@@ -252,7 +243,7 @@ class TlsSideChannel:
                 if num_accepted == 0:
                     self._pause(error)
                 return
-            self._make_room("unauthenticated")
+            self._make_room("unauthenticated", self._limits.max_unauthenticated)
             self._num_accepted += 1
             tls = _wrap(accepted, self._credentials.server, to_connect=False)
             self._add(tls, self._num_accepted.to_bytes(8, "big"), self._limits.handshake_seconds, selectors.EVENT_READ)
@@ -266,8 +257,8 @@ class TlsSideChannel:
             self._close(oldest, "descriptors are needed")
 
     def _connect(self, address: Address, numeric: str, frames: list[bytes]) -> None:
-        """Begin to connect; a failure is reported like any lost connection."""
-        self._make_room("producer")
+        """Begin to connect; a failure is reported like a lost connection."""
+        self._make_room("producer", self._limits.max_producers)
         try:
             made = socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:
@@ -290,13 +281,13 @@ class TlsSideChannel:
         self._selector.register(tls.socket, events, connection)
         return connection
 
-    def _make_room(self, kind: _Kind, besides: _Connection | None = None) -> None:
-        """Close the connections of this kind that are idle for longest, or were accepted first, until one more fits."""
+    def _make_room(self, kind: _Kind, limit: int, besides: _Connection | None = None) -> None:
+        """Close connections of this kind until one more fits: those that are idle for longest, or were accepted
+        first."""
         same = [each for each in self._connections.values() if each.kind == kind and each is not besides]
-        excess = len(same) + 1 - self._limits.max_of(kind)
-        if excess > 0:
-            for connection in sorted(same, key=lambda connection: connection.until)[:excess]:
-                self._close(connection, "others needed its place")
+        same.sort(key=lambda connection: connection.until)
+        for connection in same[: max(0, len(same) + 1 - limit)]:
+            self._close(connection, "others needed its place")
 
     def _expire(self) -> None:
         now = self._clock.now()

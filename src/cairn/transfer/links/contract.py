@@ -1,6 +1,6 @@
-"""What a link is: it moves bytes from a peer's registered region into the own one, and knows nothing else.
+"""A link moves bytes from a peer's registered memory region into the own one.
 
-One per rank. No method waits: all are called again and again by one owner.
+One per rank. No method waits: one owner calls them again and again.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ ReadHandle = NewType("ReadHandle", int)
 
 
 class LinkError(CairnError):
-    """A link cannot do what it was asked: the peer is gone, its description is broken, or a range is out of bounds."""
+    """A link cannot read: the peer is unreachable, its description is broken, or a range is out of bounds."""
 
 
 class ReadState(Enum):
-    """Where a read is. Only under READING may bytes still arrive."""
+    """State of a read. Bytes may arrive only while it is READING."""
 
     READING = "reading"
     DONE = "done"
     """All bytes have landed."""
     FAILED = "failed"
-    """The link has given up; what landed is worthless, and nothing more will come."""
+    """The link has given up; nothing more will arrive."""
     CANCELLED = "cancelled"
-    """It was cancelled, and nothing more will come."""
+    """It was cancelled; nothing more will arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,44 +94,46 @@ class Descriptors:
 
 
 class Link(Protocol):
-    """Moves bytes. One owner calls all methods; none waits for the peer.
+    """Reads from peers. One owner calls all methods; none waits for the peer.
 
-    A peer is named by the string that `connect` returned. A link never says that a read is over while a byte of it
-    may still be written: that is what quarantine rests on.
+    A peer is named by the string that `connect` returned. A read stays READING for as long as a byte of it may still be
+    written: the quarantine relies on that.
     """
 
     def register(self, region: Region) -> None:
-        """Open this memory to peers and reads. Once per link, before anything else."""
+        """Register this memory, for peers to read and to read into. Once per link, before anything else."""
         ...
 
     def describe(self) -> bytes:
-        """What a peer needs to read from here. Whoever holds it can: hand it to proven peers only."""
+        """The description that a peer needs to read from here. It grants access: send it to authenticated peers
+        only."""
         ...
 
     def connect(self, description: bytes) -> str:
-        """Get to know a peer; again with the same description gives the same name. Raises LinkError."""
+        """Add a peer; returns its name, the same for the same description. Raises LinkError."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer. Its open reads are cancelled."""
+        """Remove a peer, and cancel its open reads."""
         ...
 
     def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
-        """Start reading. At least one descriptor. Raises LinkError, and then nothing was started."""
+        """Start a read of at least one descriptor. Raises LinkError if nothing was started."""
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState:
-        """How far it is; drives it. Once it is not READING the handle is gone. Raises LinkError for unknown ones."""
+        """Drive a read; returns its state. Once that is not READING, the handle is unknown. Raises LinkError for
+        unknown ones."""
         ...
 
     def cancel(self, handle: ReadHandle) -> None:
-        """No longer wanted; go on polling until it is not READING. Unknown handles are left alone."""
+        """Cancel a read; go on polling until it is not READING. Does nothing for unknown handles."""
         ...
 
     def progress(self) -> None:
-        """Serve the peers that read from here. To be called while a lease is open."""
+        """Serve the peers that read from here. Call it while a lease is active."""
         ...
 
     def close(self) -> int:
-        """Let go of everything. Returns how many reads may still write; the region must outlive those."""
+        """Release everything. Returns the number of reads that may still write; the region must outlive those."""
         ...

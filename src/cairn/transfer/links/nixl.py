@@ -1,15 +1,15 @@
 """NIXL 1.5 over UCX: RDMA, NVLink or, on one host, plain process-to-process copies; the same code for all.
 
-What one has to know of it, and what is done about it here:
+Traps of NIXL, and what is done about them here:
 
 - Its progress thread spins on a whole core. It is off; the owner calls `poll` or `progress` while something is open.
-- A frozen peer is never reported. `poll` then says READING for ever; whoever waits has a deadline and a quarantine.
-- Releasing a handle whose READ is under way does not stop late writes. A handle is released only when it has ended,
-  so a cancelled one stays READING until NIXL says DONE or raises.
+- A frozen peer is never reported. `poll` then returns READING for ever; the caller has a deadline and a quarantine.
+- Releasing a handle during its READ does not stop late writes. A handle is released only when it has ended, so a
+  cancelled one stays READING until NIXL reports DONE or raises.
 - Without the right to trace the peer (another user or pid namespace) UCX falls back to TCP, 5 to 20 times slower, and
   then needs `progress` on the other side. Both work.
 - Deregistering does not fence a reader, and an unmapped source kills its connection. The region outlives the link, and
-  an error of a peer's read is the end of that peer: nothing more is read from it under this name.
+  a peer is given up at the first error of a read: nothing more is read from it under this name.
 """
 
 import os
@@ -72,7 +72,7 @@ def _load() -> tuple[Any, Any, Any]:
 
 
 class Description(msgspec.Struct, frozen=True, tag="nixl1"):
-    """What a peer must know: plain numbers, and NIXL's own metadata, which it checks itself."""
+    """What a peer needs to read from here: plain numbers, and NIXL's own metadata, which NIXL checks."""
 
     name: str
     metadata: bytes
@@ -83,27 +83,27 @@ class Description(msgspec.Struct, frozen=True, tag="nixl1"):
 
 
 def read_description(description: bytes) -> Description:
-    """Raises LinkError for what no NIXL link of this version says of itself."""
+    """Raises LinkError for bytes that are no description of a NIXL link of this version."""
     try:
-        about = msgspec.msgpack.decode(description, type=Description)
+        remote = msgspec.msgpack.decode(description, type=Description)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LinkError("the peer's description is none of a NIXL link of this version") from error
-    size = about.num_pages * about.page_bytes
+    size = remote.num_pages * remote.page_bytes
     if not (
-        about.num_pages in range(1, 1 << 24)
-        and about.page_bytes in range(1, 1 << 40)
-        and 0 < about.address < 1 << 64
-        and about.address + size < 1 << 64
-        and about.device in (None, *range(1024))
-        and 0 < len(about.metadata) <= _MAX_METADATA
-        and 0 < len(about.name) <= 256
+        remote.num_pages in range(1, 1 << 24)
+        and remote.page_bytes in range(1, 1 << 40)
+        and 0 < remote.address < 1 << 64
+        and remote.address + size < 1 << 64
+        and remote.device in (None, *range(1024))
+        and 0 < len(remote.metadata) <= _MAX_METADATA
+        and 0 < len(remote.name) <= 256
     ):
         raise LinkError("the peer's description has a number out of range")
-    return about
+    return remote
 
 
 def kind(device: int | None) -> str:
-    """NIXL's word for host memory, and for that of an accelerator."""
+    """NIXL's name for host memory, or for that of an accelerator."""
     return "DRAM" if device is None else "VRAM"
 
 
@@ -132,12 +132,12 @@ def is_whole(descriptors: Descriptors, remote_page_bytes: int, local_page_bytes:
 
 @dataclass(slots=True)
 class _Peer:
-    """`pages`: descriptor list of all its pages, prepared once. `dead`: an operation on it has failed."""
+    """`pages`: descriptor list of all its pages, prepared once. `failed`: an operation on it has failed."""
 
-    about: Description
+    remote: Description
     pages: Any
-    dead: bool = False
-    wanted: bool = True
+    failed: bool = False
+    is_connected: bool = True
 
 
 @dataclass(slots=True)
@@ -145,13 +145,13 @@ class _Read:
     peer: str
     transfer: Any
     cancelled: bool = False
-    # NIXL keeps raw addresses only; what a handle was made from lives as long as the handle.
-    made_from: tuple[object, ...] = field(default=())
+    # NIXL keeps raw addresses only: what a handle was made from has to live as long as the handle.
+    buffers: tuple[object, ...] = field(default=())
 
 
 class NixlLink:
     """A `Link`: one agent and one region. Its name is `role` and a new uuid, so a restarted process is another peer.
-    `num_leaked` counts handles and peers that NIXL would not let go of."""
+    `num_leaked` counts handles and peers that NIXL would not release."""
 
     def __init__(self, role: str, new_uuid: Callable[[], uuid.UUID] = uuid.uuid4) -> None:
         """Raises ConfigError when NIXL is not installed or has no UCX here."""
@@ -178,7 +178,7 @@ class NixlLink:
         if self._region is not None:
             raise LinkError("a link takes one region")
         size = region.num_pages * region.page_bytes
-        with self._translated("register memory"):
+        with self._link_errors("register memory"):
             self._registered = self._agent.register_memory(
                 [(region.address, size, region.device or 0, "")], kind(region.device)
             )
@@ -187,7 +187,7 @@ class NixlLink:
 
     def describe(self) -> bytes:
         region = self._own_region()
-        with self._translated("describe the own memory"):
+        with self._link_errors("describe the own memory"):
             metadata = self._agent.get_agent_metadata()
         return msgspec.msgpack.encode(
             Description(self._name, metadata, region.address, region.num_pages, region.page_bytes, region.device)
@@ -195,49 +195,49 @@ class NixlLink:
 
     def connect(self, description: bytes) -> str:
         self._own_region()
-        about = read_description(description)
-        known = self._peers.get(about.name)
-        if known is not None:
-            if known.dead or not known.wanted or known.about != about:
-                raise LinkError(f"{about.name} has failed, or says something else of itself now")
-            return about.name
-        self._peers[about.name] = _Peer(about, self._prepare(about))
-        return about.name
+        remote = read_description(description)
+        found = self._peers.get(remote.name)
+        if found is not None:
+            if found.failed or not found.is_connected or found.remote != remote:
+                raise LinkError(f"{remote.name} has failed, or has another description now")
+            return remote.name
+        self._peers[remote.name] = _Peer(remote, self._prepare(remote))
+        return remote.name
 
     def disconnect(self, peer: str) -> None:
         if peer not in self._peers:
             return
-        self._peers[peer].wanted = False
+        self._peers[peer].is_connected = False
         for handle, read in self._reads.items():
             if read.peer == peer:
                 self.cancel(handle)
-        self._forget(peer)
+        self._remove_peer(peer)
 
     def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
-        region, known = self._own_region(), self._peers.get(peer)
-        if known is None or known.dead or not known.wanted:
-            raise LinkError(f"{peer} is gone" if known else f"not connected to {peer}")
+        region, found = self._own_region(), self._peers.get(peer)
+        if found is None or found.failed or not found.is_connected:
+            raise LinkError(f"{peer} is gone" if found else f"not connected to {peer}")
         if not len(descriptors):
             raise LinkError("a read needs at least one descriptor")
-        about = known.about
-        descriptors.check(remote_pages=about.num_pages, remote_page_bytes=about.page_bytes, local=region)
-        made_from: tuple[object, ...]
-        with self._failing(known):
-            if is_whole(descriptors, about.page_bytes, region.page_bytes):
-                made_from = (descriptors.local_page.astype(np.int32), descriptors.remote_page.astype(np.int32))
-                transfer = self._agent.make_prepped_xfer("READ", self._pages, made_from[0], known.pages, made_from[1])
+        remote = found.remote
+        descriptors.check(remote_pages=remote.num_pages, remote_page_bytes=remote.page_bytes, local=region)
+        buffers: tuple[object, ...]
+        with self._peer_errors(found):
+            if is_whole(descriptors, remote.page_bytes, region.page_bytes):
+                buffers = (descriptors.local_page.astype(np.int32), descriptors.remote_page.astype(np.int32))
+                transfer = self._agent.make_prepped_xfer("READ", self._pages, buffers[0], found.pages, buffers[1])
             else:
-                made_from = self._ranges(descriptors, region, about)
-                transfer = self._agent.initialize_xfer("READ", *made_from, peer)
+                buffers = self._ranges(descriptors, region, remote)
+                transfer = self._agent.initialize_xfer("READ", *buffers, peer)
         try:
-            with self._failing(known):
+            with self._peer_errors(found):
                 self._agent.transfer(transfer)
         except LinkError:
             self._release(transfer)
             raise
         self._next += 1
         handle = ReadHandle(self._next)
-        self._reads[handle] = _Read(peer, transfer, made_from=made_from)
+        self._reads[handle] = _Read(peer, transfer, buffers=buffers)
         return handle
 
     def poll(self, handle: ReadHandle) -> ReadState:
@@ -246,14 +246,14 @@ class NixlLink:
             raise LinkError(f"there is no read {handle}")
         state = ReadState.CANCELLED if read.cancelled else ReadState.DONE
         try:
-            with self._failing(self._peers[read.peer]):
+            with self._peer_errors(self._peers[read.peer]):
                 if self._agent.check_xfer_state(read.transfer) == "PROC":
                     return ReadState.READING
         except LinkError:
             state = ReadState.CANCELLED if read.cancelled else ReadState.FAILED
         del self._reads[handle]
         self._release(read.transfer)
-        self._forget(read.peer)
+        self._remove_peer(read.peer)
         return state
 
     def cancel(self, handle: ReadHandle) -> None:
@@ -261,11 +261,11 @@ class NixlLink:
             read.cancelled = True
 
     def progress(self) -> None:
-        with self._translated("make progress"):
+        with self._link_errors("make progress"):
             self._agent.get_new_notifs()
 
     def close(self) -> int:
-        """Handles, then descriptor lists, then peers, then the region; what may still write is left registered."""
+        """Release handles, then descriptor lists, then peers, then the region, unless reads may still write."""
         for handle in list(self._reads):
             self.cancel(handle)
             self.poll(handle)
@@ -273,72 +273,72 @@ class NixlLink:
             self.disconnect(peer)
         if not self._reads and self._registered is not None:
             self._pages.release()
-            with self._translated("deregister memory"):
+            with self._link_errors("deregister memory"):
                 self._agent.deregister_memory(self._registered)
             self._registered = self._pages = self._region = None
         return len(self._reads)
 
-    def _prepare(self, about: Description) -> Any:
+    def _prepare(self, remote: Description) -> Any:
         """Add the agent; returns the list of all its pages. Leaves nothing behind when it raises."""
         name = ""
         try:
-            with self._translated("connect"):
-                added = self._agent.add_remote_agent(about.metadata)
+            with self._link_errors("connect"):
+                added = self._agent.add_remote_agent(remote.metadata)
                 name = added.decode() if isinstance(added, bytes) else added
-                if name != about.name:
+                if name != remote.name:
                     raise LinkError("the peer's description names another agent than its metadata")
                 self._agent.make_connection(name)
-                table = page_table(Region(about.address, about.num_pages, about.page_bytes, None, about.device))
-                return self._agent.prep_xfer_dlist(name, table, kind(about.device))
+                table = page_table(Region(remote.address, remote.num_pages, remote.page_bytes, None, remote.device))
+                return self._agent.prep_xfer_dlist(name, table, kind(remote.device))
         except LinkError:
             if name and name not in self._peers:
-                with self._cleaning_up():
+                with self._cleanup_errors():
                     self._agent.remove_remote_agent(name)
             raise
 
-    def _ranges(self, descriptors: Descriptors, region: Region, about: Description) -> tuple[object, ...]:
+    def _ranges(self, descriptors: Descriptors, region: Region, remote: Description) -> tuple[object, ...]:
         lists = []
         for start, page_bytes, device, page, offset in (
             (region.address, region.page_bytes, region.device, descriptors.local_page, descriptors.local_offset),
-            (about.address, about.page_bytes, about.device, descriptors.remote_page, descriptors.remote_offset),
+            (remote.address, remote.page_bytes, remote.device, descriptors.remote_page, descriptors.remote_offset),
         ):
             rows = range_table(start + page * page_bytes + offset, descriptors.num_bytes, device)
             lists.append(self._agent.get_xfer_descs(rows, kind(device)))
         return tuple(lists)
 
-    def _forget(self, peer: str) -> None:
-        """Drop an unwanted peer once none of its reads is open: a descriptor list must outlive its handles."""
-        known = self._peers[peer]
-        if known.wanted or any(read.peer == peer for read in self._reads.values()):
+    def _remove_peer(self, peer: str) -> None:
+        """Remove a disconnected peer once none of its reads is open: a descriptor list must outlive its handles."""
+        found = self._peers[peer]
+        if found.is_connected or any(read.peer == peer for read in self._reads.values()):
             return
         del self._peers[peer]
-        with self._cleaning_up():
-            known.pages.release()
+        with self._cleanup_errors():
+            found.pages.release()
             self._agent.remove_remote_agent(peer)
 
     def _release(self, transfer: Any) -> None:
-        with self._cleaning_up():
+        with self._cleanup_errors():
             self._agent.release_xfer_handle(transfer)
 
     @contextmanager
-    def _failing(self, peer: _Peer) -> Iterator[None]:
-        """Whatever NIXL raises about a peer's memory is the end of that peer."""
+    def _peer_errors(self, peer: _Peer) -> Iterator[None]:
+        """Whatever NIXL raises about a peer's memory makes the peer fail for good."""
         try:
             yield
         except self._errors as error:
-            peer.dead = True
-            raise LinkError(f"{peer.about.name}: {type(error).__name__}: {error}") from error
+            peer.failed = True
+            raise LinkError(f"{peer.remote.name}: {type(error).__name__}: {error}") from error
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _link_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except self._errors as error:
             raise LinkError(f"NIXL cannot {what}: {type(error).__name__}: {error}") from error
 
     @contextmanager
-    def _cleaning_up(self) -> Iterator[None]:
-        """What NIXL does not let go of is lost, but nobody else's read ends for it."""
+    def _cleanup_errors(self) -> Iterator[None]:
+        """What NIXL does not release is leaked; other reads go on."""
         try:
             yield
         except self._errors:
