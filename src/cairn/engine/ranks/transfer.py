@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """What another rank must know: the side channel's host, the pages that are the scheduler's, the model's units."""
+    """Settings of another rank: the side channel's host, the number of the scheduler's pages, the model's units."""
 
     host: str
     num_pages: int
@@ -50,7 +50,7 @@ class _SocketChannel:
         try:
             self.socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # The rank is gone, or stands still: reads by it stay open, and their pulls end by their own deadlines.
+            # The rank has ended, or stands still: its reads stay open, and their pulls end by their own deadlines.
             logger.warning("a rank takes no orders: %s", error)
 
     def receive(self) -> Sequence[bytes]:
@@ -64,7 +64,7 @@ class _SocketChannel:
 
 
 class RankSockets:
-    """Rank 0's ends of the ways to the other ranks."""
+    """Rank 0's sockets to the other ranks."""
 
     def __init__(self, folder: Path, tp_size: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -77,7 +77,7 @@ class RankSockets:
 
 
 def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
-    """For `RankConfig.services`: the other ranks' part in transfers."""
+    """The entry of `RankConfig.services` that has the other ranks serve transfers."""
     settings = msgspec.msgpack.encode(_Settings(host, num_pages, units))
     return RankService("cairn.engine.ranks.transfer:serve_rank", settings)
 

@@ -141,13 +141,13 @@ def report(request: Request) -> TransferReport | None:
 
 
 MakeLink = Callable[[str], Link]
-"""Host of the side channel -> a link that has registered nothing yet. Raises ConfigError."""
+"""Makes a link, without a registered region, for this host of the side channel. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's `pool`, uint8 [rows, page_bytes]: the scheduler's `num_pages` rows, behind them those for staging.
-    `units`: what the whole model has to share out among `tp_size` ranks."""
+    """One rank's `pool`, uint8 [rows, page_bytes]: the scheduler's `num_pages` rows, and behind them staging pages.
+    `units`: of the whole model, shared out among `tp_size` ranks."""
 
     pool: NDArray[np.uint8]
     num_pages: int
@@ -158,8 +158,7 @@ class RankMemory:
 
 
 def nixl_link(host: str) -> Link:
-    """UCX reads its variables once: on loopback it is to look at no other network. Raises ConfigError when NIXL is not
-    there."""
+    """A NIXL link; on loopback UCX uses no other network. Raises ConfigError when NIXL is not installed."""
     if is_loopback(host):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     from cairn.transfer.links.nixl import NixlLink
@@ -233,7 +232,7 @@ def _policy(config: KvTransferConfig) -> PeerPolicy:
 
 
 def _secret(path: str | None) -> bytes:
-    """Without a file it is empty; loopback is what keeps strangers out then."""
+    """The shared secret; empty without a file: then only loopback is allowed."""
     if path is None:
         logger.warning(
             "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "

@@ -1,12 +1,12 @@
-"""The thread that owns sockets and links: it takes the scheduler's commands, speaks with other servers, drives reads.
+"""The thread that owns sockets and links: it carries out the scheduler's commands, serves other servers, drives reads.
 
     core's thread                      transfer thread
     TransferPort  --- commands --->    TransferLoop  -> Connector -> link
                   <--- events -----
 
-The port gives the names, so that nobody has to wait for an answer: the number of a pull, the nonce of an offer. The
-thread blocks while nothing is open. While something is, it looks again and again, because a link makes no progress by
-itself and never reports a peer that stands still.
+The port makes the ids (the number of a pull, the nonce of a lease), so the scheduler never waits for an answer. The
+thread blocks while nothing is open, and polls while something is, because a link makes no progress by itself and never
+reports a peer that stands still.
 """
 
 import logging
@@ -35,17 +35,13 @@ _STOP_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 Command: TypeAlias = Callable[[Connector], object]
-"""What the transfer thread is to do with its connector."""
-
-
-def _nobody() -> None:
-    """Nobody waits for events."""
+"""Called by the transfer thread with its connector."""
 
 
 class TransferPort:
-    """A `SchedulerSide`. `max_pages`: the share of the pool that leases may hold. `wake` is called after each command.
+    """A `SchedulerSide`. `max_pages`: the share of the pool that leases may pin. `wake` is called after each command.
 
-    What is in the queues is bounded by what the scheduler has open: an event or two for each pull, offer and ask.
+    The queues are bounded by what the scheduler has open: an event or two for each pull, lease and lookup.
     """
 
     def __init__(self, max_pages: int, random: Callable[[int], bytes], wake: Callable[[], None]) -> None:
@@ -60,7 +56,7 @@ class TransferPort:
 
     @property
     def num_leased(self) -> int:
-        """Distinct pages of offers that have not ended."""
+        """Distinct pages of leases that have not ended."""
         return len(self._pages)
 
     def has_room(self, pages: Pages, num_more: int = 0) -> bool:
@@ -109,8 +105,8 @@ class TransferPort:
 
 
 class TransferLoop:
-    """`turn` does everything once; `start` has a thread do so until `stop`. `notify` is called when there are events
-    for the scheduler. `failure`: why the thread has ended."""
+    """`turn` does everything once; `start` makes a thread that does so until `stop`. `notify` is called when there are
+    events for the scheduler. `failure`: why the thread has ended."""
 
     def __init__(
         self,
@@ -130,12 +126,13 @@ class TransferLoop:
         self._connector = Connector(producer, consumer)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self.notify: Callable[[], None] = _nobody
+        self.notify: Callable[[], None] | None = None
         self.failure: str | None = None
 
     @property
     def dropped(self) -> int:
-        """Frames that were no record of the protocol, or came from nobody who may speak."""
+        """Frames that were no record of the protocol, and connections that ended before their peer was
+        authenticated."""
         return self._channel.dropped + self._producer.sessions.dropped + self._consumer.dropped + self._ranks.dropped
 
     @property
@@ -145,7 +142,7 @@ class TransferLoop:
 
     @property
     def num_open(self) -> int:
-        """Pulls that have not settled."""
+        """Pulls whose pages may still be written to, those under way included."""
         return self._consumer.num_open
 
     def start(self) -> None:
@@ -153,7 +150,7 @@ class TransferLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, and lets go of link and sockets. The memory must stay: the process is about to end."""
+        """End the thread; close link and sockets. The memory must stay: reads may still write to it."""
         self._stopping.set()
         self._channel.wake()
         if self._thread is not None:
@@ -168,20 +165,20 @@ class TransferLoop:
 
     def turn(self, seconds: float | None = 0.0) -> None:
         """Wait for at most `seconds` (None: for ever) for something to do, and do it."""
-        heard = self._channel.receive(seconds)
-        # An offer is in the queue before anybody is told of it, so before its claim: the claim must find it.
+        received = self._channel.receive(seconds)
+        # Commands first: an offer is in the queue before its reference is sent anywhere, and its claim must find it.
         while not self._port.commands.empty():
             self._port.commands.get_nowait()(self._connector)
-        for incoming in heard:
+        for incoming in received:
             try:
-                self._take(incoming)
+                self._handle(incoming)
             except Exception:
                 # One peer's doing must not end the thread that serves all of them.
-                logger.exception("what came from %s", incoming.address or "a consumer")
+                logger.exception("a frame from %s", incoming.address or "a consumer")
         events = self._connector.events()
         for event in events:
             self._port.event_queue.put(event)
-        if events:
+        if events and self.notify is not None:
             self.notify()
         for sender, frame in self._producer.take_frames():
             self._channel.reply(sender, frame)
@@ -189,7 +186,7 @@ class TransferLoop:
 
     @property
     def timeout(self) -> float | None:
-        """How long the next turn may wait."""
+        """Seconds that the next turn may wait, None for ever."""
         if self._consumer.num_open:
             return _READING_SECONDS
         if not self._connector.is_idle:
@@ -203,9 +200,10 @@ class TransferLoop:
         except Exception as error:
             logger.exception("the transfer thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
-            self.notify()
+            if self.notify is not None:
+                self.notify()
 
-    def _take(self, incoming: Incoming) -> None:
+    def _handle(self, incoming: Incoming) -> None:
         match incoming:
             case Incoming(sender=bytes(sender), lost=None):
                 reply = self._producer.receive(sender, incoming.frame)

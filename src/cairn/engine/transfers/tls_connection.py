@@ -1,8 +1,8 @@
-"""One TCP connection of the side channel: TLS below, frames above. It never waits.
+"""One TCP connection of the side channel: frames over TLS. No method waits.
 
     frame: its length in bytes, big endian, 4 bytes; then the frame
 
-No frame is sent and none is read before the other end has proved that it holds the secret, and until then it may send
+No frame is sent or read before the peer has proved that it holds the secret. Until then it may send
 `MAX_HANDSHAKE_BYTES`, more than a handshake takes.
 """
 
@@ -24,12 +24,12 @@ _LENGTH_BYTES = 4
 
 
 class ConnectionLost(Exception):
-    """The connection is of no use any more; the text says why."""
+    """The connection has ended; the text says why."""
 
 
 class TlsConnection:
-    """`to_connect`: the socket is being connected, and this end begins; otherwise the socket was accepted. Owns the
-    socket, which must not block. `is_authenticated`: the other end holds the secret."""
+    """Owns the socket, which must be non-blocking. `to_connect`: it is being connected, and this end is the TLS client;
+    otherwise it was accepted. `is_authenticated`: the peer holds the secret."""
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, *, to_connect: bool) -> None:
         self.socket = connected
@@ -48,7 +48,7 @@ class TlsConnection:
         return not self._is_connected or bool(self._outbox)
 
     def send(self, frame: bytes) -> bool:
-        """Put a frame on its way; False if there is no room for it. Raises ConnectionLost."""
+        """Send a frame, or queue it; False if there is no room for it. Raises ConnectionLost."""
         if not self.is_authenticated:
             if len(self._waiting) >= _MAX_WAITING_FRAMES:
                 return False
@@ -122,10 +122,10 @@ class TlsConnection:
                 raise ConnectionLost(f"it sent {MAX_HANDSHAKE_BYTES} bytes without a proof of the secret") from None
             return
         except ssl.SSLError as error:
-            # the other end is told why, if it still listens
+            # Send the TLS alert, if the peer still reads.
             with contextlib.suppress(ConnectionLost):
                 self.flush()
-            raise ConnectionLost(_refused(error)) from error
+            raise ConnectionLost(_describe(error)) from error
         self.is_authenticated = True
         while self._waiting:
             self._encrypt(self._waiting.popleft())
@@ -134,7 +134,7 @@ class TlsConnection:
         try:
             self._tls.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
         except ssl.SSLError as error:
-            raise ConnectionLost(_refused(error)) from error
+            raise ConnectionLost(_describe(error)) from error
         self._outbox += self._outgoing.read()
 
     def _decrypt(self) -> None:
@@ -146,7 +146,7 @@ class TlsConnection:
             except ssl.SSLZeroReturnError:
                 raise ConnectionLost("the peer has closed the connection") from None
             except ssl.SSLError as error:
-                raise ConnectionLost(_refused(error)) from error
+                raise ConnectionLost(_describe(error)) from error
             self._inbox += plain
 
     def _take_frames(self) -> list[bytes]:
@@ -162,6 +162,6 @@ class TlsConnection:
         return frames
 
 
-def _refused(error: ssl.SSLError) -> str:
+def _describe(error: ssl.SSLError) -> str:
     reason = error.reason or str(error)
     return f"no proof of the secret: both sides need the same --kv-secret-file and the same cairn ({reason})"
