@@ -194,7 +194,7 @@ class _Puller:
             "remote_port": place["port"],
             "remote_block_ids": [[0]],
         }
-        found = parse_role(json.dumps(reference).encode(), self.transfer).source
+        found = parse_role(reference, self.transfer).source
         assert found is not None and found.nonce is not None
         return PullSpec("pull", found, share.name, share.keys, 0, share.local_pages, share.local_file)
 

@@ -92,11 +92,11 @@ class LoadClient:
 
         Raises PeerError when one fails, or an answer has not as many tokens as were asked for.
         """
-        pace, fields = EventLoopClock(), {**sampling, **WITH_IDS}
+        fields = {**sampling, **WITH_IDS}
         endpoint = Endpoint(self._url, "completions", SERVED_NAME, ignore_eos=True, fields=fields)
-        load = LoadGenerator(HttpSender(self._http, endpoint, pace, REQUEST_SECONDS), endpoint, pace, concurrency)
+        sender = HttpSender(self._http, endpoint, EventLoopClock(), REQUEST_SECONDS)
         async with asyncio.timeout(LOAD_SECONDS):
-            ran = await load.run(work, [0.0] * len(work), asyncio.Event())
+            ran = await LoadGenerator(sender, concurrency).run(work, [0.0] * len(work), asyncio.Event())
         check_answers(work, ran)
         return ran
 

@@ -136,8 +136,6 @@ async def run(server, work, *, due=None, concurrency=100, kind="completions", st
     if stop_at is not None:
         asyncio.get_running_loop().call_later(stop_at, stop.set)
     async with httpx.AsyncClient(transport=server) as http:
-        endpoint = Endpoint(URL, kind, "m")
-        load = LoadGenerator(
-            HttpSender(http, endpoint, EventLoopClock(), seconds), endpoint, EventLoopClock(), concurrency
-        )
+        sender = HttpSender(http, Endpoint(URL, kind, "m"), EventLoopClock(), seconds)
+        load = LoadGenerator(sender, concurrency)
         return await load.run(work, due or [0.0] * len(work), stop, ended or (lambda outcome: None))

@@ -264,22 +264,22 @@ class HttpSender:
         self,
         http: httpx.AsyncClient,
         endpoint: Endpoint,
-        clock: Clock,
+        clock: EventLoopClock,
         seconds: float,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         """`seconds`: limit of one request, from sending to its last byte; `max_bytes`: of one answer."""
         self._http = http
-        self._endpoint = endpoint
-        self._clock = clock
+        self.endpoint = endpoint
+        self.clock = clock
         self._seconds = seconds
         self._max_bytes = max_bytes
 
     async def send(self, body: Mapping[str, Any], num_tokens: int) -> RequestRecord:
         """`num_tokens`: length of the prompt as far as known. Raises nothing but CancelledError."""
         content = json.dumps(body, ensure_ascii=False).encode()
-        reader = _AnswerReader(self._clock)
-        sent = self._clock.now()
+        reader = _AnswerReader(self.clock)
+        sent = self.clock.now()
         failure: Failure | None = None
         try:
             async with asyncio.timeout(self._seconds):
@@ -301,8 +301,8 @@ class HttpSender:
         return self._record(reader, sent, num_tokens, failure or _find_missing(reader))
 
     async def _read(self, content: bytes, reader: _AnswerReader) -> None:
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self._endpoint.headers}
-        async with self._http.stream("POST", self._endpoint.url, content=content, headers=headers) as response:
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self.endpoint.headers}
+        async with self._http.stream("POST", self.endpoint.url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 raise _StreamError(f"HTTP {response.status_code}", await _error_text(response))
             assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -314,11 +314,11 @@ class HttpSender:
 
     def _record(self, reader: _AnswerReader, sent: float, num_tokens: int, failure: Failure | None) -> RequestRecord:
         if failure is not None:
-            failure = Failure(failure.kind, self._endpoint.redact(failure.detail)[:_MAX_ERROR_TEXT])
+            failure = Failure(failure.kind, self.endpoint.redact(failure.detail)[:_MAX_ERROR_TEXT])
         usage = reader.usage
         # An answer whose tokens have no text is there with its first choice.
         times = reader.token_times or ([] if reader.first_choice is None else [reader.first_choice])
-        ended = self._clock.now() if failure is not None or reader.last_choice is None else reader.last_choice
+        ended = self.clock.now() if failure is not None or reader.last_choice is None else reader.last_choice
         return RequestRecord(
             sent=sent,
             ended=ended,

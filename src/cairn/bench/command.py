@@ -108,8 +108,7 @@ async def _run_load(
             await wait_until_ready(http, endpoint, clock, arguments.ready_check_timeout_sec)
         if not endpoint.model:
             endpoint = replace(endpoint, model=await first_model(http, endpoint))
-        sender = HttpSender(http, endpoint, clock, arguments.request_timeout)
-        generator = LoadGenerator(sender, endpoint, clock, limit)
+        generator = LoadGenerator(HttpSender(http, endpoint, clock, arguments.request_timeout), limit)
         with _stop_on_interrupt() as stop, _progress_bar(workload.num_requests, arguments.disable_tqdm) as advance:
             if workload.warmups:
                 warm = await generator.run(workload.warmups, [0.0] * len(workload.warmups), stop)

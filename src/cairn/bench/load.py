@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cairn.bench.client import ChatMessage, Endpoint, EventLoopClock, Failure, HttpSender, RequestRecord
+from cairn.bench.client import ChatMessage, Failure, HttpSender, RequestRecord
 from cairn.bench.work import Conversation
 
 
@@ -37,10 +37,9 @@ class _Progress:
 class LoadGenerator:
     """Sends conversations. One `run` at a time."""
 
-    def __init__(self, sender: HttpSender, endpoint: Endpoint, clock: EventLoopClock, max_concurrency: int) -> None:
+    def __init__(self, sender: HttpSender, max_concurrency: int) -> None:
         self._sender = sender
-        self._endpoint = endpoint
-        self._clock = clock
+        self._clock = sender.clock
         self._slots = asyncio.Semaphore(max_concurrency)
 
     async def run(
@@ -99,7 +98,7 @@ class LoadGenerator:
             async with self._slots:
                 sent = self._clock.now()
                 progress.num_in_flight = 1
-                record = await self._sender.send(self._endpoint.body(history, turn), turn.num_tokens)
+                record = await self._sender.send(self._sender.endpoint.body(history, turn), turn.num_tokens)
                 progress.num_in_flight = 0
             add(replace(record, queue_time=max(0.0, sent - due)))
             due = self._clock.now()

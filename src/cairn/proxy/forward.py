@@ -32,7 +32,7 @@ from cairn.proxy.protocol import (
 from cairn.proxy.relay import ClientResponse
 from cairn.proxy.service import ProxyService
 from cairn.proxy.stream_inspector import StreamInspector
-from cairn.proxy.upstream import Headers, Upstream, UpstreamError, UpstreamPool, UpstreamResponse, read_all
+from cairn.proxy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse, read_all
 
 GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
 
@@ -118,13 +118,13 @@ class RequestForwarder:
                 response = await self._call_prefill(upstream)
                 self._handover, self._prefill_upstream = handover_of(response.content), upstream
             except UpstreamError as error:
-                self._report_failure(pool, upstream, error)
+                self._service.report_failure(pool, upstream, error)
                 continue
             except BadReference as error:
                 self._drop_handover(upstream, str(error))
                 return
             except ValueError as error:
-                self._report_failure(pool, upstream, UpstreamError(f"cannot be read: {error}", kind="answer"))
+                self._service.report_failure(pool, upstream, UpstreamError(f"cannot be read: {error}", kind="answer"))
                 continue
             if self._handover is None:
                 self._set_decode_only("not_offered")
@@ -168,7 +168,8 @@ class RequestForwarder:
                 # None only once: without a reference there is none to be refused.
                 return await self._call_decode(upstream, client) if status is None else status
         except UpstreamError as error:
-            self._report_failure(self._service.decode, upstream, error)
+            self._last_failure = str(error)
+            self._service.report_failure(self._service.decode, upstream, error)
             if client.started:
                 raise make_error(f"the decode server failed in mid-answer: {error}", 502, "bad_gateway") from error
             if error.sent:
@@ -243,16 +244,12 @@ class RequestForwarder:
         self._handover = None
         if upstream is not None:
             error = UpstreamError(f"bad reference: {reason}", kind="reference")
-            self._report_failure(self._service.prefill, upstream, error)
+            self._service.report_failure(self._service.prefill, upstream, error)
         self._set_decode_only("bad_reference")
 
     def _set_decode_only(self, reason: str) -> None:
         self._decode_only = True
         self._service.metrics.decode_only.labels(reason).inc()
-
-    def _report_failure(self, pool: UpstreamPool, upstream: Upstream, error: UpstreamError) -> None:
-        self._last_failure = str(error)
-        self._service.report_failure(pool, upstream, error)
 
 
 def _is_about_params(response: UpstreamResponse) -> bool:
