@@ -32,7 +32,8 @@ def test_the_view_has_its_form(server):
 def test_a_checkpoint_takes_whole_pages_where_the_setup_is_told_as_well(serve):
     def build(config):
         core = build_echo_core(config)
-        core._info = msgspec.structs.replace(core._info, checkpoint_bytes=1, pages_per_checkpoint=3)
+        cache = msgspec.structs.replace(core._info.cache, checkpoint_bytes=1, pages_per_checkpoint=3)
+        core._info = msgspec.structs.replace(core._info, cache=cache)
         return core
 
     body = serve(build=build).get("/cache").json()

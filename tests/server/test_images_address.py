@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from cairn.errors import InvalidRequest
-from cairn.server.images.address import SystemResolver, is_public, public_addresses
+from cairn.server.images.address import SystemResolver, is_public, resolve_public
 
 INNER = """
 0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 100.64.0.1 100.100.100.200 127.0.0.1 127.8.8.8 169.254.169.254 169.254.0.1
@@ -64,18 +64,18 @@ class Nothing:
 
 
 def test_one_inner_address_is_enough():
-    assert asyncio.run(public_addresses(Given("8.8.8.8", "1.1.1.1"), "h", 80)) == ["8.8.8.8", "1.1.1.1"]
+    assert asyncio.run(resolve_public(Given("8.8.8.8", "1.1.1.1"), "h", 80)) == ["8.8.8.8", "1.1.1.1"]
     for found in (("8.8.8.8", "10.0.0.1"), ("::1",), ("8.8.8.8", "::ffff:127.0.0.1")):
         with pytest.raises(InvalidRequest, match="no public one"):
-            asyncio.run(public_addresses(Given(*found), "h", 80))
+            asyncio.run(resolve_public(Given(*found), "h", 80))
 
 
 @pytest.mark.parametrize("error", [socket.gaierror("none"), UnicodeError("label too long"), OSError("down")])
 def test_names_without_addresses(error):
     with pytest.raises(InvalidRequest, match="cannot be resolved"):
-        asyncio.run(public_addresses(Nothing(error), "h", 80))
+        asyncio.run(resolve_public(Nothing(error), "h", 80))
     with pytest.raises(InvalidRequest, match="cannot be resolved"):
-        asyncio.run(public_addresses(Given(), "h", 80))
+        asyncio.run(resolve_public(Given(), "h", 80))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "0x7f000001", "2130706433", "0177.0.0.1"])

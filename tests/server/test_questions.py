@@ -99,7 +99,7 @@ def test_a_reset_and_a_probe_have_one_as_well():
     [
         (lambda service, views: views.get(service, 9), 256, "view 9"),
         (lambda service, views: status_routes.reset_prefix_cache(service), 24, "reset"),
-        (lambda service, views: service.queries.counting.ask(service.engine.stats), 24, "stats"),
+        (lambda service, views: service.stats_queries.run(service.engine.stats), 24, "stats"),
     ],
 )
 def test_only_so_many_wait(ask, most, kind):
@@ -118,10 +118,10 @@ def test_who_waits_gets_the_answer_once_there_is_one():
     service = service_of(engine)
 
     async def scenario():
-        waiting = [asyncio.create_task(service.queries.emptying.ask(engine.reset_cache)) for _ in range(3)]
+        waiting = [asyncio.create_task(service.reset_queries.run(engine.reset_cache)) for _ in range(3)]
         await asyncio.sleep(59.0)
         engine.answers = 0
-        return await service.queries.emptying.ask(engine.reset_cache), await asyncio.gather(
+        return await service.reset_queries.run(engine.reset_cache), await asyncio.gather(
             *waiting, return_exceptions=True
         )
 
@@ -134,7 +134,7 @@ def test_an_engine_that_lives_is_not_said_to_have_ended():
         raise EngineDead("64 questions to the engine are open already")
 
     async def scenario(dead):
-        await BoundedQueries("count", seconds=1.0, max_waiting=1, dead=lambda: dead).ask(refuse)
+        await BoundedQueries("count", seconds=1.0, max_waiting=1, get_death=lambda: dead).run(refuse)
 
     with pytest.raises(Overloaded, match=r"64 questions .*: try again later"):
         run(scenario(None))

@@ -63,6 +63,6 @@ async def _report(service: Service) -> None:
     line = ThroughputLogger(service.clock.now())
     while True:
         await asyncio.sleep(service.limits.log_seconds)
-        text = line.update(await service.queries.stats(), service.clock.now())
+        text = line.update(await service.get_stats(), service.clock.now())
         if text is not None:
             logger.info(text)

@@ -27,7 +27,7 @@ class CacheViews:
 
     async def get(self, service: Service, max_paths: int) -> bytes:
         """The JSON text. Raises EngineDead, and Overloaded when it is not there in the caller's time."""
-        return await service.queries.looking.ask(lambda: self._shared(service, max_paths))
+        return await service.view_queries.run(lambda: self._shared(service, max_paths))
 
     async def _shared(self, service: Service, max_paths: int) -> bytes:
         async with self._asking:

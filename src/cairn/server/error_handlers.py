@@ -1,4 +1,4 @@
-"""What becomes of an error that a route raises, and what is wrong with a body that cannot be read."""
+"""Exceptions to error responses, and which field makes a body invalid or unreadable."""
 
 import json
 import logging
@@ -19,17 +19,17 @@ from cairn.http.error_responses import ClientDisconnected, error_response, inter
 from cairn.server.requests import WRONG_KIND
 
 MAX_NESTING = 256
-"""Objects and lists within each other; fewer than what any JSON decoder here gives up at."""
+"""Objects and lists within each other; JSON decoders give up later."""
 
-_SIGNS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 _DIGITS = re.compile(rb"[0-9]{%d,}" % (sys.int_info.default_max_str_digits + 1))
 _MAX_NAME = 64
-_SHOWN_INPUT = 80
+_MAX_INPUT_CHARS = 80
 
-_KINDS: Mapping[type, str] = MappingProxyType(
+_TYPE_NAMES: Mapping[type, str] = MappingProxyType(
     {str: "text", bool: "a boolean", int: "a number", float: "a fraction", list: "a list", dict: "an object"}
 )
-_OF_KIND: Mapping[str, str] = MappingProxyType(
+_TYPE_RULES: Mapping[str, str] = MappingProxyType(
     {
         "string_type": "must be text",
         "bool_type": "must be true or false",
@@ -42,7 +42,7 @@ _OF_KIND: Mapping[str, str] = MappingProxyType(
 )
 _RULES: Mapping[str, str] = MappingProxyType(
     {
-        **_OF_KIND,
+        **_TYPE_RULES,
         "string_unicode": "is not valid Unicode",
         **dict.fromkeys(("too_short", "string_too_short"), "must not be empty"),
         **dict.fromkeys(("missing", "union_tag_not_found"), "is missing"),
@@ -57,21 +57,21 @@ _RULES: Mapping[str, str] = MappingProxyType(
         "extra_forbidden": "is not supported: leave it out",
     }
 )
-"""pydantic's types of errors in plain words."""
+"""By pydantic's error type."""
 
-_NAMED_WHOLE = frozenset(
+_WHOLE_FIELDS = frozenset(
     (
         *("allowed_token_ids", "cache_control", "chat_template_kwargs", "content", "prompt", "response_format"),
         *("structured_outputs", "tokens", "tool_calls", "tool_choice", "tools"),
     )
 )
-"""Fields within which `param` names the whole field of the body, and the message the place."""
+"""Fields for which `param` names the whole field of the body, and the message the place in it."""
 
 logger = logging.getLogger(__name__)
 
 
 def to_request_error(error: CairnError) -> RequestError:
-    """An error as the client gets to see it."""
+    """The error that the client is sent."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDead):
@@ -84,7 +84,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(CairnError, _cairn_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnected, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_disconnected)
 
 
 async def _cairn_error(request: Request, error: Exception) -> Response:
@@ -92,123 +92,122 @@ async def _cairn_error(request: Request, error: Exception) -> Response:
     return error_response(to_request_error(error))
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return error_response(InvalidRequest(f"the body is not valid JSON: {reason}"))
-    (source, *loc), body = first["loc"], error.body
-    steps = loc[:1]
-    if source == "body" and loc:
-        whole = _place(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, first["type"] == "missing")
-        steps = [*loc[:1], *whole]
-    if not steps:
-        message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
-        return error_response(InvalidRequest(message))
-    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        steps.append("type")
-    context = {name: str(value).replace("'", '"') for name, value in first.get("ctx", {}).items()}
-    rule = _RULES.get(first["type"], "is wrong: {msg}").format_map({**context, "msg": first["msg"]})
-    if first["type"] in _OF_KIND:
-        rule += f", not {_kind(first['input'])}"
-    elif not rule.endswith("missing"):
-        shown = repr(first["input"])
-        rule += f" (got {shown if len(shown) <= _SHOWN_INPUT else shown[:_SHOWN_INPUT] + '…'})"
-    inner = steps[-1] in ("content", "cache_control") or not _NAMED_WHOLE.isdisjoint(steps[:-1])
-    return error_response(InvalidRequest(f"{_path(steps)} {rule}", _path(steps[:1] if inner else steps)))
-
-
-def _place(loc: Sequence[int | str], body: Any, missing: bool) -> list[int | str]:
-    """Where in a body something is wrong, or `missing`. pydantic also tells which member of a union it has tried: such
-    steps lead nowhere in the body, so the way that goes on for longest is taken."""
-    if not loc:
-        return []
-    (step, *rest), found = loc, list[int | str]()
-    if isinstance(step, int):
-        there = isinstance(body, list) and step < len(body)
-        return [step, *_place(rest, body[step], missing)] if there else []
-    if isinstance(body, dict) and step in body:
-        found = [step, *_place(rest, body[step], missing)]
-    elif missing and not rest and isinstance(body, dict):
-        found = [step]
-    return max(_place(rest, body, missing), found, key=len)
-
-
-def _path(steps: Sequence[int | str]) -> str:
-    """As `messages[0].role`."""
-    named = (f"[{step}]" if isinstance(step, int) else f".{step[:_MAX_NAME]}" for step in steps)
-    return "".join(named).removeprefix(".")
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), "something else")
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
-        # the body that could not be parsed: the framework keeps it, and does not say what was wrong
+        # The framework keeps a body that it could not parse, and does not say what was wrong.
         found = explain_unreadable(getattr(request, "_body", b""))
         if found is not None:
             return error_response(InvalidRequest(*found))
     return await http_error(request, error)
 
 
-async def _client_gone(request: Request, error: Exception) -> Response:
+async def _client_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
+
+
+# -- bodies of a wrong form --------------------------------------------------------------------------------------------
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "json_invalid":
+        return error_response(InvalidRequest(f"the body is not valid JSON: {context.get('error', '')}"))
+    (source, *loc), body = first["loc"], error.body
+    path = loc[:1]
+    if source == "body" and loc:
+        path += _locate(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, is_missing=kind == "missing")
+    if not path:
+        message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
+        return error_response(InvalidRequest(message))
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        path.append("type")
+    context = {name: str(value).replace("'", '"') for name, value in context.items()}
+    rule = _RULES.get(kind, "is wrong: {msg}").format_map({**context, "msg": first["msg"]})
+    value = first["input"]
+    if kind in _TYPE_RULES:
+        rule += f", not {'null' if value is None else _TYPE_NAMES.get(type(value), 'something else')}"
+    elif not rule.endswith("missing"):
+        shown = repr(value)
+        rule += f" (got {shown if len(shown) <= _MAX_INPUT_CHARS else shown[:_MAX_INPUT_CHARS] + '…'})"
+    is_inner = path[-1] in ("content", "cache_control") or not _WHOLE_FIELDS.isdisjoint(path[:-1])
+    return error_response(InvalidRequest(f"{_join(path)} {rule}", _join(path[:1] if is_inner else path)))
+
+
+def _locate(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> list[int | str]:
+    """The steps of pydantic's `loc` that exist in `value`, or of which the last is missing. The others name the member
+    of a union that pydantic has tried: of the ways that leave them out, the longest is taken."""
+    if not loc:
+        return []
+    (step, *rest), found = loc, list[int | str]()
+    if isinstance(step, int):
+        exists = isinstance(value, list) and step < len(value)
+        return [step, *_locate(rest, value[step], is_missing=is_missing)] if exists else []
+    if isinstance(value, dict) and step in value:
+        found = [step, *_locate(rest, value[step], is_missing=is_missing)]
+    elif is_missing and not rest and isinstance(value, dict):
+        found = [step]
+    return max(_locate(rest, value, is_missing=is_missing), found, key=len)
+
+
+def _join(path: Sequence[int | str]) -> str:
+    """As `messages[0].role`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step[:_MAX_NAME]}" for step in path)
+    return "".join(steps).removeprefix(".")
 
 
 # -- bodies that no JSON decoder has read ----------------------------------------------------------------------------
 
 
 def explain_unreadable(body: bytes) -> tuple[str, str | None] | None:
-    """A text, and the top-level field where that is known; None where nothing is found."""
+    """What is wrong with a body, and the top-level field if known; None if nothing is found."""
     field = find_deep_field(body)
     if field is not None:
         return f"{field} is nested too deeply: at most {MAX_NESTING} objects and lists within each other", field
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        field = _field_at(body, error.start)
+        field = _find_field(body, error.start)
         return f"{field or 'the body'} is not valid UTF-8: byte {error.start} of the body", field
     digits = _DIGITS.search(body)
     if digits is not None:
-        field = _field_at(body, digits.start())
+        field = _find_field(body, digits.start())
         return f"{field or 'the body'} has a number of {digits.end() - digits.start()} digits", field
     return None
 
 
 def find_deep_field(body: bytes) -> str | None:
-    """The top-level field of an object that goes deeper than `MAX_NESTING`; None where there is none. One pass."""
-    return next((_name(field) for _, depth, field in _signs(body) if depth > MAX_NESTING), None)
+    """The top-level field that is nested deeper than `MAX_NESTING`; None if there is none. One pass."""
+    return next((_decode_name(field) for _, depth, field in _scan(body) if depth > MAX_NESTING), None)
 
 
-def _field_at(body: bytes, place: int) -> str | None:
-    """The top-level field of an object that byte number `place` belongs to."""
+def _find_field(body: bytes, position: int) -> str | None:
+    """The top-level field that this byte of the body belongs to."""
     name = b""
-    for start, _, field in _signs(body):
-        if start > place:
+    for start, _, field in _scan(body):
+        if start > position:
             break
         name = field
-    return _name(name)
+    return _decode_name(name)
 
 
-def _signs(body: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Strings and brackets: where each begins, how deep it is behind it, and the top-level field's name as written."""
+def _scan(body: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Strings and brackets: position, depth after it, and the name of the top-level field as written."""
     depth, field = 0, b""
-    for sign in _SIGNS.finditer(body):
-        text = sign[0]
+    for token in _TOKENS.finditer(body):
+        text = token[0]
         if text in (b"{", b"["):
             depth += 1
         elif text in (b"}", b"]"):
             depth -= 1
-        elif depth == 1 and body[sign.end() : sign.end() + 16].lstrip().startswith(b":"):
+        elif depth == 1 and body[token.end() : token.end() + 16].lstrip().startswith(b":"):
             field = text
-        yield sign.start(), depth, field
+        yield token.start(), depth, field
 
 
-def _name(field: bytes) -> str | None:
+def _decode_name(field: bytes) -> str | None:
     try:
         return str(json.loads(field))[:_MAX_NAME]
     except ValueError:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies as `requests` types them, answers as `answers` does, and what each path may refuse."""
+"""The OpenAPI document: FastAPI's, with the types of `responses`, and the statuses that each path may answer with."""
 
 from collections.abc import Iterator, Mapping, Set
 from types import MappingProxyType
@@ -15,9 +15,9 @@ from cairn.server.service import Service
 Schema: TypeAlias = dict[str, Any]
 
 _PROBES = frozenset({"/health", "/ping", "/ready"})
-_TEXT: Mapping[str, str] = MappingProxyType({"/metrics": "text/plain", "/cache/ui": "text/html"})
-_EMPTY = frozenset({*_PROBES, "/reset_prefix_cache"})
-_ANSWERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+_TEXT_BODIES: Mapping[str, str] = MappingProxyType({"/metrics": "text/plain", "/cache/ui": "text/html"})
+_EMPTY_BODIES = frozenset({*_PROBES, "/reset_prefix_cache"})
+_RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "/v1/completions": (responses.CompletionResponse,),
         "/v1/chat/completions": (responses.ChatResponse,),
@@ -31,7 +31,7 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "/cache": (responses.CacheHead, CacheView),
     }
 )
-"""By path: the types whose fields the body of a 200 has, for the paths that answer with JSON."""
+"""By path: the types whose fields the JSON body of a 200 has."""
 
 _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
     {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}}
@@ -39,7 +39,7 @@ _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
 _CHUNKS: Mapping[str, Any] = MappingProxyType(
     {"/v1/completions": responses.CompletionChunk, "/v1/chat/completions": responses.ChatChunk}
 )
-_REFUSALS: Mapping[int, str] = MappingProxyType(
+_ERRORS: Mapping[int, str] = MappingProxyType(
     {
         400: "the request is wrong; `param` names the field",
         401: "the API key is missing or wrong",
@@ -57,30 +57,30 @@ _REFUSALS: Mapping[int, str] = MappingProxyType(
 
 
 def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
-    """`gated`: paths that make work; `open_paths`: those that need no key."""
+    """`gated`: paths that generate or tokenize; `open_paths`: those that need no key."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    locked = bool(service.options.api_key)
+    has_keys = bool(service.options.api_key)
     operations = [(path, method, one) for path, methods in found["paths"].items() for method, one in methods.items()]
     for path, method, operation in operations:
-        answers = operation["responses"]
-        answers.pop("422", None)
-        answers["200"] = {"description": "done", **_content(path)}
+        statuses = operation["responses"]
+        statuses.pop("422", None)
+        statuses["200"] = {"description": "done", **_content(path)}
         if path in gated:
             operation.setdefault("parameters", []).append(dict(_REQUEST_ID))
-        for status in _refusals(path, method, operation, gated):
-            answers[str(status)] = _refusal(path, status)
-        if locked and path not in open_paths:
+        for status in _error_statuses(path, method, operation, gated):
+            statuses[str(status)] = _error_schema(path, status)
+        if has_keys and path not in open_paths:
             operation["security"] = [{"key": []}]
-            answers["401"] = _refusal(path, 401)
+            statuses["401"] = _error_schema(path, 401)
     parts = found.setdefault("components", {})
     schemas = parts.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    _fill_in(schemas, service)
-    types = [*(kind for kinds in _ANSWERS.values() for kind in kinds), *_CHUNKS.values()]
+    _add_model_limits(schemas, service)
+    types = [*(kind for kinds in _RESPONSES.values() for kind in kinds), *_CHUNKS.values()]
     types += [responses.ErrorResponse, responses.StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
-    if locked:
+    if has_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return found
 
@@ -90,11 +90,11 @@ def _reference(kind: Any) -> Schema:
 
 
 def _content(path: str) -> Schema:
-    if path in _EMPTY:
+    if path in _EMPTY_BODIES:
         return {}
-    if path in _TEXT:
-        return {"content": {_TEXT[path]: {"schema": {"type": "string"}}}}
-    parts = [_reference(kind) for kind in _ANSWERS[path]]
+    if path in _TEXT_BODIES:
+        return {"content": {_TEXT_BODIES[path]: {"schema": {"type": "string"}}}}
+    parts = [_reference(kind) for kind in _RESPONSES[path]]
     content: Schema = {"application/json": {"schema": parts[0] if len(parts) == 1 else {"allOf": parts}}}
     if path in _CHUNKS:
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(_CHUNKS[path])}
@@ -104,7 +104,7 @@ def _content(path: str) -> Schema:
     return {"content": content}
 
 
-def _refusals(path: str, method: str, operation: dict[str, Any], gated: Set[str]) -> Iterator[int]:
+def _error_statuses(path: str, method: str, operation: dict[str, Any], gated: Set[str]) -> Iterator[int]:
     if operation.get("parameters") or (method == "post" and path not in _PROBES):
         yield 400
     if method == "post":
@@ -115,21 +115,21 @@ def _refusals(path: str, method: str, operation: dict[str, Any], gated: Set[str]
         yield from (429, 500, 502, 503, 504)
     if path == "/reset_prefix_cache":
         yield 409
-    if path in _EMPTY or path == "/cache":
+    if path in _EMPTY_BODIES or path == "/cache":
         yield 503
 
 
-def _refusal(path: str, status: int) -> Schema:
+def _error_schema(path: str, status: int) -> Schema:
     kind = responses.StatusResponse if status == 503 and path in _PROBES else responses.ErrorResponse
     content = {"application/json": {"schema": _reference(kind)}}
-    refusal: Schema = {"description": _REFUSALS[status], "content": content}
+    refusal: Schema = {"description": _ERRORS[status], "content": content}
     if status == 429:
         refusal["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
     return refusal
 
 
-def _fill_in(schema: Any, service: Service) -> None:
-    """What only a running server knows: the model's name, its vocabulary and its length."""
+def _add_model_limits(schema: Any, service: Service) -> None:
+    """The model's name, vocabulary and length, which only a running server knows."""
     info = service.engine.info
     known: dict[str, Schema] = {
         "token-id": {"maximum": info.vocab_size - 1},
@@ -140,4 +140,4 @@ def _fill_in(schema: Any, service: Service) -> None:
         schema |= known.get(str(schema.get("format")), {})
         schema = [*schema.values()]
     for one in schema if isinstance(schema, list) else ():
-        _fill_in(one, service)
+        _add_model_limits(one, service)

@@ -1,7 +1,6 @@
-"""What form a request's answers have to have, by its structure and its tools, and how they are taken apart.
+"""Structured outputs and tool calls: the grammar that a request's answers must follow, and how they are parsed.
 
-The structure is what a client asks for by OpenAI's `response_format`, vLLM's `structured_outputs` or the older
-`guided_*`.
+A grammar is requested by OpenAI's `response_format`, vLLM's `structured_outputs` or the older `guided_*`.
 """
 
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from cairn.errors import InvalidRequest
 from cairn.server.chat_message import ChatMessage
 from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.output_parser import OutputParser, ToolSchemas
-from cairn.server.requests import ChatRequest, ResponseFormat, SamplingFields, StructuredOutputs, Tool
+from cairn.server.requests import ChatRequest, SamplingFields
 from cairn.server.service import Service
 
 _PROMPT_END = 32
 """Tokens at a prompt's end among which the reasoning is opened."""
 
-_MAX_BYTES = 1 << 19
-"""Of a schema, or of whatever else is asked for, as JSON."""
+_MAX_CHARS = 1 << 19
+"""Of a schema, or of whatever else is requested, as JSON."""
 
 _KINDS = ("json", "regex", "choice", "grammar")
 _IGNORED = frozenset(
@@ -36,134 +35,102 @@ _IGNORED = frozenset(
 async def parse_response_format(
     service: Service, body: SamplingFields, prompt: RenderedPrompt
 ) -> tuple[Structure | None, Callable[[], ChatMessage]]:
-    """What the engine holds the answers to, and what makes the message of one answer. Raises InvalidRequest naming the
-    field."""
-    structure = _structure_of(body)
+    """The grammar of the answers, None for any text, and what makes the message of one answer. Raises InvalidRequest
+    naming the field."""
+    structure = _parse_structure(body)
     if not isinstance(body, ChatRequest):
         return structure, lambda: ChatMessage(OutputParser(), service.new_id)
-    tools, forced = _tool_use(body, auto=service.options.enable_auto_tool_choice)
-    if forced is not None and structure is not None:
-        raise InvalidRequest(
-            f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them",
-            "tool_choice",
-        )
-    parsers, opened = service.parsers, await _opened(service, body, prompt)
-    structure = forced or structure
-    if structure is not None and parsers.has_reasoning:
-        structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
-    # more than one call may be told
+    tools, tool_structure = _parse_tool_choice(body, parse_auto=service.options.enable_auto_tool_choice)
+    if tool_structure is not None and structure is not None:
+        text = f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them"
+        raise InvalidRequest(text, "tool_choice")
+    parsers, structure, opened = service.parsers, tool_structure or structure, False
+    if parsers.has_reasoning:
+        content = body.messages[-1].content
+        if body.continue_final_message:
+            opened = isinstance(content, str) and parsers.leaves_reasoning_open(content)
+        else:
+            opened = parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
+        if structure is not None:
+            structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
     parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
+    # Every model can be held to calls in JSON.
+    tool_parser = None if tool_structure is None else JsonToolParser
 
-    def message() -> ChatMessage:
-        # Every model can be held to calls in JSON.
-        parser = parsers.make_parser(tools, opened=opened, tool_parser=None if forced is None else JsonToolParser)
+    def new_message() -> ChatMessage:
+        parser = parsers.make_parser(tools, opened=opened, tool_parser=tool_parser)
         return ChatMessage(parser, service.new_id, parallel=parallel)
 
-    return structure, message
+    return structure, new_message
 
 
-async def _opened(service: Service, body: ChatRequest, prompt: RenderedPrompt) -> bool:
-    """Whether the answer begins within the reasoning."""
-    if not service.parsers.has_reasoning:
-        return False
-    content = body.messages[-1].content
-    if body.continue_final_message:
-        return isinstance(content, str) and service.parsers.leaves_reasoning_open(content)
-    return service.parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
-
-
-# -- tools and tool_choice ---------------------------------------------------------------------------------------------
-
-
-def _tool_use(body: ChatRequest, *, auto: bool) -> tuple[ToolSchemas | None, Structure | None]:
-    """The tools whose calls are looked for, None for none of them, and what holds the answer to calls, None where the
-    model chooses. `auto`: calls of a model that may choose are looked for. Raises InvalidRequest naming `tool_choice`
-    or `tools`."""
-    tools = {tool["function"]["name"]: _parameters(tool) for tool in body.tools or ()}
-    choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
+def _parse_tool_choice(body: ChatRequest, *, parse_auto: bool) -> tuple[ToolSchemas | None, Structure | None]:
+    """The tools whose calls are parsed, None for no parsing, and the grammar of required calls, None if the model
+    chooses. `parse_auto`: parse calls of a model that may choose. Raises InvalidRequest."""
+    sent = [tool["function"] for tool in body.tools or ()]
+    tools: ToolSchemas = {}
+    for function in sent:
+        parameters = function.get("parameters")
+        tools[function["name"]] = {"type": "object"} if parameters is None else parameters
+    choice = body.tool_choice
     if choice is None or choice == "auto":
-        return (tools if tools and auto else None), None
+        return (tools if tools and parse_auto else None), None
     if choice == "none":
         return None, None
     if choice == "required":
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
-        return tools, _forced(body, tools, parallel)
-    name = choice["function"]["name"]
-    if name not in tools:
-        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
-    tools = {name: tools[name]}
-    return tools, _forced(body, tools, parallel=False)
-
-
-def _forced(body: ChatRequest, tools: ToolSchemas, parallel: bool) -> Structure:
-    places = {tool["function"]["name"]: place for place, tool in enumerate(body.tools or ())}
-    asked = {
+    else:
+        name = choice["function"]["name"]
+        if name not in tools:
+            raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
+        tools = {name: tools[name]}
+    places = {function["name"]: place for place, function in enumerate(sent)}
+    required = {
         "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
-        "parallel": parallel,
+        "parallel": choice == "required" and body.parallel_tool_calls is not False,
     }
-    text = _json_text(asked, "tools")
-    if len(text) > _MAX_BYTES:
-        raise InvalidRequest(f"tools have {len(text)} characters; at most {_MAX_BYTES} can be required", "tools")
-    return Structure(kind="calls", text=text, field="tools")
+    text = _encode_json(required, "tools")
+    if len(text) > _MAX_CHARS:
+        raise InvalidRequest(f"tools have {len(text)} characters; at most {_MAX_CHARS} can be required", "tools")
+    return tools, Structure(kind="calls", text=text, field="tools")
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    found = tool["function"].get("parameters")
-    return {"type": "object"} if found is None else found
-
-
-# -- structure ---------------------------------------------------------------------------------------------------------
-
-
-def _structure_of(body: SamplingFields) -> Structure | None:
-    """What a body asks for; None where an answer may be anything. Raises InvalidRequest naming the field."""
-    found = [*_response_format(body.response_format), *_structured_outputs(body.structured_outputs)]
-    for kind in _KINDS:
-        value = getattr(body, f"guided_{kind}")
-        if value is not None:
-            found.append(_structure(kind, value, f"guided_{kind}"))
+def _parse_structure(body: SamplingFields) -> Structure | None:
+    """The grammar of an answer; None for any text. Raises InvalidRequest naming the field."""
+    found: list[tuple[str, Any, str]] = []  # kind, value, field
+    form, outputs = body.response_format, body.structured_outputs
+    if form is not None and form["type"] == "json_object":
+        found.append(("json", {"type": "object"}, "response_format"))
+    elif form is not None and form["type"] == "json_schema":
+        schema = form["json_schema"].get("schema", form["json_schema"].get("json_schema"))
+        if schema is None:
+            raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
+        found.append(("json", schema, "response_format.json_schema.schema"))
+    if outputs is not None:
+        options = {name: value for name, value in outputs.items() if value is not None and name not in _IGNORED}
+        if options.pop("json_object", False):
+            options["json"] = {"type": "object"}
+        if len(options) != 1 or not options.keys() <= set(_KINDS):
+            raise InvalidRequest(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
+        found += [(kind, value, f"structured_outputs.{kind}") for kind, value in options.items()]
+    guided = {kind: getattr(body, f"guided_{kind}") for kind in _KINDS}
+    found += [(kind, value, f"guided_{kind}") for kind, value in guided.items() if value is not None]
     if len(found) > 1:
-        names = " and ".join(one.field for one in found)
-        raise InvalidRequest(f"{names} cannot go together: send one of them", found[1].field.partition(".")[0])
-    return found[0] if found else None
+        names = " and ".join(field for _, _, field in found)
+        raise InvalidRequest(f"{names} cannot go together: send one of them", found[1][2].partition(".")[0])
+    for kind, value, field in found:
+        # A JSON schema may come as text, too.
+        text = value if kind != "choice" and isinstance(value, str) else _encode_json(value, field)
+        if len(text) > _MAX_CHARS:
+            message = f"{field} has {len(text)} characters; at most {_MAX_CHARS} are read"
+            raise InvalidRequest(message, field.partition(".")[0])
+        return msgspec.convert({"kind": kind, "text": text, "field": field}, Structure)
+    return None
 
 
-def _response_format(asked: ResponseFormat | None) -> list[Structure]:
-    if asked is None or asked["type"] == "text":
-        return []
-    if asked["type"] == "json_object":
-        return [Structure(kind="json", text='{"type":"object"}', field="response_format")]
-    holder = asked["json_schema"]
-    schema = holder.get("schema", holder.get("json_schema"))
-    if schema is None:
-        raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
-    return [_structure("json", schema, "response_format.json_schema.schema")]
-
-
-def _structured_outputs(asked: StructuredOutputs | None) -> list[Structure]:
-    if asked is None:
-        return []
-    given = {name: value for name, value in asked.items() if value is not None and name not in _IGNORED}
-    if given.pop("json_object", False):
-        given["json"] = {"type": "object"}
-    if len(given) != 1 or not given.keys() <= set(_KINDS):
-        raise InvalidRequest(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
-    ((kind, value),) = given.items()
-    return [_structure(kind, value, f"structured_outputs.{kind}")]
-
-
-def _structure(kind: str, value: Any, field: str) -> Structure:
-    param = field.partition(".")[0]
-    # a JSON schema may come as text, too
-    text = value if kind != "choice" and isinstance(value, str) else _json_text(value, field)
-    if len(text) > _MAX_BYTES:
-        raise InvalidRequest(f"{field} has {len(text)} characters; at most {_MAX_BYTES} are read", param)
-    return msgspec.convert({"kind": kind, "text": text, "field": field}, Structure)
-
-
-def _json_text(value: Any, field: str) -> str:
-    """A part of a body as JSON. Raises InvalidRequest for one that has none: nested too deeply, or no Unicode."""
+def _encode_json(value: Any, field: str) -> str:
+    """A part of a body as JSON. Raises InvalidRequest for what is nested too deeply or is no Unicode."""
     param = field.partition(".")[0]
     try:
         return msgspec.json.encode(value).decode()

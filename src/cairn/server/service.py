@@ -1,9 +1,10 @@
-"""What the routes share: the engine, the gate, the meters, and one thread for the tokenizer."""
+"""State that the routes share: the engine and its queries, the gate, metrics, and the tokenizer's thread."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, TextTokenizer
@@ -16,69 +17,46 @@ from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
 from cairn.types import Clock, SystemClock
 
-# Together less than the questions that an engine has open at once: none of the three kinds shuts another out.
-_MAX_COUNTING = 24
-_MAX_EMPTYING = 24
-# These share one question.
-_MAX_LOOKING = 256
+# Both together are fewer than the queries that an engine has open at once, so that no kind shuts out another.
+_MAX_STATS_QUERIES = 24
+_MAX_RESET_QUERIES = 24
+_MAX_VIEW_QUERIES = 256  # these share one query to the engine
 
 Result = TypeVar("Result")
 
 
 class BoundedQueries:
-    """One kind of question to the engine: each caller has a deadline of its own, and only so many may wait at once.
+    """One kind of query to the engine: each caller has a deadline of its own, and only so many may wait at once.
 
-    `what` the engine is to do, in words; `seconds`: a caller's whole wait, from its arrival on, behind others included;
-    `max_waiting`: callers that may wait at once; `dead`: why the engine has ended, None while it lives.
+    `what`: the engine's task, in words; `seconds`: a caller's whole wait, behind others included; `max_waiting`:
+    callers that may wait at once; `get_death`: why the engine has ended, None while it lives.
     """
 
-    def __init__(self, what: str, *, seconds: float, max_waiting: int, dead: Callable[[], str | None]) -> None:
+    def __init__(self, what: str, *, seconds: float, max_waiting: int, get_death: Callable[[], str | None]) -> None:
         self._what = what
         self._seconds = seconds
         self._max_waiting = max_waiting
-        self._dead = dead
-        self._waiting = 0
+        self._get_death = get_death
+        self._num_waiting = 0
 
-    async def ask(self, asking: Callable[[], Awaitable[Result]]) -> Result:
-        """What `asking` brings. Raises Overloaded (503) when there is no room or no answer in time, EngineDead when
-        there will never be one."""
-        if self._waiting >= self._max_waiting:
-            raise Overloaded(f"{self._waiting} callers wait for the engine to {self._what} already: try again later")
-        self._waiting += 1
+    async def run(self, query: Callable[[], Awaitable[Result]]) -> Result:
+        """The query's result. Raises Overloaded (503) if there is no room or no result in time, EngineDead."""
+        if self._num_waiting >= self._max_waiting:
+            text = f"{self._num_waiting} callers wait for the engine to {self._what} already: try again later"
+            raise Overloaded(text)
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(self._seconds):
-                return await asking()
+                return await query()
         except TimeoutError:
             raise Overloaded(f"the engine did not {self._what} within {self._seconds:g} s: try again later") from None
         except EngineDead as error:
-            if self._dead() is not None:
+            if self._get_death() is not None:
                 raise
-            # The engine lives: it has not answered in its own time, or has too many questions to answer.
+            # The engine lives: it has not answered in its own time, or has too many queries to answer.
             raise Overloaded(f"{error}: try again later") from error
         finally:
-            self._waiting -= 1
-
-
-class EngineQueries:
-    """What callers ask the engine: to tell its counters, to show its cache, to empty it."""
-
-    def __init__(self, engine: EngineClient, limits: ServerLimits) -> None:
-        def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
-            return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, dead=lambda: engine.dead)
-
-        self.counting = queries("tell its counters", limits.stats_seconds, _MAX_COUNTING)
-        self.looking = queries("show its cache", limits.view_seconds, _MAX_LOOKING)
-        self.emptying = queries("empty its cache", limits.view_seconds, _MAX_EMPTYING)
-        self._engine = engine
-        self._stats = EngineStats()
-
-    async def stats(self) -> EngineStats:
-        """The engine's counters; the last known ones when it does not answer in time."""
-        try:
-            self._stats = await self.counting.ask(self._engine.stats)
-        except (EngineDead, Overloaded):
-            return self._stats
-        return self._stats
+            self._num_waiting -= 1
 
 
 class TokenizerThread:
@@ -95,7 +73,7 @@ class TokenizerThread:
         return await self.run(lambda: self._tokenizer.decode(token_ids))
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """For what asks the tokenizer for many tokens, such as the log-probabilities of a whole prompt."""
+        """Any work that uses the tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
@@ -130,12 +108,25 @@ class Service:
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
         self.logprobs_formatter = LogprobsFormatter(lambda token: engine.tokenizer.token_bytes(token))
-        self.queries = EngineQueries(engine, limits)
+
+        def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
+            return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, get_death=lambda: engine.dead)
+
+        self.stats_queries = queries("tell its counters", limits.stats_seconds, _MAX_STATS_QUERIES)
+        self.view_queries = queries("show its cache", limits.view_seconds, _MAX_VIEW_QUERIES)
+        self.reset_queries = queries("empty its cache", limits.view_seconds, _MAX_RESET_QUERIES)
+        self._stats = EngineStats()
         self.tokenizer = TokenizerThread(engine.tokenizer)
 
     @property
     def healthy(self) -> bool:
         return self.engine.dead is None and not self.gate.closed
+
+    async def get_stats(self) -> EngineStats:
+        """The engine's counters; the last known ones if it does not answer in time."""
+        with suppress(EngineDead, Overloaded):
+            self._stats = await self.stats_queries.run(self.engine.stats)
+        return self._stats
 
     async def aclose(self) -> None:
         self.tokenizer.close()

@@ -52,7 +52,7 @@ async def ready(service: ServiceDep) -> Response:
     """As /health, and the engine has been asked: 503 as well while it does not answer."""
     if service.healthy:
         try:
-            await service.queries.counting.ask(service.engine.stats)
+            await service.stats_queries.run(service.engine.stats)
         except (EngineDead, Overloaded) as error:
             return JSONResponse({"status": str(error)}, 503)
     return await health(service)
@@ -87,7 +87,7 @@ async def server_info(service: ServiceDep) -> dict[str, Any]:
 
 
 async def metrics(service: ServiceDep) -> Response:
-    return Response(service.metrics.exposition(await service.queries.stats()), media_type=CONTENT_TYPE_LATEST)
+    return Response(service.metrics.exposition(await service.get_stats()), media_type=CONTENT_TYPE_LATEST)
 
 
 async def reset_prefix_cache(
@@ -102,7 +102,7 @@ async def reset_prefix_cache(
     for name, asked in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
         if asked:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
-    held = await service.queries.emptying.ask(service.engine.reset_cache)
+    held = await service.reset_queries.run(service.engine.reset_cache)
     if held:
         raise make_error(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
     return Response(status_code=200)

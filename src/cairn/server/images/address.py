@@ -1,7 +1,7 @@
-"""Which addresses a client's URL may lead to: public ones alone, all that a name resolves to, known before connecting.
+"""The SSRF guard: the URLs of clients may lead to public addresses only.
 
-Whoever sends a URL chooses where this machine connects. A name may resolve to an address of the private network, or to
-another one when it is asked again; so all of its addresses are looked at, and one of those is connected to.
+A name may resolve to an address of the private network, or to another one when it is resolved again. So all of its
+addresses are checked, and one of these is connected to.
 """
 
 import asyncio
@@ -13,19 +13,19 @@ from cairn.errors import InvalidRequest
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "192.0.0.192")))
-"""Clouds' own services that are not in a private range, or only just."""
+"""Metadata services of clouds outside the private ranges."""
 
 
 class Resolver(Protocol):
-    """From a host to its addresses."""
+    """Resolves host names."""
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """All of them. Raises OSError or UnicodeError when there are none."""
+        """All addresses of a host. Raises OSError or UnicodeError if there are none."""
         ...
 
 
 class SystemResolver:
-    """What the machine's own resolver says."""
+    """The machine's own resolver."""
 
     async def addresses(self, host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
@@ -34,8 +34,7 @@ class SystemResolver:
 
 
 def is_public(address: str) -> bool:
-    """Whether anybody on the internet could connect to it: no private, loopback, link-local, multicast, reserved or
-    metadata address, in whatever form it is written."""
+    """Whether this is no private, loopback, link-local, multicast, reserved or metadata address, in any notation."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
@@ -51,8 +50,8 @@ def is_public(address: str) -> bool:
     return ip.is_global and not inner and not ip.is_unspecified and ip not in _METADATA
 
 
-async def public_addresses(resolver: Resolver, host: str, port: int) -> list[str]:
-    """The host's addresses. Raises InvalidRequest unless there are some and all of them are public."""
+async def resolve_public(resolver: Resolver, host: str, port: int) -> list[str]:
+    """The host's addresses. Raises InvalidRequest unless it has some and all are public."""
     try:
         found = await resolver.addresses(host, port)
     except (OSError, UnicodeError):

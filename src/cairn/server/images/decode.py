@@ -1,5 +1,4 @@
-"""Bytes to pixels with Pillow, which is told what format they have and is asked for no more than their head until its
-size has been looked at."""
+"""Image files to pixels with Pillow. The format is checked first, and the size before any pixel is decoded."""
 
 import re
 import struct
@@ -12,25 +11,25 @@ from cairn.errors import InvalidRequest
 
 _MAX_SIDE = 65_535
 _MAX_SCANS = 100
-"""Encoders write about ten. Each goes through all pixels, and a few bytes are enough for one."""
+"""Encoders write about ten. Each scan visits all pixels, and may be a few bytes long."""
 _JPEG_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")
 """Markers but those that stand alone: stuffing, restarts, fill bytes (ITU-T T.81, B.1.1)."""
 _END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
 
 
 def decode(data: bytes, max_pixels: int) -> Pixels:
-    """The image as RGB, as transformers' processors have it: turned as its Exif says, transparency on white, of an
-    animation the first frame.
+    """The image as RGB, as transformers' processors have it: rotated as its Exif says, transparency on white, the
+    first frame of an animation.
 
-    Raises InvalidRequest for what is no PNG, JPEG, WebP or GIF, is damaged or cut short, or has more than `max_pixels`;
-    then no memory was taken for pixels. So does a JPEG of more than 100 scans, which would take hours.
+    Raises InvalidRequest for what is no PNG, JPEG, WebP or GIF, is damaged or truncated, has more than `max_pixels`
+    (before pixels take memory), or is a JPEG of more than 100 scans, which would take hours.
     """
     kind = _format(data)
     if kind is None:
         raise InvalidRequest("the image is no PNG, JPEG, WebP or GIF")
     try:
         if kind == "WEBP":
-            # Pillow's decoder makes room for the canvas when it opens the file.
+            # Pillow's decoder allocates the canvas when it opens the file.
             _check_size(*_webp_size(data), max_pixels)
         if kind == "JPEG":
             _check_scans(data)
@@ -44,7 +43,7 @@ def decode(data: bytes, max_pixels: int) -> Pixels:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise InvalidRequest(f"the image has more than {max_pixels} pixels") from None
-    except Exception as error:  # decoders meet damaged files with whatever they stumble over
+    except Exception as error:  # decoders raise anything for damaged files
         raise InvalidRequest(f"the image is damaged or cut short: {type(error).__name__}") from error
 
 

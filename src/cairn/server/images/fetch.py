@@ -1,4 +1,4 @@
-"""Images from where a client says they are: data URIs, and http(s) under an allow-list, with bounds on everything."""
+"""Image files from data URIs, and from http(s) under an allow-list, with a bound on everything."""
 
 import asyncio
 import base64
@@ -11,29 +11,29 @@ from contextlib import asynccontextmanager
 import httpx
 
 from cairn.errors import InvalidRequest
-from cairn.server.images.address import Resolver, SystemResolver, public_addresses
+from cairn.server.images.address import Resolver, SystemResolver, resolve_public
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.options import ImageOptions
 
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
-_KNOWN = "image/png, image/jpeg, image/webp, image/gif"
+_SERVED_TYPES = "image/png, image/jpeg, image/webp, image/gif"
 _UNTYPED = frozenset(("application/octet-stream", "binary/octet-stream"))
-"""What object stores say of files whose type nobody told them."""
+"""Types that object stores give to files without one."""
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _URL = re.compile(r"[\x21-\x5b\x5d-\x7e]{1,8192}")
 """ASCII without spaces, controls and backslashes: programs disagree on what those mean in a URL."""
-_SHOWN = 80
+_MAX_SHOWN = 80
 _MAX_HEAD = 256
 
 
 def decode_data_uri(text: str, max_bytes: int) -> bytes:
-    """What `data:image/png;base64,...` holds. Raises InvalidRequest."""
+    """The bytes in `data:image/png;base64,...`. Raises InvalidRequest."""
     head, comma, body = text.partition(",")
     kind, *settings = head[len("data:") : _MAX_HEAD].split(";")
     if not comma or len(head) > _MAX_HEAD or not settings or settings[-1].strip().lower() != "base64":
         raise InvalidRequest("a data URI must have the form data:image/png;base64,...")
     if kind.strip().lower() not in _TYPES:
-        raise InvalidRequest(f"the data URI's type {kind[:_SHOWN]!r} is not served; known: {_KNOWN}")
+        raise InvalidRequest(f"the data URI's type {kind[:_MAX_SHOWN]!r} is not served; known: {_SERVED_TYPES}")
     if len(body) > (max_bytes + 2) // 3 * 4:
         raise InvalidRequest(f"the image has more than {max_bytes} bytes")
     try:
@@ -46,7 +46,7 @@ def decode_data_uri(text: str, max_bytes: int) -> bytes:
 
 
 class _FetchSlots:
-    """So many fetches at once, and of each client fewer. Knows the clients that have one or wait for one."""
+    """Bounds concurrent fetches, in all and per client. Tracks the clients that have a slot or wait for one."""
 
     def __init__(self, max_open: int, max_per_client: int) -> None:
         self._all = asyncio.Semaphore(max_open)
@@ -59,7 +59,7 @@ class _FetchSlots:
         own = self._clients.setdefault(client, asyncio.Semaphore(self._max_per_client))
         self._num_users[client] += 1
         try:
-            # The own one first: who waits for it takes no place of others.
+            # The client's own first: who waits for it takes no slot from others.
             async with own, self._all:
                 yield
         finally:
@@ -69,10 +69,10 @@ class _FetchSlots:
 
 
 class ImageFetcher:
-    """Fetches over HTTP. `resolver` and `transport` may be given to replace the machine's own.
+    """Fetches over HTTP. `resolver`, `transport`: instead of the machine's own.
 
-    Every address is looked at before it is connected to, also behind redirects, and no proxy, cookie, netrc file or
-    kept connection of another host is used.
+    Every address is checked before it is connected to, also after redirects. No proxy, cookie, netrc file or
+    connection to another host is used.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ImageFetcher:
         self._slots = _FetchSlots(options.max_fetches, options.max_client_fetches)
 
     async def fetch(self, url: str, allocation: ImageAllocation) -> bytes:
-        """The bytes at an http(s) URL. Raises InvalidRequest that says what is wrong with it."""
+        """The bytes at an http(s) URL. Raises InvalidRequest."""
         seconds = self._options.fetch_seconds
         async with self._slots.slot(allocation.client):
             try:
@@ -104,7 +104,9 @@ class ImageFetcher:
 
     async def _follow(self, url: httpx.URL, allocation: ImageAllocation) -> bytes:
         for _ in range(self._options.max_redirects + 1):
-            self._check_host(url)
+            host = _get_host(url)
+            if self._options.domains is not None and host not in self._options.domains:
+                raise InvalidRequest(f"images are not fetched from {host!r}: see --allowed-media-domains")
             response = await self._send(url)
             try:
                 if response.status_code not in _REDIRECTS:
@@ -118,27 +120,22 @@ class ImageFetcher:
             _parse(str(url))
         raise InvalidRequest(f"the image's server redirects more than {self._options.max_redirects} times")
 
-    def _check_host(self, url: httpx.URL) -> None:
-        host = _host(url)
-        if self._options.domains is not None and host not in self._options.domains:
-            raise InvalidRequest(f"images are not fetched from {host!r}: see --allowed-media-domains")
-
     async def _send(self, url: httpx.URL) -> httpx.Response:
-        """The answer's head, from the first of the host's addresses that takes a connection."""
-        host = _host(url)
-        addresses = await public_addresses(self._resolver, host, url.port or (443 if url.scheme == "https" else 80))
+        """The response's head, from the first of the host's addresses that accepts a connection."""
+        host = _get_host(url)
+        addresses = await resolve_public(self._resolver, host, url.port or (443 if url.scheme == "https" else 80))
         for address in addresses[:-1]:
             try:
-                return await self._ask(url, host, address)
+                return await self._request(url, host, address)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-        return await self._ask(url, host, addresses[-1])
+        return await self._request(url, host, addresses[-1])
 
-    async def _ask(self, url: httpx.URL, host: str, address: str) -> httpx.Response:
+    async def _request(self, url: httpx.URL, host: str, address: str) -> httpx.Response:
         if self._transport is None:
             self._transport = httpx.AsyncHTTPTransport(
                 trust_env=False,
-                # Kept connections are told apart by address, and several hosts may allocation one.
+                # Pools tell connections apart by address, and several hosts may share one.
                 limits=httpx.Limits(max_connections=self._options.max_fetches, max_keepalive_connections=0),
             )
         seconds = self._options.fetch_seconds
@@ -147,8 +144,8 @@ class ImageFetcher:
             url.copy_with(host=address, fragment=None),
             headers={
                 "Host": url.netloc.decode("ascii"),
-                "Accept": _KNOWN,
-                # What is packed may unpack to any size.
+                "Accept": _SERVED_TYPES,
+                # Compressed content may decompress to any size.
                 "Accept-Encoding": "identity",
                 "User-Agent": "cairn",
                 "Connection": "close",
@@ -165,7 +162,7 @@ class ImageFetcher:
             raise InvalidRequest(f"the image's server answers with status {response.status_code}")
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in _TYPES | _UNTYPED:
-            raise InvalidRequest(f"the image's server sends {kind[:_SHOWN]!r}; known: {_KNOWN}")
+            raise InvalidRequest(f"the image's server sends {kind[:_MAX_SHOWN]!r}; known: {_SERVED_TYPES}")
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise InvalidRequest("the image's server sends packed content, which is not unpacked")
         most, length = self._options.max_bytes, response.headers.get("content-length", "")
@@ -190,11 +187,11 @@ def _parse(text: str, relative: bool = False) -> httpx.URL:
     if url.is_relative_url and relative:
         return url
     if url.scheme not in ("http", "https"):
-        raise InvalidRequest(f"the URL's scheme {url.scheme[:_SHOWN]!r} is not served; known: data, http, https")
+        raise InvalidRequest(f"the URL's scheme {url.scheme[:_MAX_SHOWN]!r} is not served; known: data, http, https")
     if not url.host or url.userinfo or not 0 < (url.port or 80) < 1 << 16:
         raise InvalidRequest("the URL must have a host, no user name or password, and no port above 65535")
     return url
 
 
-def _host(url: httpx.URL) -> str:
+def _get_host(url: httpx.URL) -> str:
     return url.raw_host.decode("ascii").lower().rstrip(".")
