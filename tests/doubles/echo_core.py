@@ -17,7 +17,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, GenerateOutput, GenerateRequest
 from cairn.engine.core import Core
-from cairn.engine.grammars.worker import byte_tokenizer, reason_against
+from cairn.engine.grammars.worker import byte_tokenizer, find_grammar_error
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_transfer
 from cairn.errors import AuditError, InvalidRequest, ModelError
@@ -110,7 +110,7 @@ class EchoCore(Core):
 
     def submit(self, *requests: GenerateRequest) -> None:
         for structure in {request.structure for request in requests} - {None}:
-            if (reason := reason_against(structure, byte_tokenizer())) is not None:
+            if (reason := find_grammar_error(structure, byte_tokenizer())) is not None:
                 raise InvalidRequest(reason, structure.field.partition(".")[0])
         super().submit(*(msgspec.structs.replace(request, structure=None) for request in requests))
 

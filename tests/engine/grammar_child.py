@@ -1,4 +1,4 @@
-"""A child for `GrammarCheck` that takes every grammar, but `hang` and `die` only if there is a file `better`.
+"""A child for `GrammarChecker` that takes every grammar, but `hang` and `die` only if there is a file `better`.
 
 It writes an x into the file `asked` for each of these.
 """

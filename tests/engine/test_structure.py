@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import Structure
-from cairn.engine.grammars.compiler import GrammarCheck, GrammarCompiler, PendingGrammars, Tried, Verdict, WantedGrammar
+from cairn.engine.grammars.compiler import (
+    CheckedGrammar,
+    CheckResult,
+    GrammarChecker,
+    GrammarCompiler,
+    GrammarKey,
+    PendingGrammars,
+)
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.grammars.structure import MAX_CHOICES, MAX_DEPTH, MAX_TEXT, grammar_of
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.grammars.worker import byte_tokenizer
-from cairn.engine.grammars.worker import reason_against as reason_of
+from cairn.engine.grammars.worker import find_grammar_error as reason_of
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.types import ManualClock, SystemClock
@@ -54,7 +61,7 @@ def compiled(tokenizer, words):
     return lambda asked: GrammarConstraint.compile(grammar_of(asked), ready, words)
 
 
-def reason_against(asked):
+def find_grammar_error(asked):
     return reason_of(asked, byte_tokenizer())
 
 
@@ -92,7 +99,7 @@ def walk(constraint, seed, most=3000):
     ],
 )
 def test_every_answer_has_the_form(compiled, tokenizer, asked, fits):
-    assert reason_against(asked) is None
+    assert find_grammar_error(asked) is None
     for seed in range(6):
         text = tokenizer.decode(walk(compiled(asked), seed))
         assert fits(text), text
@@ -236,7 +243,7 @@ def test_an_answer_that_leaves_its_form_has_failed(compiled, tokenizer):
     ],
 )
 def test_what_cannot_be_used_is_refused_by_its_field(asked, words_of_refusal):
-    reason = reason_against(asked)
+    reason = find_grammar_error(asked)
     assert reason is not None and words_of_refusal in reason and reason.startswith(asked.field)
     assert len(reason) < 500 and "verbose" not in reason
 
@@ -257,7 +264,7 @@ def test_what_cannot_be_used_is_refused_by_its_field(asked, words_of_refusal):
 def test_a_tool_that_cannot_be_called_is_refused_by_its_place(parameters, said, reasoning):
     tools = [*CALLS["tools"], {"name": "f", "parameters": parameters, "place": 7}, {**CALLS["tools"][0], "place": 8}]
     asked = structure("calls", {"tools": tools, "parallel": True}, field="tools", reasoning=reasoning)
-    assert reason_against(asked) == said
+    assert find_grammar_error(asked) == said
 
 
 def test_a_tool_may_be_of_more_types_than_objects(compiled):
@@ -296,7 +303,7 @@ def test_a_tool_may_be_of_more_types_than_objects(compiled):
 )
 def test_what_explodes_ends(asked, refused, failure):
     """Refused, or followed for as many steps as there are, or ended with a reason in a line."""
-    reason = reason_against(asked)
+    reason = find_grammar_error(asked)
     assert (reason is None) == (refused is None) and (refused or "") in (reason or "")
     if refused is not None:
         return
@@ -322,7 +329,7 @@ class NoCheck:
     """Lets every grammar pass."""
 
     def check(self, structure):
-        return Verdict(None)
+        return CheckResult(None)
 
     def close(self):
         pass
@@ -339,7 +346,7 @@ class Waiting:
 
     def take(self, name, asked):
         """The constraint, or None for one that waits."""
-        forms = self.pending.take([request(name, asked)], {name: WantedGrammar(asked, False)})
+        forms = self.pending.add([request(name, asked)], {name: GrammarKey(asked, False)})
         return None if forms is None else forms[name]
 
     def poll(self):
@@ -359,7 +366,7 @@ def waiting(tokenizer, words):
         made.append(1)
         return grammar_tokenizer(tokenizer, words, (EOS,))
 
-    waiting = Waiting(GrammarCompiler(make, words, SystemClock(), NoCheck(), kept=2))
+    waiting = Waiting(GrammarCompiler(make, words, SystemClock(), NoCheck(), max_cached=2))
     waiting.made = made
     return waiting
 
@@ -401,8 +408,8 @@ def test_of_those_that_came_together_none_waits_when_one_is_refused(waiting):
     waiting.poll()
     asked = {"2": structure("regex", "a+"), "3": refused}
     with pytest.raises(InvalidRequest):
-        waiting.pending.take(
-            [request(*one) for one in asked.items()], {name: WantedGrammar(one, False) for name, one in asked.items()}
+        waiting.pending.add(
+            [request(*one) for one in asked.items()], {name: GrammarKey(one, False) for name, one in asked.items()}
         )
     assert len(waiting.pending) == 0
     waiting.wait()
@@ -483,7 +490,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tokenizer, words):
         assert waiting.take(str(number), structure("regex", f"a{number}")) is None
     assert begun.acquire(timeout=20)
     for number in range(5):
-        waiting.pending.forget(str(number))
+        waiting.pending.cancel(str(number))
     # two that have begun, and the one that is waited for
     assert len(waiting.pending) == 1 and len(waiting.compiler._jobs) == 3
     go_on.set()
@@ -497,24 +504,24 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tokenizer, words):
 def test_what_is_only_tried_is_not_compiled(tokenizer, words):
     class NoLookAhead(NoCheck):
         def check(self, asked):
-            return Verdict("no look-ahead" if "?=" in asked.text else None)
+            return CheckResult("no look-ahead" if "?=" in asked.text else None)
 
     waiting = Waiting(GrammarCompiler(pytest.fail, words, SystemClock(), NoLookAhead()))
     for name, text in (("1", "a+"), ("2", "(?=a)")):
         asked = structure("regex", text)
-        assert waiting.pending.take([request(name, asked)], {name: WantedGrammar(asked, True)}) is None
+        assert waiting.pending.add([request(name, asked)], {name: GrammarKey(asked, True)}) is None
     found = {}
     while len(found) < 2:
         waiting.wait()
         found |= waiting.poll()
-    assert isinstance(found["1"], Tried) and found["2"].message == "no look-ahead"
+    assert isinstance(found["1"], CheckedGrammar) and found["2"].message == "no look-ahead"
 
 
 def test_an_aborted_request_waits_no_more(waiting):
     asked = structure("regex", "a+")
     assert waiting.take("1", asked) is None and waiting.take("2", asked) is None
-    waiting.pending.forget("1")
-    waiting.pending.forget("unknown")
+    waiting.pending.cancel("1")
+    waiting.pending.cancel("unknown")
     waiting.wait()
     assert waiting.poll().keys() == {"2"}
 
@@ -536,7 +543,7 @@ def test_compiling_that_does_not_end_is_given_up_and_what_waited_for_it_is_told_
     for number in range(4):
         assert waiting.take(str(number), structure("regex", f"a{number}")) is None
     assert waiting.poll() == {}
-    until(lambda: sum(job.began == 0 for job in waiting.compiler._jobs.values()) == 2)
+    until(lambda: sum(job.started_at == 0 for job in waiting.compiler._jobs.values()) == 2)
     clock.advance(31)
     refused = waiting.poll()  # two at a time
     assert all("not ended within 30 s" in refused[name].message for name in "01")
@@ -555,7 +562,7 @@ def test_compiling_that_does_not_end_is_given_up_and_what_waited_for_it_is_told_
 
 @contextlib.contextmanager
 def checking(**settings):
-    with contextlib.closing(GrammarCheck(**settings)) as check:
+    with contextlib.closing(GrammarChecker(**settings)) as check:
         yield check
 
 
@@ -581,7 +588,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(children):
         assert reason(check, "regex", "a") is None
         assert "too much memory" in reason(check, "regex", "die")
         assert reason(check, "regex", "b") is None
-        assert check._child.end() is None
+        assert check._child.exit_reason() is None
 
 
 @pytest.mark.parametrize("fate", ["die", "hang"])
@@ -630,7 +637,7 @@ def children(monkeypatch, tmp_path):
 
 
 def test_a_child_that_cannot_start_is_no_fault_of_the_grammar(words, monkeypatch, tmp_path):
-    waiting = Waiting(GrammarCompiler(lambda: None, words, SystemClock(), GrammarCheck(module="nowhere")))
+    waiting = Waiting(GrammarCompiler(lambda: None, words, SystemClock(), GrammarChecker(module="nowhere")))
     for executable in (sys.executable, str(tmp_path / "nothing")):
         monkeypatch.setattr(sys, "executable", executable)
         for _ in range(2):  # and that is not remembered

@@ -1,4 +1,4 @@
-"""The engine's child processes: its core, the other ranks, and the one that tries grammars.
+"""The engine's child processes: its core, the other ranks, and the one that checks grammars.
 
 ChildProcess (parent)                            run_child (child)
 binds a PAIR socket in a private folder          connects to it; frames go both ways
@@ -25,8 +25,8 @@ from cairn.engine.wire import MAX_FRAME_BYTES
 from cairn.errors import ConfigError, EngineDead
 from cairn.types import Clock, SystemClock
 
-LAST_WORDS_SECONDS = 0.5
-"""What a child said last may still be on its way when it has ended."""
+FINAL_FRAME_SECONDS = 0.5
+"""A child's last frame may still be on its way when it has ended."""
 
 CONFIG_SECONDS = 60.0
 """How long a child waits for its configuration, the first frame."""
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChildLate(EngineDead):
-    """A child lives, and has not done in time what was asked of it."""
+    """A child runs, but has missed a deadline."""
 
 
 class ChildProcess:
@@ -106,32 +106,32 @@ class ChildProcess:
             left = deadline - self._clock.now()
             if self.socket.poll(max(0, int(min(left, _LOOK_SECONDS) * 1000)), event):
                 return
-            if (end := self.end()) is not None:
-                if event == zmq.POLLIN and self.socket.poll(int(LAST_WORDS_SECONDS * 1000)):
+            if (end := self.exit_reason()) is not None:
+                if event == zmq.POLLIN and self.socket.poll(int(FINAL_FRAME_SECONDS * 1000)):
                     return
                 raise EngineDead(end)
             if left <= 0:
                 raise ChildLate(f"{self.name} was not {what} within {seconds:g} s")
 
-    def last_words(self, seconds: float) -> bytes | None:
-        """A frame that comes within `seconds`."""
+    def receive_final(self, seconds: float) -> bytes | None:
+        """A frame that comes within `seconds`, when nothing is expected any more."""
         return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
 
-    def end(self) -> str | None:
+    def exit_reason(self) -> str | None:
         """How the process has ended, or None while it runs."""
         code = self.process.poll()
-        return None if code is None else f"{self.name} has ended: {exit_text(code)}"
+        return None if code is None else f"{self.name} has ended: {describe_exit(code)}"
 
-    def let_go(self, kill: bool) -> None:
-        """Tells the process to end, or ends it."""
+    def request_exit(self, kill: bool) -> None:
+        """Closes its standard input, at which it exits by itself, or kills it."""
         if kill:
             self.process.kill()
         if self.process.stdin is not None:
             self.process.stdin.close()
 
     def close(self, seconds: float = 0.0) -> None:
-        """Returns when the process has ended: by itself within `seconds`, or killed."""
-        self.let_go(kill=not seconds)
+        """Returns when the process has ended: by itself within `seconds`, else killed."""
+        self.request_exit(kill=not seconds)
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -140,7 +140,7 @@ class ChildProcess:
         self.socket.close()
 
 
-def exit_text(code: int) -> str:
+def describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

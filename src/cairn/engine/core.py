@@ -17,7 +17,7 @@ from cairn.engine.contract import (
 )
 from cairn.engine.core_report import StepSizes, engine_stats, num_step_tokens
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.grammars.compiler import Forms, GrammarCompiler, PendingGrammars, Tried, WantedGrammar
+from cairn.engine.grammars.compiler import CheckedGrammar, Constraints, GrammarCompiler, GrammarKey, PendingGrammars
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.output_processor import OutputProcessor
 from cairn.engine.request_log.log import RequestLog
@@ -38,7 +38,7 @@ class Core:
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
     `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end. `image_keys`:
     None for a model that reads no images; `encoder_counters`: what its vision model has done. `request_log`: closed at
-    the end. `grammars`: None where no answer can be held to a form.
+    the end. `grammars`: None where no answer can be constrained.
     """
 
     def __init__(
@@ -84,40 +84,40 @@ class Core:
 
     def submit(self, *requests: GenerateRequest) -> None:
         """Queue requests, all of them or none. Raises InvalidRequest naming the field, or Overloaded; then nothing was
-        taken. Requests whose answers have a form may be refused later: see `poll_ready`."""
+        taken. Requests with a grammar may be refused later: see `poll_ready`."""
         for request in requests:
             check_request(request)
         if len({request.request_id for request in requests}) < len(requests):
             raise InvalidRequest("requests that come together need ids of their own", "request_id")
         if len(requests) > 1:
             self._scheduler.check_queue_limit([request.n for request in requests])
-        forms = self._forms(requests)
-        if forms is not None:
-            self._take(requests, forms)
+        constraints = self._compile_grammars(requests)
+        if constraints is not None:
+            self._schedule(requests, constraints)
 
-    def _forms(self, requests: Sequence[GenerateRequest]) -> Forms | None:
-        """What holds their answers to forms; None: `poll_ready` will go on with them."""
-        # what is handed over is answered by another server
-        wanted = {
-            request.request_id: WantedGrammar(request.structure, self._role(request).kv_export)
+    def _compile_grammars(self, requests: Sequence[GenerateRequest]) -> Constraints | None:
+        """What constrains their answers; None: `poll_ready` will submit them."""
+        # a prompt that is computed for another server is answered there
+        grammars = {
+            request.request_id: GrammarKey(request.structure, self._role(request).kv_export)
             for request in requests
             if request.structure is not None
         }
         if self._pending is not None:
-            return self._pending.take(requests, wanted)
-        if wanted:
+            return self._pending.add(requests, grammars)
+        if grammars:
             raise InvalidRequest("structured_outputs: this engine holds no answer to a form", "structured_outputs")
         return {}
 
     def _role(self, request: GenerateRequest) -> TransferRole:
         return parse_role(transfer_params(request), self._transfer)
 
-    def _take(self, requests: Sequence[GenerateRequest], forms: Forms) -> None:
-        """All of them or none: nothing is begun before everything has been looked at."""
+    def _schedule(self, requests: Sequence[GenerateRequest], constraints: Constraints) -> None:
+        """All of them or none: nothing is queued before everything has been checked."""
         groups = []
         for request in requests:
-            form = forms.get(request.request_id)
-            constraint = None if isinstance(form, Tried) else form
+            found = constraints.get(request.request_id)
+            constraint = None if isinstance(found, CheckedGrammar) else found
             role = self._role(request)
             groups.append(self._specs.build(request, role, constraint, self._scheduler.max_tokens_for))
         self._scheduler.submit_together(groups)
@@ -125,14 +125,14 @@ class Core:
             self._outputs.add_request(request, specs)
 
     def poll_ready(self) -> list[tuple[str, RequestError]]:
-        """Called often: go on with the requests that have waited for their grammars. Those that are refused after all,
-        the first one's id of what came together, and why; then nothing of it was taken."""
+        """Called often: submit the requests whose grammars have been compiled. Returns those that are refused after
+        all: the first id of the requests that were submitted together, and the error; then none of them was taken."""
         refused = []
-        for requests, forms in () if self._pending is None else self._pending.poll():
+        for requests, constraints in () if self._pending is None else self._pending.poll():
             try:
-                if isinstance(forms, RequestError):
-                    raise forms
-                self._take(requests, forms)
+                if isinstance(constraints, RequestError):
+                    raise constraints
+                self._schedule(requests, constraints)
             except RequestError as error:
                 refused.append((requests[0].request_id, error))
         return refused
@@ -140,7 +140,7 @@ class Core:
     def abort(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored, nothing more is put out for it."""
         if self._pending is not None:
-            self._pending.forget(request_id)
+            self._pending.cancel(request_id)
         self._outputs.abort(request_id)
 
     # -- the step ------------------------------------------------------------------------------------------------

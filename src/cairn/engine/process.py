@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from cairn.engine.child_process import LAST_WORDS_SECONDS, ChildProcess, exit_text
+from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess, describe_exit
 from cairn.engine.contract import EngineConfig, EngineInfo
 from cairn.engine.sizing import thread_variables
 from cairn.engine.wire import (
@@ -97,7 +97,7 @@ class ProcessTransport:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         if child is not None:
-            child.let_go(kill=True)
+            child.request_exit(kill=True)
             await asyncio.to_thread(child.process.wait)
             child.close()
         if self._context is not None:
@@ -125,9 +125,9 @@ class ProcessTransport:
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                await asyncio.wait({reading}, timeout=LAST_WORDS_SECONDS)
+                await asyncio.wait({reading}, timeout=FINAL_FRAME_SECONDS)
             if not reading.done():
-                raise EngineDead(f"the engine core ended before it was built: {exit_text(ended.result())}")
+                raise EngineDead(f"the engine core ended before it was built: {describe_exit(ended.result())}")
             message = self._incoming.decode(reading.result())
         finally:
             reading.cancel()
@@ -144,9 +144,9 @@ class ProcessTransport:
     async def _watch_end(self, ended: "asyncio.Future[int]", fail: Callable[[str], None]) -> None:
         """Tell of an end that nobody has asked for."""
         code = await ended
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        await asyncio.sleep(FINAL_FRAME_SECONDS)
         if not self._is_closing:
-            fail(f"the engine core has ended: {exit_text(code)}")
+            fail(f"the engine core has ended: {describe_exit(code)}")
 
     async def _read(
         self, socket: zmq.asyncio.Socket, receive: Callable[[FromCore], None], fail: Callable[[str], None]

@@ -8,6 +8,7 @@ asynchronous face. All records are msgspec structs, so the process wire is their
 """
 
 from cairn.cache.view import MAX_SHOWN, CacheView
+from cairn.engine.contract.client import EngineClient
 from cairn.engine.contract.config import (
     EngineConfig,
     EngineOptions,
@@ -16,7 +17,6 @@ from cairn.engine.contract.config import (
     LeaseOptions,
     RequestLogConfig,
 )
-from cairn.engine.contract.faces import EngineClient
 from cairn.engine.contract.info import (
     STEP_SIZES,
     CacheInfo,

@@ -1,7 +1,7 @@
 """A process that says whether grammars compile: `python -m cairn.engine.grammars.worker ADDRESS LOG_LEVEL`.
 
-Started by `compiler.GrammarCheck`, never by hand. Each frame is a Structure; each is answered by one: the reason why it
-is refused, or null. What makes it hang or fill the memory costs this process and nothing else.
+Started by `compiler.GrammarChecker`, never by hand. Each frame is a Structure; the answer is the reason why it is
+refused, or null. One that hangs or fills the memory costs this process and nothing else.
 """
 
 import resource
@@ -35,7 +35,7 @@ def byte_tokenizer() -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Bytes()))
 
 
-def reason_against(structure: Structure, tokenizer: LLTokenizer) -> str | None:
+def find_grammar_error(structure: Structure, tokenizer: LLTokenizer) -> str | None:
     """Why a structure cannot be used; None where it can."""
     try:
         GrammarConstraint.compile(grammar_of(structure), tokenizer, len(_Bytes.tokens))
@@ -53,7 +53,7 @@ def _serve(parent: ParentLink) -> int:
         frame = parent.receive(None)
         if frame is not None:
             structure = msgspec.msgpack.decode(frame, type=Structure)
-            parent.send(msgspec.msgpack.encode(reason_against(structure, tokenizer)))
+            parent.send(msgspec.msgpack.encode(find_grammar_error(structure, tokenizer)))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from cairn.engine.child_process import LAST_WORDS_SECONDS, ChildProcess
+from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess
 from cairn.engine.ranks.wire import (
     RankReady,
     RankStarted,
@@ -96,9 +96,9 @@ class Follower:
     def expect_done(self, step: int) -> None:
         self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
 
-    def last_words(self) -> str | None:
+    def receive_final(self) -> str | None:
         """Why the rank has given up, if it says so soon."""
-        frame = self.child.last_words(LAST_WORDS_SECONDS)
+        frame = self.child.receive_final(FINAL_FRAME_SECONDS)
         message = None if frame is None else self._incoming.decode(frame)
         return f"{self.child.name} has failed: {message.text}" if isinstance(message, Fatal) else None
 
@@ -137,21 +137,21 @@ class Followers:
     def post(self, plan: StepPlan) -> None:
         frame = self._plans.encode(follower_plan(plan))
         for follower in self._all:
-            if (end := follower.child.end()) is not None:
+            if (end := follower.child.exit_reason()) is not None:
                 raise EngineDead(end)
             follower.child.send(frame, "plan")
 
     def cause(self, error: Exception) -> str:
         """Rank 0 mostly learns of a loss by a broken line; what has happened is known elsewhere."""
-        said = [words for each in self._all if (words := each.last_words()) is not None]
-        ends = [end for each in self._all if (end := each.child.end()) is not None]
+        said = [words for each in self._all if (words := each.receive_final()) is not None]
+        ends = [end for each in self._all if (end := each.child.exit_reason()) is not None]
         killed = [end for end in ends if "killed" in end]
         text = str(error) if isinstance(error, CairnError) else f"{type(error).__name__}: {error}"
         return (killed or said or ends or [text])[0]
 
     def close(self, kill: bool) -> None:
         for follower in self._all:
-            follower.child.let_go(kill)
+            follower.child.request_exit(kill)
         for follower in self._all:
             follower.child.close(self._deadlines.stop)
         self._context.term()
