@@ -212,7 +212,7 @@ class Simulation:
     def held_now(self) -> set[Checkpoint]:
         """The checkpoints whose time is not over."""
         now = self.clock.now()
-        return {held for held in self.cache.checkpoints.held if held.held_until is not None and held.held_until > now}
+        return {held for held in self.cache.checkpoints.holds if held.held_until is not None and held.held_until > now}
 
     # -- what is checked -----------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class World:
         assert list(self.tree.unreachable) == [self.unreachable]
         assert set(self.tree.ghosts) == {self.ghost} and self.ghost in self.policy._ghosts
         self.held, self.ordinary = self.upper.checkpoint, self.other.checkpoint
-        assert self.ordinary is not None and list(self.checkpoints.held) == [self.held]
+        assert self.ordinary is not None and list(self.checkpoints.holds) == [self.held]
         assert self.lease.tables[0].num_shared < self.lease.tables[0].length
 
     def _run(self, prompt: tuple[int, ...], *boundaries: Boundary) -> None:
@@ -221,15 +221,15 @@ def empty_root(w: World) -> None:
 
 
 def held_not_listed(w: World) -> None:
-    del w.checkpoints.held._held[w.held]
+    del w.checkpoints.holds._held[w.held]
 
 
 def listed_not_held(w: World) -> None:
-    w.checkpoints.held._held[w.ordinary] = None
+    w.checkpoints.holds._held[w.ordinary] = None
 
 
 def more_held_than_may_be(w: World) -> None:
-    w.checkpoints.held.quota = w.checkpoints.held.num_pages() - 1
+    w.checkpoints.holds.quota = w.checkpoints.holds.num_pages() - 1
 
 
 def tokens_without_a_page(w: World) -> None:

@@ -340,7 +340,7 @@ def test_a_block_has_tokens():
 
 @dataclass
 class Numbers:
-    """Keys from `base` down stand for an image of `length` places. Implements `Contents`."""
+    """Keys from `base` down stand for an image of `length` places. Implements `KeyNames`."""
 
     base: int
     length: int

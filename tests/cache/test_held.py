@@ -41,7 +41,7 @@ def fill(sim: Simulation, count: int) -> None:
 
 
 def positions(sim: Simulation) -> set[int]:
-    return {checkpoint.position for checkpoint in sim.cache.checkpoints.held}
+    return {checkpoint.position for checkpoint in sim.cache.checkpoints.holds}
 
 
 def test_what_is_held_outlives_what_is_not():
@@ -91,7 +91,7 @@ def test_the_longer_of_two_times_counts():
     sim = simulation()
     run(sim, LONG, Boundary(100, hold_seconds=3600))
     run(sim, LONG[:150], Boundary(100, hold_seconds=300))
-    (held,) = sim.cache.checkpoints.held
+    (held,) = sim.cache.checkpoints.holds
     assert held.held_until == 3600 and held.hold_seconds == 3600
 
 
@@ -106,14 +106,14 @@ def test_what_is_there_already_is_held_when_it_is_asked_for():
 
 def test_what_is_over_the_quota_is_an_ordinary_checkpoint():
     sim = simulation(num_pages=200)
-    quota = sim.cache.checkpoints.held.quota
+    quota = sim.cache.checkpoints.holds.quota
     assert quota == 200 * HELD_SHARE
     leases = [
         run(sim, range(1000 * i, 1000 * i + 80), Boundary(60, hold_seconds=300), name=f"r{i}").lease for i in range(5)
     ]
     # 60 tokens are 15 pages, a checkpoint 2: two prompts fit into 50 pages, a third does not
     assert [lease.held_breakpoints for lease in leases] == [{60}, {60}, set(), set(), set()]
-    assert sim.cache.checkpoints.held.num_pages() == 34
+    assert sim.cache.checkpoints.holds.num_pages() == 34
     assert hit(sim, range(4000, 4080)) == 80  # kept all the same
     fill(sim, 12)
     assert [hit(sim, range(1000 * i, 1000 * i + 80)) for i in range(5)] == [60, 60, 0, 0, 0]
@@ -137,8 +137,8 @@ def test_each_ends_at_its_own_time():
     ends = []
     for _ in range(10):
         sim.clock.advance(100)
-        sim.cache.checkpoints.let_expired_go()
-        ends.append(len(sim.cache.checkpoints.held))
+        sim.cache.checkpoints.end_expired_holds()
+        ends.append(len(sim.cache.checkpoints.holds))
     assert ends == [3, 3, 2, 2, 2, 1, 1, 1, 0, 0]
 
 
@@ -147,7 +147,7 @@ def test_what_was_held_for_long_is_held_anew_for_as_long_as_is_asked_for_now():
     run(sim, LONG, Boundary(100, hold_seconds=3600))
     sim.clock.advance(3600)
     run(sim, LONG, Boundary(100, hold_seconds=300))
-    (held,) = sim.cache.checkpoints.held
+    (held,) = sim.cache.checkpoints.holds
     assert (held.hold_seconds, held.held_until) == (300, 3900)
 
 
@@ -157,7 +157,7 @@ def test_a_use_of_what_is_above_holds_nothing_below_it_anew():
     sim.clock.advance(200)
     # what it leaves on the way to 150 is hit at 128
     assert run(sim, (*LONG[:140], 1, 2, 3)).lease.hit == 128
-    assert {held.position: held.held_until for held in sim.cache.checkpoints.held} == {100: 500, 150: 300}
+    assert {held.position: held.held_until for held in sim.cache.checkpoints.holds} == {100: 500, 150: 300}
 
 
 def test_what_is_held_goes_last_from_the_moment_on_and_no_longer():
@@ -170,7 +170,7 @@ def test_what_is_held_goes_last_from_the_moment_on_and_no_longer():
     assert queue.pop() is second
     checkpoints._touch(second)
     sim.clock.advance(300)
-    sim.cache.checkpoints.let_expired_go()
+    sim.cache.checkpoints.end_expired_holds()
     assert queue.pop() is first
 
 
@@ -178,7 +178,7 @@ def test_tokens_that_several_share_are_counted_once():
     sim = simulation(num_pages=200)
     ends = [Boundary(p, hold_seconds=300) for p in (40, 80, 120, 144)]
     assert run(sim, range(1000, 1150), *ends).lease.held_breakpoints == {40, 80, 120, 144}
-    assert sim.cache.checkpoints.held.num_pages() == 36 + 4 * 2
+    assert sim.cache.checkpoints.holds.num_pages() == 36 + 4 * 2
 
 
 def test_running_requests_come_before_what_is_held():
@@ -205,7 +205,7 @@ def test_a_hold_survives_a_better_state_in_its_place():
     assert sim.cache.checkpoints.hold(checkpoint, 300)
     # a prompt that ends right there computes the state by prefill, which serves others, too
     run(sim, (prompt + tuple(LONG[64:]))[: checkpoint.position])
-    (held,) = sim.cache.checkpoints.held
+    (held,) = sim.cache.checkpoints.holds
     assert held is not checkpoint and held.held_until == 300 and checkpoint.held_until is None
 
 

@@ -113,7 +113,7 @@ def _audit_held(cache: PrefixCache) -> None:
         for node in tree.nodes()
         if node.checkpoint is not None and node.checkpoint.held_until is not None
     }
-    _check(held == set(checkpoints.held), "the list of held checkpoints is not that of the tree")
+    _check(held == set(checkpoints.holds), "the list of held checkpoints is not that of the tree")
     runs = set()
     for checkpoint in held:
         node: Node | None = checkpoint.node
@@ -122,7 +122,7 @@ def _audit_held(cache: PrefixCache) -> None:
             node = node.parent
     pages = len(held) * cache.layout.pages_per_checkpoint + cache.layout.pages_for(sum(run.num_tokens for run in runs))
     _check(
-        pages <= checkpoints.held.quota, f"held checkpoints keep {pages} pages, the quota is {checkpoints.held.quota}"
+        pages <= checkpoints.holds.quota, f"held checkpoints keep {pages} pages, the quota is {checkpoints.holds.quota}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of all trees in the order in which they go, and how room is made.
+"""The checkpoints of all trees: the eviction queue, the holds of clients, and how room is made.
 
 When room is needed, nodes without a checkpoint at or below them go first, the longest unused before others; then
 checkpoints: those on probation that were never hit, others as the eviction policy ranks them, and last those that
@@ -94,8 +94,8 @@ class EvictionQueue:
         return 2 if facts.held else int(earned), self._policy.priority(checkpoint, facts)
 
 
-class HeldCheckpoints:
-    """Checkpoints that clients hold: they go after all others until their time is over. A hold keeps the checkpoint's
+class CheckpointHolds:
+    """Checkpoints that clients hold: evicted after all others until the hold expires. A hold keeps the checkpoint's
     file and the tokens of its path; tokens on the paths of several are counted once."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, clock: Clock) -> None:
@@ -112,7 +112,7 @@ class HeldCheckpoints:
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._held)
 
-    def take(self, checkpoint: Checkpoint, seconds: int) -> bool:
+    def add(self, checkpoint: Checkpoint, seconds: int) -> bool:
         """Hold `checkpoint` for `seconds` from now, longer if it is held for longer. False if that is beyond the quota;
         then nothing has changed."""
         if checkpoint not in self._held and self.num_pages(checkpoint) > self.quota:
@@ -132,22 +132,22 @@ class HeldCheckpoints:
         """`new` takes the place of `old`, which is at the same node, with what is left of its time."""
         if old in self._held:
             new.hold_seconds, new.held_until = old.hold_seconds, old.held_until
-            self.forget(old)
+            self.remove(old)
             self._held[new] = None
 
-    def forget(self, checkpoint: Checkpoint) -> None:
+    def remove(self, checkpoint: Checkpoint) -> None:
         """End the hold of a checkpoint, if there is one."""
         self._held.pop(checkpoint, None)
         checkpoint.held_until, checkpoint.hold_seconds = None, 0
 
-    def expired(self) -> list[Checkpoint]:
-        """End the holds whose time is over. Returns their checkpoints."""
+    def pop_expired(self) -> list[Checkpoint]:
+        """End the holds that have expired. Returns their checkpoints."""
         now = self._clock.now()
         if now < self._next_end:
             return []
         over = [checkpoint for checkpoint in self._held if (checkpoint.held_until or 0.0) <= now]
         for checkpoint in over:
-            self.forget(checkpoint)
+            self.remove(checkpoint)
         self._next_end = min((checkpoint.held_until or 0.0 for checkpoint in self._held), default=inf)
         return over
 
@@ -166,9 +166,9 @@ class HeldCheckpoints:
 
 
 class CheckpointStore:
-    """The checkpoints at the nodes of `tree`: `queue` has their order, `held` which of them clients hold.
+    """The checkpoints at the nodes of `tree`: `queue` has their order, `holds` those that clients hold.
 
-    `taken` and `evicted`: how many there were so far, by kind. `clock` says when what a client holds is let go.
+    `taken` and `evicted`: how many there were so far, by kind. `clock` says when what a client holds is ended.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class CheckpointStore:
         self.tree = tree
         self.eviction = eviction
         self.queue = EvictionQueue(eviction)
-        self.held = HeldCheckpoints(layout, pool.num_pages, clock)
+        self.holds = CheckpointHolds(layout, pool.num_pages, clock)
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
         self._layout = layout
@@ -212,7 +212,7 @@ class CheckpointStore:
         self.eviction.add(checkpoint, lineage)
         if old is not None:
             self.queue.remove(old)
-            self.held.replace(old, checkpoint)
+            self.holds.replace(old, checkpoint)
         self._touch(checkpoint)
         self._rank(next_above(node))
         self.tree.changed(node)
@@ -224,7 +224,7 @@ class CheckpointStore:
         if tree.drop_unreachable(num_pages):
             return True
         passed: list[Checkpoint] = []
-        self.let_expired_go()
+        self.end_expired_holds()
         for aged in self.eviction.refresh(queue):
             self._rank(aged)
         while not tree.drop_unreachable(num_pages):
@@ -251,7 +251,7 @@ class CheckpointStore:
         node = checkpoint.node
         node.checkpoint, node.loss = None, Reason.EVICTED
         self.eviction.drop(checkpoint)
-        self.held.forget(checkpoint)
+        self.holds.remove(checkpoint)
         self.evicted[checkpoint.kind] += 1
         self.pool.release(checkpoint.pages)
         self.tree.note_if_unreachable(node)
@@ -289,23 +289,23 @@ class CheckpointStore:
 
     def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
         """Hold a checkpoint for `seconds` from now. Returns False, and changes nothing, if the quota is used up."""
-        self.let_expired_go()
-        if not self.held.take(checkpoint, seconds):
+        self.end_expired_holds()
+        if not self.holds.add(checkpoint, seconds):
             return False
         self.queue.push(checkpoint, self.facts(checkpoint))
         return True
 
     def renew(self, node: Node | None, upto: int) -> None:
         """Start the time anew of the held checkpoints on the path to `node`, which was hit up to token `upto`."""
-        self.let_expired_go()
-        while node is not None and self.held:
+        self.end_expired_holds()
+        while node is not None and self.holds:
             if node.checkpoint is not None and node.end <= upto:
-                self.held.renew(node.checkpoint)
+                self.holds.renew(node.checkpoint)
             node = node.parent
 
-    def let_expired_go(self) -> None:
-        """End the holds whose time is over."""
-        for checkpoint in self.held.expired():
+    def end_expired_holds(self) -> None:
+        """End the holds that have expired."""
+        for checkpoint in self.holds.pop_expired():
             self.queue.push(checkpoint, self.facts(checkpoint))
 
     # -- rank ----------------------------------------------------------------------------------------------------

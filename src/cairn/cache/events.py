@@ -1,4 +1,4 @@
-"""What routers are told of the cache: the full blocks of every path that a resident checkpoint makes worth routing to.
+"""KV cache events for routers: the full blocks of every path that a resident checkpoint makes worth routing to.
 
     path     | block 0 | block 1 | block 2 | blo     a checkpoint at the end: blocks 0 to 2 are announced
                                  ^ another            when the last one goes: blocks 0 and 1 stay, and so on
@@ -58,16 +58,16 @@ class AllBlocksCleared:
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-# -- what blocks are called --------------------------------------------------------------------------------------------
+# -- block hashes ----------------------------------------------------------------------------------------------------
 
 DIGEST_BYTES = 32
 
 
-class Contents(Protocol):
-    """Looks up what negative key tokens stand for."""
+class KeyNames(Protocol):
+    """The images behind negative key tokens."""
 
     def name(self, key: int) -> "KeyName | None":
-        """The name of a key token; None if it is not known (any more)."""
+        """The name of a key token; None if its image is not known (any more)."""
         ...
 
 
@@ -99,7 +99,7 @@ def block_hash(digest: bytes) -> int:
 class BlockNames:
     """Names blocks of `block_size` tokens. `contents`: None where there are no images."""
 
-    def __init__(self, block_size: int, contents: Contents | None = None) -> None:
+    def __init__(self, block_size: int, contents: KeyNames | None = None) -> None:
         """Raises ValueError for a block without tokens."""
         if block_size < 1:
             raise ValueError(f"block_size must be positive, not {block_size}")
@@ -112,15 +112,15 @@ class BlockNames:
         size = self.block_size * WIDE
         chain: list[bytes] = []
         for at in range(0, len(run) // size * size, size):
-            spelled = self._spelled(run[at : at + size])
-            if spelled is None:
+            portable = self._portable_bytes(run[at : at + size])
+            if portable is None:
                 break
-            digest = next_digest(digest, spelled)
+            digest = next_digest(digest, portable)
             chain.append(digest)
         return chain
 
     def token_ids(self, keys: Sequence[int]) -> tuple[int, ...]:
-        """What consumers see for key tokens, of which there is at least one."""
+        """The vocabulary ids that consumers see for key tokens, at least one."""
         if self._contents is None or min(keys) >= 0:
             return tuple(keys)
         names = map(self._name, keys)
@@ -138,8 +138,9 @@ class BlockNames:
             extra.append(tuple(digests) or None)
         return tuple(extra)
 
-    def _spelled(self, block: bytes) -> bytes | None:
-        """The block's tokens as every server would write them (see `cairn.transfer.digest`), or None."""
+    def _portable_bytes(self, block: bytes) -> bytes | None:
+        """The block's tokens as bytes that are the same on every server (see `cairn.transfer.digest`); None for a token
+        without a name."""
         keys = np.frombuffer(block, np.int64)
         if not len(keys) or keys.min() >= 0:
             return block
@@ -158,11 +159,11 @@ class BlockNames:
         return self._contents.name(key) if key < 0 and self._contents is not None else None
 
 
-# -- which are announced -----------------------------------------------------------------------------------------------
+# -- announcements -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveNode:
     """A live node: the digests of the blocks that end in it, and how many reasons there are to announce them (its
     own checkpoint and each live child; a root has one reason more, so that it stays)."""
 
@@ -188,7 +189,7 @@ class BlockEvents(TreeObserver):
         publish: Callable[[Event], None],
         exact: bool = False,
         resumes_anywhere: bool = False,
-        contents: Contents | None = None,
+        contents: KeyNames | None = None,
     ) -> None:
         """Raises ValueError for a block without tokens."""
         self.num_blocks = 0
@@ -196,14 +197,14 @@ class BlockEvents(TreeObserver):
         self._publish = publish
         self._exact = exact
         self._resumes_anywhere = resumes_anywhere
-        self._live: dict[Node, _Live] = {}
+        self._live: dict[Node, _LiveNode] = {}
         self._adapters: dict[Node, str] = {}
 
-    # -- what the tree tells -------------------------------------------------------------------------------------
+    # -- events of the tree --------------------------------------------------------------------------------------
 
     def root_added(self, root: Node, namespace: Namespace) -> None:
         if namespace.cache_salt is None:
-            self._live[root] = _Live(root_digest(namespace))
+            self._live[root] = _LiveNode(root_digest(namespace))
             self._adapters[root] = namespace.adapter
 
     def root_forgotten(self, root: Node) -> None:
@@ -216,19 +217,19 @@ class BlockEvents(TreeObserver):
         if anchored == (live is not None and live.anchored):
             return
         if anchored:
-            self._gain(node)
+            self._add_anchor(node)
         else:
-            self._lose(node)
+            self._remove_anchor(node)
 
     def node_split(self, upper: Node, lower: Node) -> None:
         live = self._live.get(lower)
         if live is not None:
             at = self._blocks_in(upper) * DIGEST_BYTES
             anchored = self._is_anchor(upper)
-            self._live[upper] = _Live(live.digests[:at], 1 + anchored, anchored)
+            self._live[upper] = _LiveNode(live.digests[:at], 1 + anchored, anchored)
             live.digests = live.digests[at:]
 
-    # -- what follows from it ------------------------------------------------------------------------------------
+    # -- live nodes ----------------------------------------------------------------------------------------------
 
     def _is_anchor(self, node: Node) -> bool:
         """Whether a prompt that goes through this node can resume at its end."""
@@ -241,7 +242,7 @@ class BlockEvents(TreeObserver):
         """How many blocks end in (node.start, node.end]."""
         return node.end // self._names.block_size - node.start // self._names.block_size
 
-    def _gain(self, node: Node) -> None:
+    def _add_anchor(self, node: Node) -> None:
         fresh: list[Node] = []
         step = node
         while step not in self._live:
@@ -254,7 +255,7 @@ class BlockEvents(TreeObserver):
             self._announce(fresh[::-1])
         self._live[node].anchored = True
 
-    def _lose(self, node: Node) -> None:
+    def _remove_anchor(self, node: Node) -> None:
         self._live[node].anchored = False
         hashes: list[int] = []
         step: Node | None = node
@@ -273,7 +274,7 @@ class BlockEvents(TreeObserver):
                 self._publish(AllBlocksCleared())
 
     def _announce(self, path: list[Node]) -> None:
-        """Make the nodes of `path` live, each the parent of the next, and tell of their blocks."""
+        """Make the nodes of `path` live, each the parent of the next, and publish their blocks."""
         top, size = path[0], self._names.block_size * WIDE
         before = self._chain_before(top)
         assert top.parent is not None
@@ -284,7 +285,7 @@ class BlockEvents(TreeObserver):
             run = unfinished + node.keys().tobytes()
             count = len(run) // size
             own = self._names.chain(digest, run) if digest is not None else []
-            self._live[node] = _Live(b"".join(own))
+            self._live[node] = _LiveNode(b"".join(own))
             stored.append(run[: len(own) * size])
             digests += own
             digest = None if len(own) < count else (own[-1] if own else digest)

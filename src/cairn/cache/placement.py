@@ -138,23 +138,17 @@ class Granular(Align):
         self.step_tokens = max(GRID, self._stride)
 
 
-class Junction:
-    """The last block boundary of the prompt, and where it left a known path: hits at the third sighting."""
-
-    keeps_answer_end = False
-    step_tokens: int | None = None
-
-    def __init__(self, block_size: int, exact: bool) -> None:
-        self._stride = lcm(GRID, block_size) if exact else block_size
-        self.min_cacheable = self.min_shared = self._stride
+class Junction(Align):
+    """The last block boundary of the prompt, and the last one before it diverges from a known path: hits at the third
+    sighting."""
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         last = facts.num_tokens // self._stride * self._stride
-        left = facts.seen // self._stride * self._stride
-        wanted = {last: Kind.PROMPT_END}
-        if left > facts.hit:
-            wanted.setdefault(left, Kind.JUNCTION)
-        return [CheckpointPoint(position, wanted[position]) for position in sorted(wanted) if start < position <= end]
+        divergence = facts.seen // self._stride * self._stride
+        kinds = {last: Kind.PROMPT_END}
+        if divergence > facts.hit:
+            kinds.setdefault(divergence, Kind.JUNCTION)
+        return [CheckpointPoint(position, kinds[position]) for position in sorted(kinds) if start < position <= end]
 
     def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         return None

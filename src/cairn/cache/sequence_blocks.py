@@ -241,6 +241,13 @@ class SequenceBlocks:
         """Tokens of the hit that came from another server."""
         return self.match.received
 
+    def state_file(self, position: int) -> Pages | None:
+        """The checkpoint file with the state at `position`: the restored one, or one that this request has reserved."""
+        if self.match.hit == position and self.match.restore is not None:
+            return self.match.restore
+        file = self.files.get(position)
+        return None if file is None else file.pages
+
     def receive(self, num_tokens: int, hit: int, restore: Pages | None) -> None:
         """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the file
         `restore` has the state there, None where none is needed."""

@@ -57,7 +57,7 @@ def engine_stats(
     held, hits, received = cache.pinned.num_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
-    cache.checkpoints.let_expired_go()
+    cache.checkpoints.end_expired_holds()
     return EngineStats(
         num_running=len(state.running),
         num_waiting=state.num_waiting,
@@ -84,7 +84,7 @@ def engine_stats(
             checkpoints_taken={kind.value: count for kind, count in cache.checkpoints.taken.items()},
             checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
             checkpoints_evicted={kind.value: count for kind, count in cache.checkpoints.evicted.items()},
-            held_checkpoints=len(cache.checkpoints.held),
+            held_checkpoints=len(cache.checkpoints.holds),
             audits=audits,
             in_flight_shared_requests=counters.shared.requests,
             in_flight_shared_tokens=counters.shared.tokens,

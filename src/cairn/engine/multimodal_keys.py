@@ -60,7 +60,7 @@ class ImageKeys:
         return keys, tuple(found)
 
     def name(self, key: int) -> KeyName | None:
-        """See `cairn.cache.events.Contents`."""
+        """See `cairn.cache.events.KeyNames`."""
         run = self._run_of(key)
         return None if run is None else KeyName(run.digest, run.base - key, self.token)
 

@@ -22,7 +22,7 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
         if request.num_scheduled < request.prefill_until:
             end, decode = next_prefill_end(state, request, builder.budget - behind), False
         else:
-            end, decode = request.num_scheduled + (builder.budget > 0 and _decode_ready(request)), True
+            end, decode = request.num_scheduled + (builder.budget > 0 and _can_decode(request)), True
         if end == request.num_scheduled:
             continue
         copies = make_room(state, request, end)
@@ -30,7 +30,8 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
             enough = False
             num_before -= request.phase is not Phase.RUNNING  # it has given way itself
         elif decode:
-            _add_decode(builder, request, copies)
+            samples = request.num_scheduled + 1 >= request.num_tokens
+            _record_row(builder, builder.add_decode(request), copies, samples=samples)
         else:
             add_prefill(builder, request, end, copies)
     return enough and preemptions == state.counters.preemptions
@@ -62,16 +63,12 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
     _record_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_tokens)
 
 
-def _decode_ready(request: Request) -> bool:
+def _can_decode(request: Request) -> bool:
     if request.num_scheduled < request.num_tokens:
         return True
-    # fed by a token that a step still out samples; not if that token is the last one allowed
+    # async decode: the input is the token that the in-flight step will sample, unless max_tokens ends there
     last = request.num_prompt_tokens + request.spec.max_tokens - 1
     return request.sampling_step is not None and request.num_scheduled < last
-
-
-def _add_decode(builder: PlanBuilder, request: Request, copies: list[PageCopy]) -> None:
-    _record_row(builder, builder.add_decode(request), copies, samples=request.num_scheduled + 1 >= request.num_tokens)
 
 
 def _record_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[PageCopy], *, samples: bool) -> None:

@@ -60,12 +60,10 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
         pages.append(table.pages[: group.pages_for(length) if stays else shared])
     if request.transfer.pinned_checkpoint is not None:
         pages.append(request.transfer.pinned_checkpoint.pages)
-    elif length in sequence.files:
-        pages.append(sequence.files[length].pages)
-    elif sequence.hit == length and sequence.restore is not None:
-        pages.append(sequence.restore)
-    known = np.concatenate(pages)
-    return known, num_pages(state, request) - len(known)
+    elif (file := sequence.state_file(length)) is not None:
+        pages.append(file)
+    exported = np.concatenate(pages)
+    return exported, num_pages(state, request) - len(exported)
 
 
 def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
@@ -82,15 +80,12 @@ def reserve_prompt_checkpoint(state: SchedulerState, request: Request, sequence:
 
 
 def pin_prompt_checkpoint(state: SchedulerState, request: Request) -> None:
-    """The state at the prompt's end is there: restored, or kept by a step that has been applied."""
-    sequence, position = request.sequence, request.num_prompt_tokens
-    if request.transfer.pinned_checkpoint is not None or sequence is None:
-        return
-    if sequence.hit == position:
-        assert sequence.restore is not None
-        request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", sequence.restore)
-    elif position in sequence.files:
-        request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", sequence.files[position].pages)
+    """Pin the state at the prompt's end, which was restored, or saved by a step that has been applied."""
+    sequence = request.sequence
+    if request.transfer.pinned_checkpoint is None and sequence is not None:
+        file = sequence.state_file(request.num_prompt_tokens)
+        if file is not None:
+            request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", file)
 
 
 def offer_prompt(state: SchedulerState, request: Request) -> None:

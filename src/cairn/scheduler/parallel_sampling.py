@@ -77,9 +77,7 @@ class ParallelSampling:
         sequence, position = request.sequence, request.num_prompt_tokens
         if not self.needs_checkpoint(request) or sequence is None:
             return
-        pages = sequence.restore if sequence.hit == position else None
-        if pages is None and position in sequence.files:
-            pages = sequence.files[position].pages
+        pages = sequence.state_file(position)
         if pages is not None:
             pin = self._cache.pin(f"prompt end of {request.id}", pages, for_requests=True)
             self._groups[request].checkpoint = pin
