@@ -56,7 +56,7 @@ class TraceRow:
 
 
 def trace_lines(path: Path, most: int) -> Iterator[Line]:
-    """Each line that is not empty. Raises ConfigError naming it, and what `open`, gzip and UTF-8 raise."""
+    """Each line that is not empty. Raises ConfigError naming the line, and the exceptions of `open`, gzip and UTF-8."""
     with path.open("rb") as probe:
         zipped = probe.read(2) == b"\x1f\x8b"
     with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as file:
@@ -81,8 +81,8 @@ def has_header(first: Mapping[str, Any]) -> bool:
 
 
 def trace_rows(first: Line, others: Iterator[Line], bounds: TraceBounds) -> tuple[int, Iterator[TraceRow]]:
-    """Tokens of one id, and the requests as they are asked for. Raises ConfigError naming line and field, for a request
-    when it is asked for."""
+    """Tokens of one id, and an iterator over the requests. Raises ConfigError naming line and field, for a request when
+    the iterator comes to it."""
     where, header = first
     if not has_header(header):
         return MOONCAKE_UNIT, (_mooncake_row(line, where, bounds) for where, line in chain([first], others))

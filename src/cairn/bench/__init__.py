@@ -1,1 +1,1 @@
-"""A load generator for any server with OpenAI's API, and what is made of its figures. A stranger: HTTP only."""
+"""A load generator for any server with OpenAI's API, and its reports. It knows nothing of cairn: HTTP only."""

@@ -46,7 +46,7 @@ ChatMessage = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests are sent, and what all of them have in common.
+    """The address of requests, and the fields that all of them have.
 
     `url`: the endpoint's whole address; `base_url`: its server's. `kind`: which of OpenAI's request bodies it takes;
     `backend`: the user's name for that. `model`: empty for the first one of the server. `fields`: sampling parameters

@@ -1,5 +1,5 @@
-"""Prompts that are made up, from a ShareGPT file, or as a trace has them (`cairn.trace_rows`): sent when it says, and
-sharing what it says. The same seed gives the same prompts."""
+"""Prompts: random ones, those of a ShareGPT file, or made after a trace (`cairn.trace_rows`), with its times and its
+shared prefixes. The same seed gives the same prompts."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """Lengths in tokens; each is drawn from (1 - range_ratio, 1 + range_ratio) times what is asked for, whole."""
+    """Lengths in tokens. Each is drawn from (1 - range_ratio) to (1 + range_ratio) times the given one."""
 
     input_len: int = flag(1024, 0, MAX_TOKENS)
     output_len: int = flag(128, 1, MAX_TOKENS)
@@ -181,7 +181,7 @@ def _pair(entry: Any, where: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class TraceCut:
-    """What of a trace is sent, and how fast. `most`: requests at most."""
+    """The part of a trace that is sent, and how fast. `most`: the largest number of requests."""
 
     speedup: float = flag(1.0, 1e-6, 1e9, "send so many times faster")
     length_divisor: int = flag(1, 1, 1 << 20, "divide all lengths by this")

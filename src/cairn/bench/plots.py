@@ -1,4 +1,4 @@
-"""Pictures of a run and of two: made from result files, so that anybody's will do."""
+"""Plots of one result and of two, made from the JSON of `vllm bench serve` or of cairn."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a load comes to: its figures by the keys of `vllm bench serve` and some of ours, as a table and as JSON, and two
+"""The results of a load: figures by the keys of `vllm bench serve` and some of ours, as a table and as JSON, and two
 results side by side. Failed requests are counted; they are in no average."""
 
 import json
@@ -153,9 +153,9 @@ def make_result(
     *,
     with_texts: bool = False,
 ) -> dict[str, Any]:
-    """`run`, which says how it was measured, with all figures by name. Lists have one entry for each request that has
-    ended, in the order of the work: `errors` is empty for those that succeeded, and figures of those that failed are
-    what was seen until then."""
+    """`run`, the settings of the run, with all figures by name. Lists have one entry for each request that has ended,
+    in the order of the work: `errors` is empty for those that succeeded; the figures of the others end with the
+    failure."""
     records = load.records
     result = {name: "inf" if value == math.inf else value for name, value in run.items()}
     result |= summarize(load, percentiles, goals) | {
@@ -227,8 +227,8 @@ def save_result(result: Mapping[str, Any], path: Path, *, append: bool) -> None:
 
 
 def compare_results(first: Path, second: Path, plot: Path | None) -> None:
-    """Print two result files of cairn's, or of anybody who writes the same keys, with their ratios, and which settings
-    they do not have in common. Raises ConfigError naming the file."""
+    """Print two result files with the keys of `vllm bench serve`, their ratios, and the settings that differ. Raises
+    ConfigError naming the file."""
     results = read_result(first), read_result(second)
     console = Console(width=None if sys.stdout.isatty() else _CONSOLE_WIDTH, highlight=False)
     for name, one, other in find_differences(*results):

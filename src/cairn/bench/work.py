@@ -1,5 +1,4 @@
-"""What is to be sent, and when: conversations of one or more turns, and the vocabulary that random prompts are drawn
-from."""
+"""Conversations of one or more turns, their arrival times, and the vocabulary that random prompts are drawn from."""
 
 import math
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ def flag(default: Any, least: float, most: float, about: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. `prompt`: token ids, or text. `num_tokens`: its length, a guess where nobody has counted."""
+    """One request. `prompt`: token ids, or text. `num_tokens`: its length, estimated where there is no tokenizer."""
 
     prompt: tuple[int, ...] | str
     num_tokens: int

@@ -5,7 +5,7 @@ prefill   429, 5xx, time-out, broken connection, down: the next prefill server; 
           4xx about `kv_transfer_params`: once more without the second-turn hint; the next prefill server
           other 4xx: the client gets it as it is
 decode    429, 5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
-          good for one use, so it is prefilled again, unless the server was not reached, or is full (429)
+          good for one use, so the prompt is prefilled again, unless the server was not reached, or is full (429)
           down before the first byte: the same, if there is a next decode server; if not, this one is waited for
           4xx about `kv_transfer_params`, 413: the same server once more, without what was handed over
           after the first byte: no second try, ever; a stream ends with an error event

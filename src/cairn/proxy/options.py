@@ -1,4 +1,4 @@
-"""What the proxy can be told: one declaration for its flags, its environment variables and its parts."""
+"""The settings of the proxy: one declaration for its flags, its environment variables and its parts."""
 
 from typing import Annotated
 

@@ -17,7 +17,7 @@ _MAX_DIGESTS = 16384
 
 
 def affinity_key(body: Body, max_bytes: int) -> bytes:
-    """A digest of what a request shares with others, from at most `max_bytes` of its prompt.
+    """A digest of the part that a request may share with others, from at most `max_bytes` of its prompt.
 
     The client's `prompt_cache_key` replaces the prompt where there is one. For a chat, the messages up to the first
     user message are hashed: they stay the same from turn to turn.
@@ -145,7 +145,7 @@ class HintCache:
             self._hints.popitem(last=False)
 
     def find(self, digests: Sequence[bytes]) -> msgspec.Raw | None:
-        """The hint of the longest prefix that has one which has not expired."""
+        """The unexpired hint of the longest prefix that has one."""
         for digest in reversed(digests) if self._hints else ():
             expires, hint = self._hints.get(digest, (0.0, None))
             if hint is None:
@@ -200,7 +200,7 @@ def _message_bytes(message: dict[str, Any]) -> bytes:
 
 
 def _decode(value: msgspec.Raw | None, form: Any) -> Any:
-    """Raises ValueError, also for numbers that are too large and what is nested too deeply."""
+    """Raises ValueError, also for numbers that are too large and values that are nested too deeply."""
     try:
         return None if value is None else msgspec.json.decode(value, type=form)
     except RecursionError:

@@ -27,7 +27,7 @@ _MAX_HINT_BYTES = 2048
 _MAX_REFERENCE_BYTES = 4 << 20
 _PREFILL_LEAVES_OUT = (
     *("stream_options", "min_tokens", "min_completion_tokens"),
-    # nobody reads that answer, and a prompt that is told of would be computed whatever is cached
+    # nobody reads that answer, and a prompt with logprobs or echo would be computed whatever is cached
     *("n", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
 )
 _REMOTE_DECODE = (
@@ -57,7 +57,7 @@ class _Hint(msgspec.Struct):
 
 
 class _Reference(msgspec.Struct):
-    """The keys that are known, each as every server reads it; which of them have to be there is the connector's affair.
+    """The known keys, with the types that every server reads; the connector decides which of them are required.
 
     vLLM has one list of blocks where there is one group of layers, else a list for each.
     """
@@ -89,7 +89,7 @@ class _WithError(msgspec.Struct):
 
 
 class BadReference(ValueError):
-    """What a prefill server hands over is nothing that a decode server would take."""
+    """A prefill server's `kv_transfer_params` that no decode server would accept."""
 
 
 def parse_body(data: bytes) -> Body:
@@ -114,7 +114,7 @@ def text_field(body: Body, name: str) -> str:
 
 
 def bool_field(body: Body, name: str) -> bool:
-    """The truth in a field, false when there is none or null. Raises InvalidRequest for anything else."""
+    """The boolean in a field, false when there is none or null. Raises InvalidRequest for anything else."""
     try:
         return bool(msgspec.json.decode(body[name], type=bool | None)) if name in body else False
     except msgspec.DecodeError:
@@ -122,7 +122,7 @@ def bool_field(body: Body, name: str) -> bool:
 
 
 def prefill_body(body: Body, hint: msgspec.Raw | None) -> bytes:
-    """What the prefill server gets: the same prompt, one token, and the order to keep the result."""
+    """The body for the prefill server: the same prompt, one token, and `do_remote_decode`."""
     one_token: dict[str, object] = {"stream": False, "max_tokens": 1}
     if "max_completion_tokens" in body:
         one_token["max_completion_tokens"] = 1
@@ -134,7 +134,7 @@ def prefill_body(body: Body, hint: msgspec.Raw | None) -> bytes:
 
 
 def decode_body(body: Body, handover: msgspec.Raw | None) -> bytes:
-    """What the decode server gets: the client's own body, with the prefill server's `handover` when there is one.
+    """The body for the decode server: the client's own, with the prefill server's `handover` when there is one.
 
     A client's own `kv_transfer_params` go to nobody: they name addresses that servers connect to.
     """
@@ -175,7 +175,7 @@ def refuses_params(content: bytes) -> bool:
 
 
 def valid_hint(params: Body) -> msgspec.Raw | None:
-    """A copy of the hint among a decode server's `kv_transfer_params`; None when there is none that is well formed."""
+    """A copy of the hint among a decode server's `kv_transfer_params`; None when there is no valid one."""
     hint = params.get(DECODE_HINT)
     if hint is None or len(bytes(hint)) > _MAX_HINT_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""The client's side of one request: its answer, byte for byte as it comes, or what went wrong."""
+"""The client's side of one request: the answer, passed through byte for byte, or the error."""
 
 import asyncio
 import contextlib

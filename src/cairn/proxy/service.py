@@ -1,4 +1,4 @@
-"""What all requests of one proxy share: pools, hints, metrics (`cairn_proxy:`), and how long a request may take."""
+"""The state that all requests of one proxy share: pools, hints, metrics (`cairn_proxy:`) and the time limit."""
 
 import asyncio
 import logging

@@ -42,7 +42,7 @@ class _Chunk(msgspec.Struct):
 class StreamInspector:
     """Fed with an answer's bytes in pieces of any size. `done`: nothing more is expected.
 
-    It never fails: of an answer that it cannot read the summary has less.
+    It never fails: the summary of an answer that it cannot read has less in it.
     """
 
     def __init__(self, stream: bool, content_length: int | None = None) -> None:
@@ -73,7 +73,7 @@ class StreamInspector:
             self._pending, self._readable = b"", False
 
     def summarize(self) -> AnswerSummary:
-        """What was read so far; call it once, at the end."""
+        """The summary of the bytes so far; call it once, at the end."""
         if not self._stream and self._pending:
             self._read_chunk(self._pending)
         text = "".join(self._texts) if self._readable else None

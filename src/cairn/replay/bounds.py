@@ -1,7 +1,7 @@
-"""What a policy's hit rate is to be measured against, and what shares of memory are shares of.
+"""The bound of every policy's hit rate, and the memory footprint of a trace.
 
-`unlimited` is the longest prefix of each prompt that an earlier prompt, or an earlier prompt and its answer, had:
-no cache of whatever size has more to offer.
+`unlimited`: the longest prefix of each prompt that an earlier prompt, or an earlier prompt with its answer, had. No
+cache of any size can hit more.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ __all__ = ["footprint_bytes", "unlimited_hits"]
 
 
 class Paths:
-    """All paths of a trace so far, in units: the cache's own radix tree, with one key for each unit and no pages. Grows
-    with each path; O(length of the path) a call."""
+    """All paths of a trace so far, in units: the cache's own radix tree, with one key for each unit and no pages. A
+    call is O(length of the path)."""
 
     def __init__(self) -> None:
         self.root = Node(None, b"", 0, 0)

@@ -27,6 +27,7 @@ from cairn.replay.replay import Replay
 from cairn.replay.report import UNLIMITED, Report, Result, draw_plot, import_figure
 from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import LogHeader, Trace, read_trace
+from cairn.setting_types import parse_size
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 
@@ -53,12 +54,7 @@ POLICIES = MappingProxyType(
 DEFAULT_LAYOUT = "nemotron-3-nano"
 DEFAULT_SHARE = 0.1
 PLOT_FORMATS = (".svg", ".png")
-MAX_BUDGET = 1 << 50
 MAX_SWEEP = 64
-_UNITS = MappingProxyType(
-    {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    | {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-)
 
 
 class _ThreadClock:
@@ -213,15 +209,10 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
-    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    unit = _UNITS.get(text.strip()[len(digits) :].lower())
     try:
-        size = int(float(digits) * unit) if unit is not None else 0
-    except (ValueError, OverflowError):
-        size = 0
-    if not 1 <= size <= MAX_BUDGET:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 40GiB, 50GB or plain bytes, up to 1024TiB")
-    return size
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:
