@@ -172,9 +172,9 @@ def experts(module: Any) -> Iterator[Configuration]:
             token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
             yield variant(module._sum_kernel, token, {"num_warps": 4})
             tile, options = module._few_up_tile(width, gated=gated)
-            yield variant(module._up_of_one_kernel, {"GATED": gated, **tile}, options)
+            yield variant(module._up_gemv_kernel, {"GATED": gated, **tile}, options)
             tile, options = module._few_down_tile(inner_width, top_k)
-            yield variant(module._down_of_one_kernel, {"TOP_K": top_k, **tile}, options)
+            yield variant(module._down_gemv_kernel, {"TOP_K": top_k, **tile}, options)
 
 
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(

@@ -330,10 +330,20 @@ def test_a_small_step_has_one_thread_and_a_large_one_all(work: threads.StepWork)
     assert seen == [1, 1, 3, 1]
     torch.set_num_threads(3)
     work.begin_serving(cores(4))
-    work.begin_step(1)
+    work.begin_step(16)
     assert torch.get_num_threads() == 3, "a core is left for others"
     work.packed_bytes = 600_000_000
     work.begin_step(1)
+    assert torch.get_num_threads() == 3
+
+
+def test_a_step_is_as_long_as_its_products_take(work: threads.StepWork) -> None:
+    """60 MB are read in less than 2 ms, half of what a step has to take."""
+    work.packed_bytes = 60_000_000
+    work.begin_serving(cores(3))
+    work.begin_step(1)
+    assert torch.get_num_threads() == 1
+    work.begin_step(32)
     assert torch.get_num_threads() == 3
 
 

@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "later tokens of the chunk are seen",
         "ssd",
-        "tl.where(token[:, None] >= token[None, :], alike, 0.0)",
-        "alike",
+        "tl.where(token[:, None] >= token[None, :], scores, 0.0)",
+        "scores",
         ("ssd",),
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = (
     Mutant(
         "keys before kv_write_from are written",
         "write_kv",
-        "wanted = there & (positions >= tl.load(kv_write_from + seqs))",
-        "wanted = there",
+        "is_written = there & (positions >= tl.load(kv_write_from + seqs))",
+        "is_written = there",
         ("write_kv",),
     ),
 )

@@ -27,7 +27,7 @@ class HostBatch:
     `num_decodes`: sequences *planned* as decode, the first ones; a prefill of one token is none of them.
     All arrays are contiguous. `cu_seqlens` int32 [B + 1]; `slots`, `seq_starts`, `seq_lens`, `kv_write_from` int32 [B]:
     see `Batch`.
-    `snapshot_rows`, `snapshot_offsets` int32 [N]: the state of sequence `snapshot_rows[n]` is wanted after the first
+    `snapshot_rows`, `snapshot_offsets` int32 [N]: a snapshot of sequence `snapshot_rows[n]` is taken after the first
     `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the rows, and rising within one.
     """
 

@@ -52,14 +52,8 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """See `Kernels.sigmoid_mul`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _sigmoid_mul[x.dtype, gate.dtype](
-        x.shape[0],
-        x.numel() // 2,
-        *row_args(x),
-        *row_args(gate),
-        gate.shape[1],
-        out.data_ptr(),
-        x.shape[1],
-    )
+        x.shape[0], x.numel() // 2, *row_args(x), *row_args(gate), gate.shape[1], out.data_ptr(), x.shape[1],
+    )  # fmt: skip
     return out
 
 
@@ -82,19 +76,9 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @kernel({dtype: (x, INT, INT, F32, F32, INT, x, INT, INT, INT) for dtype, x in ELEMENTS.items()})
 def _rope(
-    begin: int,
-    end: int,
-    x: Any,
-    x_row: int,
-    x_head: int,
-    cos: Any,
-    sin: Any,
-    pairs_row: int,
-    out: Any,
-    heads: int,
-    dim: int,
-    pairs: int,
-) -> None:
+    begin: int, end: int, x: Any, x_row: int, x_head: int, cos: Any, sin: Any, pairs_row: int, out: Any, heads: int,
+    dim: int, pairs: int,
+) -> None:  # fmt: skip
     for i in range(begin, end):
         cosines, sines = advance(cos, i * pairs_row), advance(sin, i * pairs_row)
         for head in range(heads):
@@ -112,16 +96,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, heads, dim = x.shape
     _rope[x.dtype](
-        rows,
-        x.numel() // 4,
-        *row_args(x),
-        x.stride(1),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.stride(0),
-        out.data_ptr(),
-        heads,
-        dim,
-        cos.shape[1],
-    )
+        rows, x.numel() // 4, *row_args(x), x.stride(1), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+        out.data_ptr(), heads, dim, cos.shape[1],
+    )  # fmt: skip
     return out

@@ -50,15 +50,9 @@ def _mixed(
     result = multiply_experts(inner, down, replace(rows, order=None), num_rows)
     out = x.new_empty(tokens, down.shape[-2])
     _add_shares[x.dtype](
-        tokens,
-        result.numel() // 4,
-        result.data_ptr(),
-        places.data_ptr(),
-        topk_weights.data_ptr(),
-        top_k,
-        out.data_ptr(),
-        out.shape[1],
-    )
+        tokens, result.numel() // 4, result.data_ptr(), places.data_ptr(), topk_weights.data_ptr(), top_k,
+        out.data_ptr(), out.shape[1],
+    )  # fmt: skip
     return out
 
 

@@ -103,18 +103,9 @@ def multiply_int8(
         return out
     numbers, scales = torch.empty(height_of(rows), x.shape[1], dtype=torch.uint8), torch.empty(rows)
     _quantize_rows[x.dtype](
-        rows,
-        x.numel() // 4,
-        0,
-        0,
-        0,
-        0,
-        *row_args(x),
-        numbers.data_ptr(),
-        scales.data_ptr(),
+        rows, x.numel() // 4, 0, 0, 0, 0, *row_args(x), numbers.data_ptr(), scales.data_ptr(), x.shape[1],
         x.shape[1],
-        x.shape[1],
-    )
+    )  # fmt: skip
     sums = scaled_int8_sums(numbers, weight.matrices[expert], weight.scales[expert])
     _scale_rows[x.dtype, out.dtype](
         rows, out.numel() // 4, sums.data_ptr(), scales.data_ptr(), *optional_arg(bias), out.data_ptr(), outputs
@@ -136,17 +127,9 @@ def multiply_int8_panels(
     numbers = torch.empty(out.shape[0], 4 * panels.shape[1], dtype=torch.uint8)
     scales = torch.empty(out.shape[0])
     _quantize_rows[x.dtype](
-        parts.groups.shape[0],
-        numbers.numel() // 4,
-        parts.groups.data_ptr(),
-        True,
-        *optional_arg(order),
-        *row_args(x),
-        numbers.data_ptr(),
-        scales.data_ptr(),
-        inputs,
-        numbers.shape[1],
-    )
+        parts.groups.shape[0], numbers.numel() // 4, parts.groups.data_ptr(), True, *optional_arg(order),
+        *row_args(x), numbers.data_ptr(), scales.data_ptr(), inputs, numbers.shape[1],
+    )  # fmt: skip
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
     operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), panels.shape[1]
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
@@ -156,19 +139,9 @@ def multiply_int8_panels(
 
 @kernel({dtype: (I32, INT, I64, INT, x, INT, _U8, F32, INT, INT) for dtype, x in ELEMENTS.items()})
 def _quantize_rows(
-    begin: int,
-    end: int,
-    groups: Any,
-    in_groups: int,
-    order: Any,
-    has_order: int,
-    x: Any,
-    row: int,
-    out: Any,
-    scales: Any,
-    inputs: int,
-    width: int,
-) -> None:
+    begin: int, end: int, groups: Any, in_groups: int, order: Any, has_order: int, x: Any, row: int, out: Any,
+    scales: Any, inputs: int, width: int,
+) -> None:  # fmt: skip
     """In groups, as `panels` has them, four numbers of a row to a word and `width` of them with those that are filled
     up; or, an item a row, as plain rows. A row's scale is NaN where one of its numbers is, and so is all that comes of
     the row."""

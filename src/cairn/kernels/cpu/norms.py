@@ -44,16 +44,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     *counts, width = x.shape
     heads, head = (1, 0) if x.dim() == 2 else (counts[1], x.stride(1))
     _rms_norm[x.dtype, weight.dtype](
-        counts[0] * heads,
-        x.numel() // 8,
-        *row_args(x),
-        head,
-        heads,
-        weight.data_ptr(),
-        out.data_ptr(),
-        width,
-        eps,
-    )
+        counts[0] * heads, x.numel() // 8, *row_args(x), head, heads, weight.data_ptr(), out.data_ptr(), width, eps,
+    )  # fmt: skip
     return out
 
 
@@ -74,32 +66,17 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
     """See `Kernels.add_rms_norm`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _add_rms_norm[residual.dtype, weight.dtype](
-        x.shape[0],
-        x.numel() // 4,
-        residual.data_ptr(),
-        *row_args(x),
-        weight.data_ptr(),
-        out.data_ptr(),
-        x.shape[1],
-        eps,
-    )
+        x.shape[0], x.numel() // 4, residual.data_ptr(), *row_args(x), weight.data_ptr(), out.data_ptr(),
+        x.shape[1], eps,
+    )  # fmt: skip
     return out
 
 
 @kernel({dtypes: (F32, INT, gate, INT, weight, gate, INT, INT, FLOAT) for dtypes, (gate, weight) in _DTYPES.items()})
 def _gated_rms_norm(
-    begin: int,
-    end: int,
-    x: Any,
-    x_row: int,
-    gate: Any,
-    gate_row: int,
-    weight: Any,
-    out: Any,
-    groups: int,
-    part: int,
-    eps: Any,
-) -> None:
+    begin: int, end: int, x: Any, x_row: int, gate: Any, gate_row: int, weight: Any, out: Any, groups: int,
+    part: int, eps: Any,
+) -> None:  # fmt: skip
     gated = np.empty(part, np.float32)
     for i in range(begin, end):
         first = i % groups * part
@@ -119,34 +96,17 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
     """See `Kernels.gated_rms_norm`."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _gated_rms_norm[gate.dtype, weight.dtype](
-        x.shape[0] * groups,
-        x.numel() // 2,
-        *row_args(x),
-        *row_args(gate),
-        weight.data_ptr(),
-        out.data_ptr(),
-        groups,
-        x.shape[1] // groups,
-        eps,
-    )
+        x.shape[0] * groups, x.numel() // 2, *row_args(x), *row_args(gate), weight.data_ptr(), out.data_ptr(),
+        groups, x.shape[1] // groups, eps,
+    )  # fmt: skip
     return out
 
 
 @kernel({dtype: (F32, INT, INT, gate, INT, F32, gate, INT, INT, FLOAT) for dtype, gate in ELEMENTS.items()})
 def _rms_norm_then_gate(
-    begin: int,
-    end: int,
-    x: Any,
-    x_row: int,
-    x_head: int,
-    gate: Any,
-    gate_row: int,
-    weight: Any,
-    out: Any,
-    heads: int,
-    dim: int,
-    eps: Any,
-) -> None:
+    begin: int, end: int, x: Any, x_row: int, x_head: int, gate: Any, gate_row: int, weight: Any, out: Any,
+    heads: int, dim: int, eps: Any,
+) -> None:  # fmt: skip
     for i in range(begin, end):
         source = advance(x, i // heads * x_row + i % heads * x_head)
         gates, target = advance(gate, i // heads * gate_row + i % heads * dim), advance(out, i * dim)
@@ -159,15 +119,7 @@ def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> T
     """See `Kernels.rms_norm_then_gate`."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _rms_norm_then_gate[gate.dtype](
-        x.shape[0] * x.shape[1],
-        x.numel() // 2,
-        *row_args(x),
-        x.stride(1),
-        *row_args(gate),
-        weight.data_ptr(),
-        out.data_ptr(),
-        x.shape[1],
-        x.shape[2],
-        eps,
-    )
+        x.shape[0] * x.shape[1], x.numel() // 2, *row_args(x), x.stride(1), *row_args(gate), weight.data_ptr(),
+        out.data_ptr(), x.shape[1], x.shape[2], eps,
+    )  # fmt: skip
     return out

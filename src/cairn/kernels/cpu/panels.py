@@ -168,14 +168,9 @@ def multiply_panels(
     if rows > 1 or inputs % 2 or order is not None:
         grouped = x.new_empty(rows, 2 * words)
         _group_rows[x.dtype](
-            parts.groups.shape[0],
-            grouped.numel(),
-            parts.groups.data_ptr(),
-            *optional_arg(order),
-            *row_args(x),
-            grouped.data_ptr(),
-            inputs,
-        )
+            parts.groups.shape[0], grouped.numel(), parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
+            grouped.data_ptr(), inputs,
+        )  # fmt: skip
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
     operands = parts.segments.data_ptr(), panels.shape[0], grouped.data_ptr(), panels.data_ptr(), words
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]

@@ -24,36 +24,26 @@ def _take_best(scores: Any, taken: Any, begin: int, end: int) -> int:
 
 @kernel({torch.float32: (F32, INT, INT, INT, INT, I64, F32)})
 def _softmax_router(
-    begin: int,
-    end: int,
-    logits: Any,
-    row: int,
-    experts: int,
-    top_k: int,
-    normalize: int,
-    topk_ids: Any,
+    begin: int, end: int, logits: Any, row: int, experts: int, top_k: int, normalize: int, topk_ids: Any,
     topk_weights: Any,
-) -> None:
+) -> None:  # fmt: skip
     taken = np.empty(experts, np.bool_)
     for i in range(begin, end):
-        scores, chosen, shares = (
-            advance(logits, i * row),
-            advance(topk_ids, i * top_k),
-            advance(topk_weights, i * top_k),
-        )
+        scores, chosen = advance(logits, i * row), advance(topk_ids, i * top_k)
+        weights = advance(topk_weights, i * top_k)
         taken[:] = False
         for k in range(top_k):
             chosen[k] = _take_best(scores, taken, 0, experts)
         largest, total = scores[chosen[0]], np.float32(0)
         for k in range(top_k):
-            shares[k] = exp(scores[chosen[k]] - largest)
-            total += shares[k]
+            weights[k] = exp(scores[chosen[k]] - largest)
+            total += weights[k]
         if not normalize:
             total = np.float32(0)
             for e in range(experts):
                 total += exp(scores[e] - largest)
         for k in range(top_k):
-            shares[k] = shares[k] / total
+            weights[k] = weights[k] / total
 
 
 def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -61,44 +51,24 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
     rows, experts = logits.shape
     topk_ids, topk_weights = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
     _softmax_router[logits.dtype](
-        rows,
-        logits.numel() * top_k,
-        *row_args(logits),
-        experts,
-        top_k,
-        normalize,
-        topk_ids.data_ptr(),
+        rows, logits.numel() * top_k, *row_args(logits), experts, top_k, normalize, topk_ids.data_ptr(),
         topk_weights.data_ptr(),
-    )
+    )  # fmt: skip
     return topk_ids, topk_weights
 
 
 @kernel({torch.float32: (F32, INT, F32, INT, INT, INT, INT, INT, FLOAT, I64, F32)})
 def _sigmoid_router(
-    begin: int,
-    end: int,
-    logits: Any,
-    row: int,
-    correction: Any,
-    experts: int,
-    top_k: int,
-    num_groups: int,
-    top_groups: int,
-    normalize: int,
-    scale: Any,
-    topk_ids: Any,
-    topk_weights: Any,
-) -> None:
+    begin: int, end: int, logits: Any, row: int, correction: Any, experts: int, top_k: int, num_groups: int,
+    top_groups: int, normalize: int, scale: Any, topk_ids: Any, topk_weights: Any,
+) -> None:  # fmt: skip
     rates, scores = np.empty(experts, np.float32), np.empty(experts, np.float32)
     worth, taken = np.empty(num_groups, np.float32), np.empty(experts, np.bool_)
     group_taken = np.empty(num_groups, np.bool_)
     size = experts // num_groups
     for i in range(begin, end):
-        source, chosen, shares = (
-            advance(logits, i * row),
-            advance(topk_ids, i * top_k),
-            advance(topk_weights, i * top_k),
-        )
+        source, chosen = advance(logits, i * row), advance(topk_ids, i * top_k)
+        weights = advance(topk_weights, i * top_k)
         for e in range(experts):
             rates[e] = sigmoid(source[e])
             scores[e] = rates[e] + correction[e]
@@ -118,7 +88,7 @@ def _sigmoid_router(
             total += rates[chosen[k]]
         factor = scale / total if normalize else scale
         for k in range(top_k):
-            shares[k] = rates[chosen[k]] * factor
+            weights[k] = rates[chosen[k]] * factor
 
 
 def sigmoid_router(
@@ -129,17 +99,7 @@ def sigmoid_router(
     topk_ids, topk_weights = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
     correction = correction.float().contiguous()
     _sigmoid_router[logits.dtype](
-        rows,
-        logits.numel() * (top_k + 2),
-        *row_args(logits),
-        correction.data_ptr(),
-        experts,
-        top_k,
-        num_groups,
-        top_groups,
-        normalize,
-        scale,
-        topk_ids.data_ptr(),
-        topk_weights.data_ptr(),
-    )
+        rows, logits.numel() * (top_k + 2), *row_args(logits), correction.data_ptr(), experts, top_k, num_groups,
+        top_groups, normalize, scale, topk_ids.data_ptr(), topk_weights.data_ptr(),
+    )  # fmt: skip
     return topk_ids, topk_weights

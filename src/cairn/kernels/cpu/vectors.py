@@ -261,18 +261,9 @@ def round_up(count: int, step: int) -> int:
 
 @jit
 def add_product(
-    a: Any,
-    a_row: int,
-    a_step: int,
-    b: Any,
-    b_row: int,
-    c: Any,
-    c_row: int,
-    rows: int,
-    columns: int,
-    depth: int,
+    a: Any, a_row: int, a_step: int, b: Any, b_row: int, c: Any, c_row: int, rows: int, columns: int, depth: int,
     scale: float,
-) -> None:
+) -> None:  # fmt: skip
     """`add_tile` for c of so many rows and columns: all of them up to whole tiles are read and written."""
     for column in range(0, columns, TILE_LANES):
         for row in range(0, rows, TILE_ROWS):

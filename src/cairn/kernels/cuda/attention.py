@@ -281,8 +281,8 @@ def split_length(num_decodes: int, kv_heads: int, longest: int, multiprocessors:
     if fixed:
         return FIXED_SPLIT
     splits = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (num_decodes * kv_heads))
-    wanted = min(max(-(-longest // splits), MIN_SPLIT), MAX_SPLIT)
-    return -(-max(wanted, -(-longest // MAX_SPLITS)) // 64) * 64
+    num_keys = min(max(-(-longest // splits), MIN_SPLIT), MAX_SPLIT)
+    return -(-max(num_keys, -(-longest // MAX_SPLITS)) // 64) * 64
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:

@@ -168,7 +168,7 @@ def _sum_kernel(
 
 
 @kernel
-def _up_of_one_kernel(
+def _up_gemv_kernel(
     x, weight, topk_ids, inner, top_k, inner_width, width,
     x_stride, expert_stride, weight_stride,
     GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -199,7 +199,7 @@ def _up_of_one_kernel(
 
 
 @kernel
-def _down_of_one_kernel(
+def _down_gemv_kernel(
     inner, weight, topk_ids, topk_weights, out, inner_width, width,
     expert_stride, weight_stride,
     TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -252,27 +252,27 @@ def _experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down
         return out
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     if tokens <= _FEW_TOKENS:
-        _of_few(x, topk_ids, topk_weights, up, down, out, gated=gated)
+        _run_few_tokens(x, topk_ids, topk_weights, up, down, out, gated=gated)
     else:
-        _of_many(x, topk_ids, topk_weights, up, down, out, gated=gated)
+        _run_many_tokens(x, topk_ids, topk_weights, up, down, out, gated=gated)
     return out
 
 
-def _of_few(
+def _run_few_tokens(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool
 ) -> None:
     """A product of a matrix and a vector for each pair."""
     (tokens, width), top_k, inner_width = x.shape, topk_ids.shape[1], down.shape[2]
     inner = torch.empty((tokens * top_k, inner_width), dtype=x.dtype, device=x.device)
     tile, options = _few_up_tile(width, gated=gated)
-    _up_of_one_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), tokens * top_k)](
+    _up_gemv_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), tokens * top_k)](
         *(x, up, topk_ids, inner, top_k, inner_width, width, x.stride(0), up.stride(0), up.stride(1)),
         GATED=gated,
         **tile,
         **options,
     )
     tile, options = _few_down_tile(inner_width, top_k)
-    _down_of_one_kernel[(triton.cdiv(width, tile["COLUMNS"]), tokens)](
+    _down_gemv_kernel[(triton.cdiv(width, tile["COLUMNS"]), tokens)](
         *(inner, down, topk_ids, topk_weights, out, inner_width, width, down.stride(0), down.stride(1)),
         TOP_K=top_k,
         **tile,
@@ -280,7 +280,7 @@ def _of_few(
     )
 
 
-def _of_many(
+def _run_many_tokens(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool
 ) -> None:
     """Products of blocks of rows that go to the same expert."""
@@ -357,8 +357,8 @@ def _tile(
         tile, warps, stages = (rows, 64 if gated else 128, 64), 4, 4
     else:
         tile, warps, stages = (rows, 64 if gated else 128, 64), 8, 3
-    wanted = (tile[0], min(tile[1], power_of_2(columns, 16)), min(tile[2], power_of_2(depth, 16)))
-    return dict(zip(("ROWS", "COLUMNS", "DEPTH"), wanted, strict=True)), {"num_warps": warps, "num_stages": stages}
+    extents = (tile[0], min(tile[1], power_of_2(columns, 16)), min(tile[2], power_of_2(depth, 16)))
+    return dict(zip(("ROWS", "COLUMNS", "DEPTH"), extents, strict=True)), {"num_warps": warps, "num_stages": stages}
 
 
 def _few_up_tile(width: int, *, gated: bool) -> tuple[dict[str, int], dict[str, int]]:

@@ -91,23 +91,23 @@ def _chunks_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) + EPS)
     tl.store(scales + head.to(tl.int64) * num_rows + rows, scale, mask=valid)
 
-    alike = product(keys, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
+    scores = product(keys, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
     before = token[:, None] > token[None, :]
-    fade = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0)) * scale[None, :]
-    inverse = _inverse(tl.where(before, (weight * scale)[:, None] * alike * fade, 0.0), LOW)
+    relative_decay = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0)) * scale[None, :]
+    inverse = _inverse(tl.where(before, (weight * scale)[:, None] * scores * relative_decay, 0.0), LOW)
 
-    of_keys = inverse * (weight * scale * tl.exp(total))[None, :]
-    of_values = inverse * weight[None, :]
+    key_weights = inverse * (weight * scale * tl.exp(total))[None, :]
+    value_weights = inverse * weight[None, :]
     if LOW:
-        of_keys, of_values = of_keys.to(tl.bfloat16), of_values.to(tl.bfloat16)
-    out = product(of_keys, keys, tl.zeros((64, BS), tl.float32), LOW)
+        key_weights, value_weights = key_weights.to(tl.bfloat16), value_weights.to(tl.bfloat16)
+    out = product(key_weights, keys, tl.zeros((64, BS), tl.float32), LOW)
     places = w + rows[:, None] * (H * S) + head * S + size[None, :]
     tl.store(places, out.to(w.dtype.element_ty), mask=key_mask)
     for begin in tl.static_range(0, P, BP):
         dim = begin + tl.arange(0, BP)
         mask = valid[:, None] & (dim < P)[None, :]
         values = tl.load(v + rows[:, None] * v_stride + head * P + dim[None, :], mask=mask, other=0.0)
-        out = product(of_values, values, tl.zeros((64, BP), tl.float32), LOW)
+        out = product(value_weights, values, tl.zeros((64, BP), tl.float32), LOW)
         tl.store(u + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(u.dtype.element_ty), mask=mask)
 
 
@@ -138,7 +138,7 @@ def _states_kernel(
     state = tl.load(live, mask=mask & (start > 0), other=0.0)
 
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
-    kept = snapshots + snapshot.to(tl.int64) * (H * S * P) + inside
+    target = snapshots + snapshot.to(tl.int64) * (H * S * P) + inside
     for index in range(snapshot, end_of_snapshots + 1):
         begin_chunk, end_chunk = chunks_before_snapshot(
             index, snapshot, end_of_snapshots, snapshot_offsets, start, num_chunks
@@ -166,8 +166,8 @@ def _states_kernel(
             state = product(tl.trans(keys), new * left[:, None], state * tl.exp(final), LOW)
         if index < end_of_snapshots:
             # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
-            tl.store(kept, state, mask=mask)
-            kept += H * S * P
+            tl.store(target, state, mask=mask)
+            target += H * S * P
     tl.store(live, state, mask=mask)
 
 
@@ -202,9 +202,9 @@ def _snapshots_kernel(
         keys_at = k + rows[:, None] * k_stride + (head // PER_KEY) * S + size[None, :]
         keys = tl.load(keys_at, mask=valid[:, None] & (size < S)[None, :], other=0.0)
         mask = (size < S)[:, None] & (dim < P)[None, :]
-        kept = snapshots + snapshot.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
-        state = tl.load(kept, mask=mask, other=0.0) * tl.exp(final)
-        tl.store(kept, product(tl.trans(keys), new * left[:, None], state, LOW), mask=mask)
+        target = snapshots + snapshot.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
+        state = tl.load(target, mask=mask, other=0.0) * tl.exp(final)
+        tl.store(target, product(tl.trans(keys), new * left[:, None], state, LOW), mask=mask)
 
 
 @kernel
@@ -231,18 +231,18 @@ def _outputs_kernel(
     per_row = head.to(tl.int64) * num_rows + rows
     total = tl.load(totals + per_row, mask=valid, other=0.0)
     scale = tl.load(scales + per_row, mask=valid, other=0.0)
-    alike = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
+    scores = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
     sees = (token[:, None] >= token[None, :]) & valid[:, None]
-    fade = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)) * scale[None, :]
-    alike = tl.where(sees, alike * fade, 0.0)
+    relative_decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)) * scale[None, :]
+    scores = tl.where(sees, scores * relative_decay, 0.0)
     if LOW:
-        alike = alike.to(tl.bfloat16)
+        scores = scores.to(tl.bfloat16)
     inside = head * (S * P) + size[:, None] * P + dim[None, :]
     state_mask = (size < S)[:, None] & (dim < P)[None, :]
     state = tl.load(chunk_states + chunk.to(tl.int64) * (H * S * P) + inside, mask=state_mask, other=0.0)
     out = product(queries, state, tl.zeros((64, BP), tl.float32), LOW) * tl.exp(total)[:, None]
     new = tl.load(u + rows[:, None] * (H * P) + head * P + dim[None, :], mask=mask, other=0.0)
-    out = product(alike, new, out, LOW)
+    out = product(scores, new, out, LOW)
     # A query's length divides all of its row: products are made of it as it came.
     wide = queries.to(tl.float32)
     out *= (S**-0.5 / tl.sqrt(tl.sum(wide * wide, axis=1) + EPS))[:, None]

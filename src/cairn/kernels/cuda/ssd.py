@@ -93,19 +93,19 @@ def _states_kernel(
     dim, size = part * BP + tl.arange(0, BP), tl.arange(0, BS)
     # Transposed: products want at least 64 rows, and P may be cut into less.
     mask = (size < S)[:, None] & (dim < P)[None, :]
-    kept_at = head * (P * S) + dim[:, None] * S + size[None, :]
-    passed_at = head * (S * P) + size[:, None] * P + dim[None, :]
-    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + kept_at
+    state_offsets = head * (P * S) + dim[:, None] * S + size[None, :]
+    chunk_state_offsets = head * (S * P) + size[:, None] * P + dim[None, :]
+    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + state_offsets
     state = tl.trans(tl.load(live, mask=tl.trans(mask) & (start > 0), other=0.0))
 
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
-    kept = snapshots + snapshot.to(tl.int64) * (H * P * S) + kept_at
+    target = snapshots + snapshot.to(tl.int64) * (H * P * S) + state_offsets
     for index in range(snapshot, end_of_snapshots + 1):
         begin_chunk, end_chunk = chunks_before_snapshot(
             index, snapshot, end_of_snapshots, snapshot_offsets, start, num_chunks
         )
         for c in tl.range(begin_chunk, end_chunk, num_stages=STAGES):
-            at = chunk_states + (first_chunk + c).to(tl.int64) * (H * S * P) + passed_at
+            at = chunk_states + (first_chunk + c).to(tl.int64) * (H * S * P) + chunk_state_offsets
             tl.store(at, state.to(chunk_states.dtype.element_ty), mask=mask)
             state = _chunk_update(
                 state, x, b, steps, totals, base, c, first, last, head, dim, 64, num_rows, x_stride, b_stride,
@@ -113,8 +113,8 @@ def _states_kernel(
             )  # fmt: skip
         if index < end_of_snapshots:
             # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
-            tl.store(kept, tl.trans(state), mask=tl.trans(mask))
-            kept += H * P * S
+            tl.store(target, tl.trans(state), mask=tl.trans(mask))
+            target += H * P * S
     tl.store(live, tl.trans(state), mask=tl.trans(mask))
 
 
@@ -137,13 +137,13 @@ def _snapshots_kernel(
         dim, size = part * BP + tl.arange(0, BP), tl.arange(0, BS)
         mask = (size < S)[:, None] & (dim < P)[None, :]
         at = head * (P * S) + dim[None, :] * S + size[:, None]
-        kept = snapshots + snapshot.to(tl.int64) * (H * P * S) + at
+        target = snapshots + snapshot.to(tl.int64) * (H * P * S) + at
         last = tl.load(cu_seqlens + sequence + 1)
         state = _chunk_update(
-            tl.load(kept, mask=mask, other=0.0), x, b, steps, totals, first - start % 64, position // 64, first, last,
+            tl.load(target, mask=mask, other=0.0), x, b, steps, totals, first - start % 64, position // 64, first, last,
             head, dim, position % 64, num_rows, x_stride, b_stride, PER_GROUP, P, S, BS, LOW,
         )  # fmt: skip
-        tl.store(kept, state, mask=mask)
+        tl.store(target, state, mask=mask)
 
 
 @kernel
@@ -166,8 +166,8 @@ def _outputs_kernel(
     size_mask = valid[:, None] & (size < S)[None, :]
     writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=size_mask, other=0.0)
     reads = tl.load(c + rows[:, None] * c_stride + group * S + size[None, :], mask=size_mask, other=0.0)
-    alike = product(reads, tl.trans(writes), tl.zeros((64, 64), tl.float32), LOW)
-    alike = tl.where(token[:, None] >= token[None, :], alike, 0.0)
+    scores = product(reads, tl.trans(writes), tl.zeros((64, 64), tl.float32), LOW)
+    scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
     mask = valid[:, None] & (dim < P)[None, :]
     state_mask = (size < S)[:, None] & (dim < P)[None, :]
     first = group * PER_GROUP + part * HEADS
@@ -179,8 +179,8 @@ def _outputs_kernel(
         at = chunk.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
         state = tl.load(chunk_states + at, mask=state_mask, other=0.0)
         out = product(reads, state, tl.zeros((64, BP), tl.float32), LOW) * tl.exp(total)[:, None]
-        fade = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * step[None, :]
-        out = product(alike * fade, inputs, out, LOW)
+        relative_decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * step[None, :]
+        out = product(scores * relative_decay, inputs, out, LOW)
         out += tl.load(d + head) * inputs
         tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 

@@ -26,12 +26,12 @@ def _write_kv_kernel(
     there = rows < num_rows
     seqs = tl.load(row_seqs + rows, mask=there, other=0)
     positions = tl.load(seq_starts + seqs) + rows - tl.load(cu_seqlens + seqs)
-    wanted = there & (positions >= tl.load(kv_write_from + seqs))
+    is_written = there & (positions >= tl.load(kv_write_from + seqs))
     table_rows = table + tl.load(slots + seqs).to(tl.int64) * table_row
-    pages = tl.load(table_rows + positions // PAGE_SIZE, mask=wanted, other=0).to(tl.int64)
+    pages = tl.load(table_rows + positions // PAGE_SIZE, mask=is_written, other=0).to(tl.int64)
     tokens = (positions % PAGE_SIZE).to(tl.int64)
     dims = tl.arange(0, DIM_BLOCK)
-    mask = wanted[:, None]
+    mask = is_written[:, None]
     if DIM_BLOCK != DIM:
         mask = mask & (dims < DIM)[None, :]
 

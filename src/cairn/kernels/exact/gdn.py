@@ -55,9 +55,9 @@ def _prefill(
 ) -> None:
     q, k, v, beta, log_decay = (prefill.lay_out(part) for part in (q, k, v, beta, log_decay))
     state = prefill.state_before(states)
-    for index, wanted in enumerate(prefill.snapshots_by_chunk()):
+    for index, points in enumerate(prefill.snapshots_by_chunk()):
         chunk = slice(index * CHUNK, (index + 1) * CHUNK)
-        _run_chunk(q[chunk], k[chunk], v[chunk], beta[chunk], log_decay[chunk], state, wanted, snapshots)
+        _run_chunk(q[chunk], k[chunk], v[chunk], beta[chunk], log_decay[chunk], state, points, snapshots)
     y[prefill.rows] = v[prefill.on_grid]
     states[prefill.slot] = state
 
@@ -69,10 +69,10 @@ def _run_chunk(
     beta: Tensor,
     log_decay: Tensor,
     state: Tensor,
-    wanted: Sequence[tuple[int, int]],
+    points: Sequence[tuple[int, int]],
     snapshots: Tensor,
 ) -> None:
-    """One chunk: v becomes y, state moves on; `wanted` pairs (snapshot, rows) get the state after the first rows."""
+    """One chunk: v becomes y, the state moves on. `points`: pairs (snapshot, rows of the chunk before it)."""
     length, heads, _ = v.shape
     per_key = heads // q.shape[1]
     q, k = _unit(q, q.shape[-1] ** -0.5, per_key), _unit(k, 1.0, per_key)
@@ -86,11 +86,11 @@ def _run_chunk(
     system = torch.bmm(k, k.transpose(1, 2)).mul_(decay).mul_(beta)
     change = v.transpose(0, 1) - torch.bmm(k, state).mul_(grown)
     written = torch.linalg.solve_triangular(system, change.mul_(beta), upper=False, unitriangular=True)
-    # The solver's result lies column by column; products are wanted of one form.
+    # The solver's result lies column by column; products take operands of one form.
     written = written.contiguous()
     y = torch.bmm(q, state).mul_(grown)
     y.add_(torch.bmm(torch.bmm(q, k.transpose(1, 2)).mul_(decay), written))
-    for number, rows in wanted:
+    for number, rows in points:
         snapshots[number] = _advance(state.clone(), cum, k, written, rows)
     _advance(state, cum, k, written, length)
     v.copy_(y.transpose(0, 1))

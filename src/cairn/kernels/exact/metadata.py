@@ -21,8 +21,8 @@ ROW_TILE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One decode row, which is row `row` of the batch; its sequence has `length` tokens with this one. `snapshot`: the
-    number of the one that is wanted of it, None for none."""
+    """One decode row, which is row `row` of the batch; its sequence has `length` tokens with this one. `snapshot`: its
+    number where one is taken, else None."""
 
     row: int
     slot: int
@@ -40,7 +40,7 @@ class Prefill:
     """One sequence's rows [first_row, first_row + length) of the batch, at positions from `start` on.
 
     Laid out on the grid of chunks they have `front` rows before them and some behind, whole chunks together. Snapshot
-    `first_snapshot + i` is wanted after the first `offsets[i]` tokens.
+    `first_snapshot + i` is taken after the first `offsets[i]` tokens.
     """
 
     slot: int
@@ -83,7 +83,7 @@ class Prefill:
         return torch.zeros_like(states[self.slot]) if self.start == 0 else states[self.slot].clone()
 
     def snapshots_by_chunk(self) -> list[list[tuple[int, int]]]:
-        """For every chunk: which snapshots are wanted of it, each with the rows of the chunk that it has behind it."""
+        """For every chunk: its snapshots as pairs (snapshot, rows of the chunk up to it)."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_chunks)]
         for number, offset in enumerate(self.offsets, start=self.first_snapshot):
             chunk, last = divmod(self.front + offset - 1, CHUNK)

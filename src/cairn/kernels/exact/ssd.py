@@ -56,9 +56,9 @@ def _prefill(
 ) -> None:
     x, steps, b, c = (prefill.lay_out(part) for part in (x, steps, b, c))
     state = prefill.state_before(states)
-    for index, wanted in enumerate(prefill.snapshots_by_chunk()):
+    for index, points in enumerate(prefill.snapshots_by_chunk()):
         chunk = slice(index * CHUNK, (index + 1) * CHUNK)
-        _run_chunk(x[chunk], steps[chunk], b[chunk], c[chunk], a, d, state, wanted, snapshots)
+        _run_chunk(x[chunk], steps[chunk], b[chunk], c[chunk], a, d, state, points, snapshots)
     y[prefill.rows] = x[prefill.on_grid]
     states[prefill.slot] = state
 
@@ -71,10 +71,10 @@ def _run_chunk(
     a: Tensor,
     d: Tensor,
     state: Tensor,
-    wanted: Sequence[tuple[int, int]],
+    points: Sequence[tuple[int, int]],
     snapshots: Tensor,
 ) -> None:
-    """One chunk: x becomes y, state moves on; `wanted` pairs (snapshot, rows) get the state after the first rows."""
+    """One chunk: x becomes y, the state moves on. `points`: pairs (snapshot, rows of the chunk before it)."""
     length, heads, dim = x.shape
     future = torch.ones(length, length, dtype=torch.bool).triu_(1)
     b, c = b.transpose(0, 1), c.transpose(0, 1)  # [G, L, S]
@@ -89,7 +89,7 @@ def _run_chunk(
     carried = torch.bmm(c, state.view(groups, per_group * dim, -1).transpose(1, 2))  # [G, L, R * P]
     carried = carried.view(groups, length, per_group, dim).transpose(1, 2)
     y.view(groups, per_group, length, dim).addcmul_(carried, cum.exp().to(x.dtype).view(groups, per_group, length, 1))
-    for number, rows in wanted:
+    for number, rows in points:
         snapshots[number] = _advance(state.clone(), cum, inputs, b, rows)
     _advance(state, cum, inputs, b, length)
     x.mul_(d[:, None]).add_(y.transpose(0, 1))

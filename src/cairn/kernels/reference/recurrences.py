@@ -14,7 +14,7 @@ from cairn.kernels.reference.elementwise import sigmoid, softplus, widen
 @dataclass(frozen=True, slots=True)
 class SequencePass:
     """One sequence's tokens of this pass: rows [first_row, first_row + end - start) of the batch, which stand at
-    positions [start, end). Its state is wanted after each of the first `snapshot_offsets` of them."""
+    positions [start, end). Snapshots of its state are taken after each of the first `snapshot_offsets` of them."""
 
     slot: int
     first_row: int
@@ -49,9 +49,9 @@ def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator
         )
 
 
-def stack_snapshots(kept: list[Tensor], states: Tensor) -> Tensor:
+def stack_snapshots(snapshots: list[Tensor], states: Tensor) -> Tensor:
     """States of one slot each -> [N, ...] in the states' dtype, N = 0 included."""
-    return torch.stack(kept) if kept else states.new_empty(0, *states.shape[1:])
+    return torch.stack(snapshots) if snapshots else states.new_empty(0, *states.shape[1:])
 
 
 def conv(
@@ -59,7 +59,7 @@ def conv(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.conv`."""
     out = torch.empty(x.shape, dtype=weight.dtype)
-    kept = []
+    snapshots = []
     for sequence in sequences_of(batch.host, batch.state_slots):
         state = sequence.state_before(states)
         for offset, row in enumerate(sequence.rows, start=1):
@@ -70,9 +70,9 @@ def conv(
             out[row] = elementwise.silu(mixed) if silu else mixed
             state = window[1:]
             if offset in sequence.snapshot_offsets:
-                kept.append(state)
+                snapshots.append(state)
         states[sequence.slot] = state
-    return out, stack_snapshots(kept, states)
+    return out, stack_snapshots(snapshots, states)
 
 
 def ssd(
@@ -89,7 +89,7 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.ssd`."""
     y = torch.empty(x.shape, dtype=x.dtype)
-    kept = []
+    snapshots = []
     per_group = x.shape[1] // b.shape[1]
     for sequence in sequences_of(batch.host, batch.state_slots):
         state = sequence.state_before(states)
@@ -100,9 +100,9 @@ def ssd(
             state = torch.exp(step * a)[:, None, None] * state + added
             y[row] = (state * c_head[:, None, :]).sum(-1) + d[:, None] * x[row]
             if offset in sequence.snapshot_offsets:
-                kept.append(state)
+                snapshots.append(state)
         states[sequence.slot] = state
-    return y, stack_snapshots(kept, states)
+    return y, stack_snapshots(snapshots, states)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def gdn(
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gdn`."""
     y = torch.empty(v.shape, dtype=v.dtype)
-    kept = []
+    snapshots = []
     per_key = v.shape[1] // q.shape[1]
     for sequence in sequences_of(batch.host, batch.state_slots):
         state = sequence.state_before(states)
@@ -127,6 +127,6 @@ def gdn(
             state = state + key[:, :, None] * written[:, None, :]
             y[row] = (state * query[:, :, None]).sum(1) * q.shape[-1] ** -0.5
             if offset in sequence.snapshot_offsets:
-                kept.append(state)
+                snapshots.append(state)
         states[sequence.slot] = state
-    return y, stack_snapshots(kept, states)
+    return y, stack_snapshots(snapshots, states)
