@@ -1,4 +1,4 @@
-"""What the HTTP applications of server and proxy have in common: the framework, error handling and the middleware."""
+"""What the applications of server and proxy share: the framework, error handlers and middleware."""
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
@@ -27,8 +27,8 @@ def http_application(
     new_id: Callable[[], str],
 ) -> FastAPI:
     """An application without routes, whose errors are OpenAI's, behind four layers of middleware. `gated_paths`: those
-    that make work; `open_paths`: those that need none of the `api_keys`. `body_seconds`: how long a client may take to
-    send its request."""
+    that count as open requests; `open_paths`: those that need no API key. `body_seconds`: for a client to send a
+    request's body."""
     # A redirect would be built from the Host header.
     plain: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, **plain)
@@ -49,7 +49,7 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """What the framework has refused: a path or a method that is not there."""
+    """For errors of the framework: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
     response = error_response(make_error(error.detail, error.status_code, code))

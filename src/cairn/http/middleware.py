@@ -57,12 +57,12 @@ class RequestIds(HttpMiddleware):
         self._new_id = new_id
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id")
-        if given is not None and not _VISIBLE.fullmatch(given):
+        header = Headers(scope=scope).get("x-request-id")
+        if header is not None and not _VISIBLE.fullmatch(header):
             raise InvalidRequest("the header X-Request-Id must be 1 to 128 visible ASCII characters", "X-Request-Id")
-        request_id = given or self._new_id()
+        request_id = header or self._new_id()
         scope["cairn.request_id"] = request_id
-        scope["cairn.request_id_given"] = given is not None
+        scope["cairn.has_own_request_id"] = header is not None
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -93,10 +93,10 @@ class ApiKey(HttpMiddleware):
         if scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.encode("latin-1"))
-        # Each is compared, whatever the others gave: how long it takes must not tell which came close.
-        opens = sum(hmac.compare_digest(given, expected) for expected in self._expected)
-        if not opens or kind.lower() != "bearer":
+        digest = _digest(key.encode("latin-1"))
+        # All are compared, so that the time does not depend on which one matches.
+        num_matches = sum(hmac.compare_digest(digest, expected) for expected in self._expected)
+        if not num_matches or kind.lower() != "bearer":
             raise make_error('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
         record_api_key(scope, key.encode("latin-1"))
         return await self._app(scope, receive, send)

@@ -17,7 +17,7 @@ from cairn.server.stat_logger import ThroughputLogger
 
 __all__ = ["create_app"]
 
-# The page has nothing in it: what it shows it asks for with the key that is typed into it.
+# The page contains no data: it fetches what it shows with the key that is typed into it.
 _OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "/ready", "/version"})
 _GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application around an engine that has been started. Whoever started the engine also stops it."""
+    """The application around an engine that has been started. The caller stops the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

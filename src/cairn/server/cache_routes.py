@@ -1,4 +1,4 @@
-"""`GET /cache`: what the prefix cache holds, as JSON. `GET /cache/ui`: the same for people."""
+"""`GET /cache`: the content of the prefix cache as JSON. `GET /cache/ui`: the same as a page."""
 
 import asyncio
 from typing import Annotated, Any
@@ -13,24 +13,24 @@ from cairn.server.cache_page import cache_page
 from cairn.server.routes import ServiceDep
 from cairn.server.service import Service
 
-_SHOWN = 500
+_DEFAULT_NODES = 500
 _FRESH_SECONDS = 1.0
 
 
 class CacheViews:
-    """Asks the engine once at a time, and gives everybody who asks within a second the same answer: however many look
-    on, the engine looks at its tree at most once a second for each size."""
+    """Queries the engine once at a time, and answers callers within a second from the same result: however many watch,
+    the engine walks its tree at most once a second for each size."""
 
     def __init__(self) -> None:
-        self._asking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._last: tuple[int, float, bytes] | None = None
 
     async def get(self, service: Service, max_paths: int) -> bytes:
-        """The JSON text. Raises EngineDead, and Overloaded when it is not there in the caller's time."""
-        return await service.view_queries.run(lambda: self._shared(service, max_paths))
+        """The JSON text. Raises EngineDead, and Overloaded if it takes too long."""
+        return await service.view_queries.run(lambda: self._get_shared(service, max_paths))
 
-    async def _shared(self, service: Service, max_paths: int) -> bytes:
-        async with self._asking:
+    async def _get_shared(self, service: Service, max_paths: int) -> bytes:
+        async with self._lock:
             now, last = service.clock.now(), self._last
             if last is not None and last[0] == max_paths and now - last[1] < _FRESH_SECONDS:
                 return last[2]
@@ -43,7 +43,7 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
     cache = service.engine.info.cache
     about: dict[str, Any] = {"model": service.options.model_name, "version": __version__}
     about |= {"mamba_cache_mode": cache.mamba_cache_mode, "exact": service.engine.info.exact}
-    # a file takes whole pages, and so does each checkpoint in the list
+    # A file takes whole pages, and so does each checkpoint in the list.
     about |= {"block_size": cache.block_size, "checkpoint_bytes": cache.pages_per_checkpoint * cache.page_bytes}
     about["bytes_per_token"] = cache.bytes_per_token
     return {"object": "cairn.cache", "server": about} | {
@@ -55,7 +55,9 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
 def router() -> APIRouter:
     routes, views, page = APIRouter(), CacheViews(), cache_page()
 
-    async def show(service: ServiceDep, max_nodes: Annotated[int, Query(ge=1, le=MAX_SHOWN)] = _SHOWN) -> Response:
+    async def show(
+        service: ServiceDep, max_nodes: Annotated[int, Query(ge=1, le=MAX_SHOWN)] = _DEFAULT_NODES
+    ) -> Response:
         text = await views.get(service, max_nodes)
         return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 

@@ -80,6 +80,11 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
     types = [*(kind for kinds in _RESPONSES.values() for kind in kinds), *_CHUNKS.values()]
     types += [responses.ErrorResponse, responses.StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
+    # `/server_info` has the cache's fields among the engine's.
+    engine, cache = schemas["EngineInfo"], schemas.pop("CacheInfo")
+    engine["properties"] = {**engine["properties"], **cache["properties"]}
+    engine["required"] = [name for name in (*engine["required"], *cache["required"]) if name != "cache"]
+    del engine["properties"]["cache"]
     if has_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return found
@@ -131,13 +136,13 @@ def _error_schema(path: str, status: int) -> Schema:
 def _add_model_limits(schema: Any, service: Service) -> None:
     """The model's name, vocabulary and length, which only a running server knows."""
     info = service.engine.info
-    known: dict[str, Schema] = {
+    limits: dict[str, Schema] = {
         "token-id": {"maximum": info.vocab_size - 1},
         "to-model-len": {"maximum": info.max_model_len},
         "model-name": {"const": service.options.model_name},
     }
     if isinstance(schema, dict):
-        schema |= known.get(str(schema.get("format")), {})
+        schema |= limits.get(str(schema.get("format")), {})
         schema = [*schema.values()]
     for one in schema if isinstance(schema, list) else ():
         _add_model_limits(one, service)

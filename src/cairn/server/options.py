@@ -1,4 +1,4 @@
-"""What the HTTP room needs to know besides the engine: settings of `cairn serve`, and bounds that no flag sets."""
+"""The HTTP settings of `cairn serve`, and limits that no flag sets."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -57,15 +57,14 @@ class ServerOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """What images may be and where they may come from. Sizes in bytes and pixels, times in seconds.
+    """Limits of images. Sizes in bytes and pixels, times in seconds.
 
-    `limit`: images in one prompt. `domains`: hosts that are fetched from; None for all that are public. `max_bytes`,
-    `max_pixels`: of one image as it comes, and decoded. `max_request_bytes`, `max_request_pixels`: of all of a
-    request's together; decoded, they have to fit one message to the engine. `max_open_bytes`: of all open requests'
-    together, as they come and decoded; a request whose images find no room is answered with 503. `fetch_seconds`: for
-    one image, redirects included. `decode_seconds`: for one image, from the moment a thread has taken it.
-    `max_fetches`, `decoders`: how many are fetched and decoded at once. `max_client_fetches`: how many of them for one
-    client, whose silent servers others need not wait for.
+    `limit`: images in one prompt. `domains`: hosts that are fetched from; None for all public ones. `max_bytes`,
+    `max_pixels`: of one image, as it comes and decoded. `max_request_bytes`, `max_request_pixels`: of a request's
+    images together; decoded, they have to fit one message to the engine. `max_open_bytes`: of all open requests'
+    images, as they come and decoded; beyond it, requests are answered with 503. `fetch_seconds`: for one image,
+    redirects included. `decode_seconds`: for one image, from when a thread has begun it. `max_fetches`, `decoders`:
+    images fetched and decoded at once. `max_client_fetches`: of the fetches, those for one client.
     """
 
     limit: int = 16
@@ -85,13 +84,12 @@ class ImageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Bounds that no flag sets, and those of images. Times in seconds.
+    """Limits that no flag sets, and those of images. Times in seconds.
 
-    `max_open`: requests being answered at once, those that wait in the engine included; None: as many as the engine
-    takes. `head_seconds`, `body_seconds`: how long a client may take to send headers and body of its request.
-    `stall_seconds`: how long it may leave unread what it was sent. `stats_seconds`, `view_seconds`: how long who asks
-    for the engine's counters, or looks at or empties its cache, waits in all, behind others included. `log_seconds`:
-    between two throughput lines.
+    `max_open`: open requests, waiting ones included; None: as many as the engine takes. `head_seconds`, `body_seconds`:
+    for a client to send the headers and the body of its request. `stall_seconds`: how long it may leave a response
+    unread. `stats_seconds`: a caller's whole wait for the engine's counters; `view_seconds`: for showing or emptying
+    its cache. `log_seconds`: between two throughput lines.
     """
 
     max_open: int | None = None

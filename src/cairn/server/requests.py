@@ -1,5 +1,5 @@
-"""The request bodies, as OpenAI and vLLM define them: what is where, and of which type. The OpenAPI document is made of
-these types. How large numbers may be is the core's to check (`RANGES`); here it is only told.
+"""The request bodies, as OpenAI and vLLM define them. The OpenAPI document is made of these types. The engine
+checks the ranges of numbers (`RANGES`); here they are only documented.
 
 Unknown fields are ignored, as vLLM does. Fields that would change the answer and are not supported yet are refused by
 name, unless they hold a value that changes nothing.
@@ -50,10 +50,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "top_logprobs": (None, 0),
     }
 )
-"""Fields that are not supported yet, with the values that ask for nothing."""
+"""Fields that are not supported yet, with the values that change nothing."""
 
 WRONG_KIND = "wrong_kind"
-"""The type of the error where a value is none of what a union has."""
+"""pydantic's error type for a value of no type that a union has."""
 
 _STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 _ONLY_KNOWN = ConfigDict(extra="forbid", strict=True)
@@ -66,7 +66,7 @@ a text has bounds."""
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Int64: TypeAlias = Annotated[int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "format": "int64"})]
-"""What the wire to the core can carry."""
+"""What the engine's messages can carry."""
 
 _TokenId: TypeAlias = Annotated[
     int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "minimum": 0, "format": "token-id"})
@@ -75,8 +75,8 @@ _Int64s: TypeAlias = list[Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)
 
 
 def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """A prompt may have a hundred thousand: msgspec looks at them in a third of the time. What it refuses is looked at
-    again, to be told where it is wrong."""
+    """A prompt may have a hundred thousand: msgspec checks them in a third of the time. What it refuses is checked
+    again, to find out where it is wrong."""
     try:
         return msgspec.convert(value, _Int64s)
     except msgspec.ValidationError:
@@ -93,9 +93,9 @@ def _kind(value: Any) -> str | None:
     return _KINDS.get(type(value))
 
 
-def _by_kind(wanted: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
-    """Tells the members of a union apart by what JSON has there. `wanted`: what there may be, in words."""
-    return Discriminator(kind_of, custom_error_type=WRONG_KIND, custom_error_message=f"must be {wanted}")
+def _by_kind(expected: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
+    """Tells the members of a union apart by their JSON type. `expected`: the types, in words."""
+    return Discriminator(kind_of, custom_error_type=WRONG_KIND, custom_error_message=f"must be {expected}")
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -113,7 +113,7 @@ Prompts: TypeAlias = Annotated[
 ]
 
 JsonSchema: TypeAlias = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "string", "null"]})]
-"""As itself or as text. Read by whoever compiles it."""
+"""As an object or as text. Checked when it is compiled."""
 
 Choices: TypeAlias = Annotated[
     Any, WithJsonSchema({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 1024})
@@ -135,7 +135,7 @@ Stops: TypeAlias = Annotated[
 
 
 def in_range(name: str) -> Any:
-    """A field that may be left out, whose range the core checks under this name."""
+    """An optional field whose range the engine checks under this name."""
     return Field(None, json_schema_extra=RANGES[name].schema())
 
 
@@ -143,7 +143,7 @@ def in_range(name: str) -> Any:
 
 
 class CacheControl(TypedDict):
-    """Anthropic's mark: the prompt up to here is to be held."""
+    """Anthropic's breakpoint: keep the prompt up to here in the cache."""
 
     type: Literal["ephemeral"]
     ttl: NotRequired[Literal["5m", "1h"] | None]
@@ -183,7 +183,7 @@ MessageContent: TypeAlias = Annotated[
 
 @with_config(ConfigDict(extra="ignore", strict=True))
 class CalledFunction(TypedDict):
-    """What an earlier answer has called, and with what."""
+    """The function and the arguments of a tool call."""
 
     name: Text
     arguments: NotRequired[
@@ -223,7 +223,7 @@ class Message(BaseModel):
 
 
 class Function(TypedDict):
-    """What a tool is called, what it does, and the JSON schema of its parameters."""
+    """A tool's name, its description, and the JSON schema of its parameters."""
 
     name: Text
     description: NotRequired[Unicode | None]
@@ -233,7 +233,7 @@ class Function(TypedDict):
 
 
 class Tool(TypedDict):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
@@ -241,7 +241,7 @@ class Tool(TypedDict):
 
 
 def _as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Templates write tools out, in the client's order of fields and with fields that nobody knows."""
+    """Templates write tools with the client's order of fields, and with unknown fields."""
     handler(value)
     return value
 
@@ -255,8 +255,7 @@ ToolChoice: TypeAlias = Annotated[
 
 @with_config(_ONLY_KNOWN)
 class TemplateSwitches(TypedDict, total=False):
-    """What a client may tell the chat template: settings of published templates that change nothing but the prompt's
-    text."""
+    """Settings of published chat templates that change nothing but the prompt's text."""
 
     add_vision_id: bool | None
     enable_thinking: bool | None
@@ -306,7 +305,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides text."""
+    """What a stream contains besides text."""
 
     model_config = ConfigDict(strict=True)
 
@@ -315,7 +314,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """What both ways of generating have in common. `priority`: a smaller one comes before others."""
+    """The fields that completions and chats share. `priority`: smaller ones first."""
 
     model_config = _STRICT
 
@@ -397,7 +396,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TemplateFields(BaseModel):
-    """What goes into a chat's prompt besides its messages."""
+    """What a chat's prompt depends on besides its messages."""
 
     model_config = _STRICT
 
@@ -449,7 +448,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def refuse_unsupported(body: BaseModel) -> None:
-    """Raises InvalidRequest for the first field that asks for something not supported yet."""
+    """Raises InvalidRequest for the first field that is not supported yet and would change something."""
     for name, value in (body.model_extra or {}).items():
         neutral = _NEUTRAL.get(name)
         if neutral is not None and not any(type(value) is type(other) and value == other for other in neutral):

@@ -1,4 +1,4 @@
-"""The bodies of answers. The OpenAPI document is made of these types, and tests hold what is sent to them."""
+"""The response bodies. The OpenAPI document is made of these types, and tests check what is sent against them."""
 
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, TypedDict
 
@@ -11,7 +11,7 @@ FinishName: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Usage(TypedDict):
-    """Tokens of all prompts and answers; the details come when all answers have ended."""
+    """Tokens of all prompts and answers. The details come when all answers have ended."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -26,7 +26,7 @@ class CacheUse(TypedDict):
 
 
 class TokenLogprob(TypedDict):
-    """One token, and how likely it was held."""
+    """One token and its log-probability."""
 
     token: str
     logprob: float
@@ -41,7 +41,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Of a completion's choice, token by token; null where nothing is known of a prompt's first token."""
+    """Of a completion's choice, by token; null for a prompt's first token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -57,8 +57,8 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
-class AnyChoice(TypedDict):
-    """What choices of both endpoints have."""
+class BaseChoice(TypedDict):
+    """The fields of all choices."""
 
     index: Count
     finish_reason: FinishName | None
@@ -66,7 +66,7 @@ class AnyChoice(TypedDict):
     token_ids: NotRequired[list[Count]]
 
 
-class CompletionChoice(AnyChoice):
+class CompletionChoice(BaseChoice):
     """One text, or a piece of it."""
 
     text: str
@@ -83,7 +83,7 @@ class CallText(TypedDict):
 
 
 class AnsweredCall(TypedDict):
-    """A tool call, or what a stream adds to one: its `index` tells which."""
+    """A tool call, or what a stream adds to the one with this `index`."""
 
     index: NotRequired[Count]
     id: NotRequired[str]
@@ -111,29 +111,29 @@ class AnswerMessage(TypedDict):
     tool_calls: NotRequired[list[AnsweredCall]]
 
 
-class ChatChoice(AnyChoice):
+class ChatChoice(BaseChoice):
     """One answer of a chat."""
 
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatChunkChoice(AnyChoice):
+class ChatChunkChoice(BaseChoice):
     """A piece of an answer of a chat."""
 
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
-class AnyAnswer(TypedDict):
-    """What all answers and their pieces have."""
+class BaseResponse(TypedDict):
+    """The fields of all responses and chunks."""
 
     id: str
     created: Count
     model: str
 
 
-class CompletionResponse(AnyAnswer):
+class CompletionResponse(BaseResponse):
     """POST /v1/completions."""
 
     object: Literal["text_completion"]
@@ -143,7 +143,7 @@ class CompletionResponse(AnyAnswer):
     cairn: CacheUse
 
 
-class ChatResponse(AnyAnswer):
+class ChatResponse(BaseResponse):
     """POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -155,22 +155,22 @@ class ChatResponse(AnyAnswer):
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
-class AnyChunk(AnyAnswer):
-    """What the pieces of all streams have; the last ones have the rest."""
+class BaseChunk(BaseResponse):
+    """The fields of all chunks; the optional ones come with the last chunks."""
 
     kv_transfer_params: NotRequired[dict[str, Any]]
     usage: NotRequired[Usage]
     cairn: NotRequired[CacheUse]
 
 
-class CompletionChunk(AnyChunk):
+class CompletionChunk(BaseChunk):
     """One event of a completion's stream."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
-class ChatChunk(AnyChunk):
+class ChatChunk(BaseChunk):
     """One event of a chat's stream."""
 
     object: Literal["chat.completion.chunk"]
@@ -234,7 +234,7 @@ class ModelList(TypedDict):
 
 
 class LoadResponse(TypedDict):
-    """GET /load: requests that are being answered, those that wait included."""
+    """GET /load: open requests, waiting ones included."""
 
     server_load: Count
 
@@ -246,7 +246,7 @@ class VersionResponse(TypedDict):
 
 
 class ServerInfoResponse(TypedDict):
-    """GET /server_info: what was built, and the limits of requests. No keys."""
+    """GET /server_info: the engine's configuration and the limits of requests. No keys."""
 
     version: str
     model_name: str
@@ -255,7 +255,7 @@ class ServerInfoResponse(TypedDict):
 
 
 class CacheHead(TypedDict):
-    """GET /cache: what stands before the fields of a CacheView."""
+    """GET /cache: the fields before those of a CacheView."""
 
     object: Literal["cairn.cache"]
     server: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The endpoints that make work: completions, chat completions, tokenize, detokenize."""
+"""The endpoints that generate and tokenize: completions, chat completions, tokenize, detokenize."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -122,7 +122,7 @@ async def _prepare(
     refuse_unsupported(body)
     prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in await make_prompts()]
     own_id: str = http.scope["cairn.request_id"]
-    if body.request_id is not None and not http.scope["cairn.request_id_given"]:
+    if body.request_id is not None and not http.scope["cairn.has_own_request_id"]:
         own_id = body.request_id
     structure, new_message = await parse_response_format(service, body, prompts[0])
     bad_words: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""One server from start to end: bind, bring the engine up, serve, drain, and say how it ended."""
+"""One server from start to end: bind, start the engine, serve, drain, and an exit code."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class HttpServer(DrainingServer):
         limits: ServerLimits | None = None,
         images: Callable[[ImageOptions], MediaConnector] = MediaConnector,
     ) -> None:
-        """`images`: what reads the images of requests. Raises ConfigError naming the flag."""
+        """`images`: makes the connector for images. Raises ConfigError naming the flag."""
         super().__init__(options.shutdown_timeout)
         self._engine = engine
         self._images = images
@@ -58,9 +58,9 @@ class HttpServer(DrainingServer):
         Raises ConfigError (ModelError) when it cannot start, EngineDead when the engine falls over while starting.
         """
         listener = create_server_socket(self._options.host, self._options.port)
-        stage = _Stage()
+        served = _ReplaceableApp()
         deadlines = ConnectionDeadlines(head=self._limits.head_seconds, stall=self._limits.stall_seconds)
-        server = create_web_server(stage, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
+        server = create_web_server(served, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await wait_until_started(server, serving, listener)
@@ -68,7 +68,7 @@ class HttpServer(DrainingServer):
                 return 0
             for line in format_startup_lines(self._engine.info):
                 logger.info(line)
-            return await self._serve(stage, server, serving, on_ready)
+            return await self._serve(served, server, serving, on_ready)
         finally:
             server.should_exit = True
             await serving
@@ -76,7 +76,7 @@ class HttpServer(DrainingServer):
             await self._engine.stop(0)
 
     async def _start_engine(self) -> bool:
-        """False when it was told to end before the engine was up."""
+        """False if the server was drained before the engine was up."""
         starting = asyncio.create_task(self._engine.start())
         await wait_first(starting, self._draining.wait())
         if starting.done():
@@ -89,7 +89,7 @@ class HttpServer(DrainingServer):
 
     async def _serve(
         self,
-        stage: "_Stage",
+        served: "_ReplaceableApp",
         server: uvicorn.Server,
         serving: "asyncio.Task[None]",
         on_ready: Callable[[int], None] | None,
@@ -98,7 +98,7 @@ class HttpServer(DrainingServer):
         service = Service(self._engine, self._options, self._limits, images=self._images(self._limits.images))
         app = create_app(service)
         async with app.router.lifespan_context(app):
-            stage.show(app)
+            served.replace(app)
             logger.info("serving %s on http://%s:%d", self._options.model_name, self._options.host, port)
             if on_ready is not None:
                 on_ready(port)
@@ -115,13 +115,13 @@ class HttpServer(DrainingServer):
             return code
 
 
-class _Stage:
-    """The application that is served: one that answers 503 while the model is loaded, until `show` is given another."""
+class _ReplaceableApp:
+    """An application that can be replaced: at first one that answers 503 while the model is loaded."""
 
     def __init__(self) -> None:
         self._app: ASGIApp = _starting
 
-    def show(self, app: ASGIApp) -> None:
+    def replace(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

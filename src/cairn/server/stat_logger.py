@@ -1,10 +1,10 @@
-"""What the server says in its log: once at the start what the memory is good for, then how it is going."""
+"""Log lines: the model and its cache at startup, then throughput and hit rates while serving."""
 
 from cairn.engine.contract import EngineInfo, EngineStats
 
 
 def format_startup_lines(info: EngineInfo) -> list[str]:
-    """The cache in words."""
+    """The model and its cache in words."""
     cache = info.cache
     pool = cache.num_pages * cache.page_bytes
     ranks = info.tensor_parallel_size
@@ -50,10 +50,9 @@ def _size(count: int) -> str:
 
 
 class ThroughputLogger:
-    """Turns successive counters into vLLM's throughput line; silent while nothing happens.
+    """vLLM's throughput line from successive counters; none while nothing happens.
 
-    The hit rates are those of the last interval in which prompts were looked up (here, and at other servers), not of
-    the server's whole life.
+    The hit rates are those of the last interval in which prompts were looked up (here, and at other servers).
     """
 
     def __init__(self, now: float) -> None:
@@ -61,25 +60,25 @@ class ThroughputLogger:
         self._stats = EngineStats()
         self._hit_rate = 0.0
         self._external_hit_rate = 0.0
-        self._was_busy = False
+        self._was_active = False
 
     def update(self, stats: EngineStats, now: float) -> str | None:
-        """The line for the time since the last update, in seconds of the same clock, or None."""
+        """The line for the time since the last update, or None. `now`: seconds of the same clock."""
         old, seconds = self._stats, now - self._then
         self._stats, self._then = stats, now
         busy = bool(stats.num_running or stats.num_waiting)
         prompt = stats.tokens.prompt - old.tokens.prompt
         generated = stats.tokens.generation - old.tokens.generation
-        quiet = not (busy or self._was_busy or prompt or generated)
-        self._was_busy = busy
+        quiet = not (busy or self._was_active or prompt or generated)
+        self._was_active = busy
         if quiet or seconds <= 0:
             return None
         queries = stats.prefix_cache.queries - old.prefix_cache.queries
         if queries > 0:
             self._hit_rate = (stats.prefix_cache.hits - old.prefix_cache.hits) / queries
-        asked = stats.transfers.queried_tokens - old.transfers.queried_tokens
-        if asked > 0:
-            self._external_hit_rate = (stats.transfers.received_tokens - old.transfers.received_tokens) / asked
+        queried = stats.transfers.queried_tokens - old.transfers.queried_tokens
+        if queried > 0:
+            self._external_hit_rate = (stats.transfers.received_tokens - old.transfers.received_tokens) / queried
         usage = stats.pool.held_pages / stats.pool.num_pages if stats.pool.num_pages else 0.0
         return (
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "

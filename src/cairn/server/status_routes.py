@@ -1,4 +1,4 @@
-"""The endpoints that only tell: models, health, load, version, limits, metrics; and the one that empties the cache."""
+"""The endpoints for operators: models, health, load, version, limits, metrics, and emptying the cache."""
 
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ async def show_model(name: str, service: ServiceDep) -> dict[str, Any]:
 
 
 async def health(service: ServiceDep) -> Response:
-    """200 when a request sent now would be answered, else 503 with the reason."""
+    """200 if a request sent now would be served, else 503 with the reason."""
     if service.healthy:
         return Response(status_code=200)
     reason = f"the engine has ended: {service.engine.dead}" if service.engine.dead else "the server is shutting down"
@@ -49,7 +49,7 @@ async def health(service: ServiceDep) -> Response:
 
 
 async def ready(service: ServiceDep) -> Response:
-    """As /health, and the engine has been asked: 503 as well while it does not answer."""
+    """As /health, and 503 as well while the engine does not answer."""
     if service.healthy:
         try:
             await service.stats_queries.run(service.engine.stats)
@@ -59,7 +59,7 @@ async def ready(service: ServiceDep) -> Response:
 
 
 async def load(service: ServiceDep) -> dict[str, int]:
-    """Requests that are being answered, those that wait included."""
+    """Open requests, waiting ones included."""
     return {"server_load": service.gate.num_open}
 
 
@@ -68,7 +68,7 @@ async def version(service: ServiceDep) -> dict[str, str]:
 
 
 async def server_info(service: ServiceDep) -> dict[str, Any]:
-    """What was built, and the limits of requests. No keys."""
+    """The engine's configuration and the limits of requests. No keys."""
     options, limits = service.options, service.limits
     engine = msgspec.to_builtins(service.engine.info)
     cache = engine.pop("cache")
@@ -95,16 +95,18 @@ async def reset_prefix_cache(
     reset_running_requests: Annotated[bool, Query()] = False,
     reset_external: Annotated[bool, Query()] = False,
 ) -> Response:
-    """Drop all that is cached; 409 while requests, or other servers, hold pages: then nothing is dropped.
+    """Empty the cache; 409, and nothing is dropped, while requests or other servers use pages.
 
-    An engine that does not answer in time (503) may do it later: it was asked.
+    An engine that does not answer in time (503) may still do it later.
     """
-    for name, asked in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
-        if asked:
+    for name, value in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
+        if value:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
-    held = await service.reset_queries.run(service.engine.reset_cache)
-    if held:
-        raise make_error(f"{held} pages are held by open requests: try again when they have ended", 409, "conflict")
+    num_pages = await service.reset_queries.run(service.engine.reset_cache)
+    if num_pages:
+        raise make_error(
+            f"{num_pages} pages are held by open requests: try again when they have ended", 409, "conflict"
+        )
     return Response(status_code=200)
 
 
