@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,6 @@ from typing import Any
 
 import zmq
 
-from cairn.engine.waker import Waker
 from cairn.engine.wire import MAX_FRAME_BYTES
 from cairn.errors import ConfigError, EngineDead
 from cairn.types import Clock, SystemClock
@@ -145,6 +145,36 @@ def describe_exit(code: int) -> str:
 
 
 # -- the child ---------------------------------------------------------------------------------------------------------
+
+
+class Waker:
+    """Ends a poll from another thread: a pipe to oneself. `register` adds a socket to the poll. The polling thread owns
+    everything but `wake`."""
+
+    def __init__(self, register: Callable[[socket.socket], object]) -> None:
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        register(self._woken)
+
+    def fileno(self) -> int:
+        """What the poll returns when it was woken; then call `clear`."""
+        return self._woken.fileno()
+
+    def wake(self) -> None:
+        """For other threads."""
+        # a full pipe wakes just as well, and after `close` nobody waits
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def clear(self) -> None:
+        """Let the next poll wait again."""
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def close(self) -> None:
+        self._waker.close()
+        self._woken.close()
 
 
 class ParentLink:

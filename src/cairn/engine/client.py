@@ -1,4 +1,4 @@
-"""The EngineClient: who asked what, and who is told, wherever the core runs."""
+"""The EngineClient over a transport: open requests and queries, their deadlines, and what comes back."""
 
 import asyncio
 import contextlib
@@ -180,7 +180,7 @@ class CoreClient:
 
     async def _end(self, seconds: float) -> None:
         await self.transport.close(seconds)
-        self.fail("the engine has been stopped", asked_for=True)
+        self.fail("the engine has been stopped", requested=True)
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -188,7 +188,7 @@ class CoreClient:
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
         """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
-        queue = self._enter(requests)
+        queue = self._submit(requests)
         unfinished = {request.request_id: request.n for request in requests}
         try:
             while unfinished:
@@ -204,7 +204,7 @@ class CoreClient:
             unfinished.clear()
             raise
         finally:
-            self._leave(requests, unfinished)
+            self._release(requests, unfinished)
 
     async def stats(self) -> EngineStats:
         reply = await self._ask(StatsQuery(next(self._numbers)), "tell its counters", self._deadlines.stats)
@@ -223,7 +223,7 @@ class CoreClient:
             raise EngineDead(self._dead)
         if len(self._queries) >= _MAX_QUERIES:
             raise EngineDead(f"{_MAX_QUERIES} questions to the engine are open already")
-        self._mark_owed()
+        self._restart_silence()
         future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
         self._queries[query.number] = future
         try:
@@ -236,7 +236,7 @@ class CoreClient:
             del self._queries[query.number]
 
     def receive(self, message: FromCore) -> None:
-        """Pass a message of the core on to whom it is for."""
+        """Deliver a message of the core to the request or query that waits for it."""
         self._last_heard = self._clock.now()
         match message:
             case Outputs(outputs):
@@ -253,12 +253,12 @@ class CoreClient:
             case Fatal(text):
                 self.fail(text)
 
-    def fail(self, reason: str, *, asked_for: bool = False) -> None:
-        """The core has ended: tell everybody. Only the first reason counts."""
+    def fail(self, reason: str, *, requested: bool = False) -> None:
+        """The core has ended: fail all open requests and queries. Only the first reason counts."""
         if self._dead is not None:
             return
         self._dead = reason
-        if not asked_for:
+        if not requested:
             self._died.set()
         for queue in self._open.values():
             queue.fail(EngineDead(reason))
@@ -286,7 +286,7 @@ class CoreClient:
             if (self._open or self._queries) and silence > self._deadlines.silence:
                 self.fail(f"the engine core has said nothing for {silence:.0f} s")
 
-    def _enter(self, requests: Sequence[GenerateRequest]) -> OutputQueue:
+    def _submit(self, requests: Sequence[GenerateRequest]) -> OutputQueue:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._closing:
@@ -300,14 +300,14 @@ class CoreClient:
         for place, request_id in enumerate(ids):
             if request_id in self._open or request_id in ids[:place]:
                 raise InvalidRequest(f"a request with the id {request_id!r} is open already", "request_id")
-        self._mark_owed()
+        self._restart_silence()
         self.transport.send(Submit(list(requests)))
         queue = OutputQueue()
         self._open.update(dict.fromkeys(ids, queue))
         self._emptied.clear()
         return queue
 
-    def _leave(self, requests: Sequence[GenerateRequest], unfinished: Container[str]) -> None:
+    def _release(self, requests: Sequence[GenerateRequest], unfinished: Container[str]) -> None:
         for request in requests:
             del self._open[request.request_id]
             if request.request_id in unfinished and self._dead is None:
@@ -315,6 +315,6 @@ class CoreClient:
         if not self._open:
             self._emptied.set()
 
-    def _mark_owed(self) -> None:
+    def _restart_silence(self) -> None:
         if not self._open and not self._queries:
             self._last_heard = self._clock.now()

@@ -61,34 +61,34 @@ def run_core(core: Core, link: CoreLink, clock: Clock | None = None) -> None:
         core.close()
 
 
-class _Views:
-    """Looks at the cache that have been asked for: one slice of the oldest at a time. The client bounds how many."""
+class _CacheViews:
+    """Answers cache queries, one slice of the oldest at a time. The client bounds how many are open."""
 
     def __init__(self, core: Core, link: CoreLink) -> None:
         self._core = core
         self._link = link
-        self._asked: deque[CacheQuery] = deque()
-        self._looking: Iterator[CacheView | None] | None = None
+        self._queries: deque[CacheQuery] = deque()
+        self._gathering: Iterator[CacheView | None] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._asked)
+        return bool(self._queries)
 
-    def ask(self, query: CacheQuery) -> None:
-        self._asked.append(query)
+    def add(self, query: CacheQuery) -> None:
+        self._queries.append(query)
 
     def advance(self) -> None:
-        """Look a little further; send the view when it is complete."""
-        if self._looking is None:
-            self._looking = self._core.cache_view(self._asked[0].max_paths)
-        view = next(self._looking)
+        """Gather one more slice; send the view when it is complete."""
+        if self._gathering is None:
+            self._gathering = self._core.cache_view(self._queries[0].max_paths)
+        view = next(self._gathering)
         if view is not None:
-            self._looking = None
-            self._link.send(CacheReply(self._asked.popleft().number, view))
+            self._gathering = None
+            self._link.send(CacheReply(self._queries.popleft().number, view))
 
 
 def _turn(core: Core, link: CoreLink, clock: Clock) -> None:
     audited, changed = False, clock.now()
-    views = _Views(core, link)
+    views = _CacheViews(core, link)
     while True:
         busy = core.has_work or views
         message = link.receive(0.0 if busy else _IDLE_SECONDS if audited else _SETTLE_SECONDS)
@@ -114,7 +114,7 @@ def _turn(core: Core, link: CoreLink, clock: Clock) -> None:
             audited = True
 
 
-def _take(core: Core, link: CoreLink, views: _Views, message: ToCore) -> bool:
+def _take(core: Core, link: CoreLink, views: _CacheViews, message: ToCore) -> bool:
     """Carry one message out; True when it may have changed the core."""
     match message:
         case Submit(requests):
@@ -125,7 +125,7 @@ def _take(core: Core, link: CoreLink, views: _Views, message: ToCore) -> bool:
             link.send(StatsReply(number, core.stats()))
             return False
         case CacheQuery():
-            views.ask(message)
+            views.add(message)
             return False
         case Reset(number):
             link.send(ResetReply(number, core.reset_cache()))

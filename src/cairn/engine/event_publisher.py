@@ -112,7 +112,7 @@ class EventPublisher:
         return socket
 
     def _run(self) -> None:
-        kept: deque[tuple[int, bytes]] = deque(maxlen=self._config.buffer_steps)
+        sent: deque[tuple[int, bytes]] = deque(maxlen=self._config.buffer_steps)
         while True:
             last = self._stopping.is_set()
             try:
@@ -121,20 +121,20 @@ class EventPublisher:
                 if last:
                     return
             else:
-                kept.append((number, batch))
+                sent.append((number, batch))
                 # a PUB socket drops for a subscriber that is too slow; it never blocks
                 self._sockets[0].send_multipart([self._config.topic.encode(), number.to_bytes(8, "big"), batch])
             if len(self._sockets) > 1:
-                self._answer_replays(self._sockets[1], kept)
+                self._answer_replays(self._sockets[1], sent)
 
-    def _answer_replays(self, socket: "zmq.Socket[bytes]", kept: deque[tuple[int, bytes]]) -> None:
+    def _answer_replays(self, socket: "zmq.Socket[bytes]", sent: deque[tuple[int, bytes]]) -> None:
         while socket.poll(0):
             frames = socket.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
                 logger.warning("a replay request of %d frames was ignored: it must be 8 bytes", len(frames) - 1)
                 continue
             first = int.from_bytes(frames[2], "big", signed=True)
-            for number, batch in kept:
+            for number, batch in sent:
                 if number >= first:
                     socket.send_multipart([frames[0], b"", number.to_bytes(8, "big"), batch])
             socket.send_multipart([frames[0], b"", END_OF_REPLAY, b""])

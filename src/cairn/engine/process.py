@@ -57,7 +57,7 @@ class ProcessTransport:
 
     @property
     def pid(self) -> int | None:
-        """The core's process id, for whoever wants to look at it."""
+        """The core's process id."""
         return None if self._child is None else self._child.process.pid
 
     async def start(self, receive: Callable[[FromCore], None], fail: Callable[[str], None]) -> EngineInfo:
@@ -71,11 +71,11 @@ class ProcessTransport:
             context=self._context,
             environ={**os.environ, **thread_variables(self._threads, os.environ)},
         )
-        socket, ended = self._child.socket, _end_of(self._child)
+        socket, ended = self._child.socket, _wait_exit(self._child)
         self._post(encode_config(self._config))
         self._tasks.append(asyncio.create_task(self._write(socket)))
-        info = await self._greeting(socket, ended)
-        self._tasks.append(asyncio.create_task(self._watch_end(ended, fail)))
+        info = await self._receive_ready(socket, ended)
+        self._tasks.append(asyncio.create_task(self._report_exit(ended, fail)))
         self._tasks.append(asyncio.create_task(self._read(socket, receive, fail)))
         return info
 
@@ -91,7 +91,7 @@ class ProcessTransport:
             self._is_closing = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await _end_of(child)
+                    await _wait_exit(child)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -118,8 +118,8 @@ class ProcessTransport:
                 self._outbox.popleft()
             self._news.clear()
 
-    async def _greeting(self, socket: zmq.asyncio.Socket, ended: "asyncio.Future[int]") -> EngineInfo:
-        """The core's first word. Raises ConfigError or ModelError when it refuses, EngineDead when it just ends."""
+    async def _receive_ready(self, socket: zmq.asyncio.Socket, ended: "asyncio.Future[int]") -> EngineInfo:
+        """The core's first message. Raises ConfigError or ModelError when it refuses, EngineDead when it just ends."""
         reading: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
         waiting: set[asyncio.Future[object]] = {reading, ended}  # type: ignore[arg-type]
         try:
@@ -141,8 +141,8 @@ class ProcessTransport:
             case _:
                 raise EngineDead(f"the engine core began with a {type(message).__name__} frame")
 
-    async def _watch_end(self, ended: "asyncio.Future[int]", fail: Callable[[str], None]) -> None:
-        """Tell of an end that nobody has asked for."""
+    async def _report_exit(self, ended: "asyncio.Future[int]", fail: Callable[[str], None]) -> None:
+        """Report an exit that was not requested."""
         code = await ended
         await asyncio.sleep(FINAL_FRAME_SECONDS)
         if not self._is_closing:
@@ -151,7 +151,7 @@ class ProcessTransport:
     async def _read(
         self, socket: zmq.asyncio.Socket, receive: Callable[[FromCore], None], fail: Callable[[str], None]
     ) -> None:
-        """Pass on what the core says, until that cannot be read."""
+        """Pass on the core's messages, until one cannot be read."""
         try:
             while True:
                 receive(self._incoming.decode(await socket.recv()))
@@ -159,7 +159,7 @@ class ProcessTransport:
             fail(str(error))
 
 
-def _end_of(child: ChildProcess) -> "asyncio.Future[int]":
+def _wait_exit(child: ChildProcess) -> "asyncio.Future[int]":
     """The process's exit code, once there is one."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
@@ -170,7 +170,7 @@ def _end_of(child: ChildProcess) -> "asyncio.Future[int]":
 
     def wait() -> None:
         code = child.process.wait()
-        with contextlib.suppress(RuntimeError):  # nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(tell, code)
 
     threading.Thread(target=wait, name="cairn-core-watch", daemon=True).start()

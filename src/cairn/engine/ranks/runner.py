@@ -12,30 +12,20 @@
 Between steps the others block on their sockets. A rank that ends, or keeps rank 0 waiting too long, ends the engine.
 """
 
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-
-from cairn.engine.ranks.wire import RankConfig
-from cairn.engine.ranks.worker import build_rank
-from cairn.errors import EngineDead
-from cairn.runner.contract import StepRunner
-from cairn.step import StepPlan, StepResult, TokenMasks
-from cairn.types import Clock, SystemClock
-
-if TYPE_CHECKING:
-    from cairn.runner.runner import Observe, Runner
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 import zmq
 
 from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess
 from cairn.engine.ranks.wire import (
+    RankConfig,
     RankReady,
     RankStarted,
     StepDone,
@@ -45,8 +35,15 @@ from cairn.engine.ranks.wire import (
     frames_of_plans,
     frames_to_rank_zero,
 )
+from cairn.engine.ranks.worker import build_rank
 from cairn.engine.wire import BuildRefused, Fatal
-from cairn.errors import CairnError
+from cairn.errors import CairnError, EngineDead
+from cairn.runner.contract import StepRunner
+from cairn.step import StepPlan, StepResult, TokenMasks
+from cairn.types import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from cairn.runner.runner import Observe, Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,6 @@ class Follower:
         self, context: "zmq.Context[zmq.Socket[bytes]]", config: RankConfig, deadlines: RankDeadlines, clock: Clock
     ) -> None:
         self._deadlines = deadlines
-        self._step_seconds = config.step_seconds
         self._incoming = frames_to_rank_zero()
         self._config = frames_of_config().encode(config)
         self.child = ChildProcess(
@@ -82,27 +78,13 @@ class Follower:
         )
 
     def configure(self) -> None:
-        """Gives the rank its configuration as soon as its process is there to take it."""
+        """Sends the configuration as soon as the process runs."""
         self.child.wait_for(zmq.POLLOUT, self._deadlines.hello, "started")
         self.child.send(self._config, "configuration")
 
-    def expect_started(self) -> None:
-        self._expect(RankStarted(), self._deadlines.hello, "started")
-
-    def expect_ready(self) -> None:
-        """Raises ConfigError or ModelError where the rank refuses its configuration."""
-        self._expect(RankReady(), self._deadlines.ready, "built")
-
-    def expect_done(self, step: int) -> None:
-        self._expect(StepDone(step), self._step_seconds, f"done with step {step}")
-
-    def receive_final(self) -> str | None:
-        """Why the rank has given up, if it says so soon."""
-        frame = self.child.receive_final(FINAL_FRAME_SECONDS)
-        message = None if frame is None else self._incoming.decode(frame)
-        return f"{self.child.name} has failed: {message.text}" if isinstance(message, Fatal) else None
-
-    def _expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
+    def expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
+        """Waits for the message `wanted`. Raises ConfigError or ModelError where the rank refuses its configuration,
+        and EngineDead when it fails or is late; `what`: what it has done then."""
         message = self._incoming.decode(self.child.receive(seconds, what))
         if isinstance(message, BuildRefused):
             raise message.error()
@@ -110,6 +92,12 @@ class Follower:
             raise EngineDead(f"{self.child.name} has failed: {message.text}")
         if message != wanted:
             raise EngineDead(f"{self.child.name} has sent {message} instead of {wanted}")
+
+    def final_error(self) -> str | None:
+        """Why the rank has failed, if its final frame says so."""
+        frame = self.child.receive_final(FINAL_FRAME_SECONDS)
+        message = None if frame is None else self._incoming.decode(frame)
+        return f"{self.child.name} has failed: {message.text}" if isinstance(message, Fatal) else None
 
 
 class Followers:
@@ -142,12 +130,12 @@ class Followers:
             follower.child.send(frame, "plan")
 
     def cause(self, error: Exception) -> str:
-        """Rank 0 mostly learns of a loss by a broken line; what has happened is known elsewhere."""
-        said = [words for each in self._all if (words := each.receive_final()) is not None]
-        ends = [end for each in self._all if (end := each.child.exit_reason()) is not None]
-        killed = [end for end in ends if "killed" in end]
+        """Why the ranks have failed. Rank 0 mostly sees only a broken connection: the other ranks know more."""
+        errors = [text for each in self._all if (text := each.final_error()) is not None]
+        exits = [reason for each in self._all if (reason := each.child.exit_reason()) is not None]
+        killed = [reason for reason in exits if "killed" in reason]
         text = str(error) if isinstance(error, CairnError) else f"{type(error).__name__}: {error}"
-        return (killed or said or ends or [text])[0]
+        return (killed or errors or exits or [text])[0]
 
     def close(self, kill: bool) -> None:
         for follower in self._all:
@@ -165,12 +153,13 @@ class RankedRunner(StepRunner):
     may put theirs there. `own`: rank 0's runner, for its pages; to run plans on it alone would be a mistake.
     """
 
-    def __init__(self, own: "Runner", followers: Followers) -> None:
+    def __init__(self, own: "Runner", followers: Followers, step_seconds: float) -> None:
         self.forward_passes = 0
         self.steps = 0
         self.folder = followers.folder
         self.own = own
         self._followers = followers
+        self._step_seconds = step_seconds
         self._dead: str | None = None
 
     @property
@@ -180,26 +169,26 @@ class RankedRunner(StepRunner):
 
     def launch(self, plan: StepPlan) -> None:
         """All ranks begin the plan. Raises EngineDead when a rank is lost, and then whatever is called after it."""
-        with self._losses():
+        with self._handle_loss():
             self._followers.post(plan)
             self.own.launch(plan)
 
     def draw(self, step: int, masks: TokenMasks) -> None:
         """Rank 0 draws, and tells the others. Raises as `launch` does."""
-        with self._losses():
+        with self._handle_loss():
             self.own.draw(step, masks)
 
     def collect(self, step: int) -> StepResult:
         """Returns when every rank has carried the plan out. Raises as `launch` does."""
-        with self._losses():
+        with self._handle_loss():
             result = self.own.collect(step)
             for follower in self._followers:
-                follower.expect_done(step)
+                follower.expect(StepDone(step), self._step_seconds, f"done with step {step}")
         self.forward_passes, self.steps = self.own.forward_passes, self.own.steps
         return result
 
     @contextmanager
-    def _losses(self) -> Iterator[None]:
+    def _handle_loss(self) -> Iterator[None]:
         if self._dead is not None:
             raise EngineDead(self._dead)
         try:
@@ -229,14 +218,15 @@ def build_ranked(
     """
     folder = Path(tempfile.mkdtemp(prefix="cairn-ranks-"))
     config = msgspec.structs.replace(config, rank=0, rendezvous=str(folder / "rendezvous"))
-    followers = Followers(config, deadlines or RankDeadlines(), clock or SystemClock())
+    deadlines = deadlines or RankDeadlines()
+    followers = Followers(config, deadlines, clock or SystemClock())
     try:
         for follower in followers:
-            follower.expect_started()
+            follower.expect(RankStarted(), deadlines.hello, "started")
         own = build_rank(config, observe)
         for follower in followers:
-            follower.expect_ready()
+            follower.expect(RankReady(), deadlines.ready, "built")
     except BaseException:
         followers.close(kill=True)
         raise
-    return RankedRunner(own, followers)
+    return RankedRunner(own, followers, config.step_seconds)

@@ -95,11 +95,11 @@ class LogLines:
             if (at + KEY_BYTES) % block_bytes == 0:
                 blocks.append(_block_hash(digest))
         self._remember(blocks)
-        told: dict[str, object] = {
+        hashes: dict[str, object] = {
             "block_hashes": blocks[num_written:],
             "token_hashes": b64encode(token_hashes).decode(),
         }
-        return {"prefix": [blocks[num_written - 1], num_written * self._unit], **told} if num_written else told
+        return {"prefix": [blocks[num_written - 1], num_written * self._unit], **hashes} if num_written else hashes
 
     def _remember(self, blocks: list[int]) -> None:
         for block_hash in reversed(blocks):
@@ -117,5 +117,5 @@ def _encode(namespace: Namespace) -> bytes:
     return json.dumps([namespace.adapter, namespace.cache_salt]).encode() + b"\0"
 
 
-def _line(told: Mapping[str, object]) -> bytes:
-    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+def _line(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

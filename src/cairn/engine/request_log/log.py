@@ -84,7 +84,7 @@ class RequestLog:
         for part in builder.scheduled:
             sequence = part.request.sequence
             times = self._step_times[part.request.id]
-            if part.has_row and (not part.is_decode or self._is_recorded(part)):
+            if part.has_row and (not part.is_decode or self._must_record(part)):
                 when = before_admission if part.is_decode and self._needs_page(part) else now
                 times.steps.append((when, part.end))
             if sequence is not None:
@@ -94,7 +94,7 @@ class RequestLog:
                     with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
                     times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
 
-    def _is_recorded(self, part: ScheduledSequence) -> bool:
+    def _must_record(self, part: ScheduledSequence) -> bool:
         """Whether a decode step needs a page or may keep a state."""
         return self._needs_page(part) or bool(part.checkpoint_positions) or part.end % GRID == 0
 
@@ -114,7 +114,7 @@ class RequestLog:
             "out": len(request.output),
             "finish": request.outcome.finish_reason or "error",
             "timings": _timings(request),
-            **_reported(cache_report(request)),
+            **_cache_fields(cache_report(request)),
             "boundaries": [(each.position, each.kind, each.hold_seconds) for each in spec.boundaries],
             "steps": [(_rounded(when), end) for when, end in steps.steps],
         }
@@ -126,13 +126,13 @@ class RequestLog:
             "released": self._clock.now(),
         }
         fields |= {name: _rounded(when - self._start) for name, when in moments.items() if when is not None}
-        told_if = {
+        optional = {
             "forced_checkpoints": [(_rounded(when), place) for place, when in steps.forced_checkpoints.items()],
             "parallel_sample": request.stats.is_parallel_sample,
             "bypasses_cache": spec.prompt_logprobs is not None,
             "dropped": self._sink.dropped,
         }
-        fields |= {name: value for name, value in told_if.items() if value}
+        fields |= {name: value for name, value in optional.items() if value}
         self._sink.put(LogEntry(spec.namespace, spec.prompt, tuple(request.output), fields))
 
 
@@ -141,7 +141,7 @@ def _rounded(seconds: float) -> float:
     return round(seconds, 9)
 
 
-def _reported(report: CacheReport | None) -> dict[str, object]:
+def _cache_fields(report: CacheReport | None) -> dict[str, object]:
     """The response's `cairn.cache`, field by field; a request that never ran has none."""
     if report is None:
         return {}
@@ -153,19 +153,18 @@ def _reported(report: CacheReport | None) -> dict[str, object]:
 
 
 def _timings(request: Request) -> dict[str, float]:
-    """Seconds: what there is of `queue`, `prefill`, `decode`, `ttft` and `e2e`."""
-    stats, told = request.stats, {}
-    if stats.scheduled_time is not None:
-        told["queue"] = stats.scheduled_time - stats.arrival_time
-    if stats.first_token_time is not None:
-        told["ttft"] = stats.first_token_time - stats.arrival_time
-        if stats.scheduled_time is not None:
-            told["prefill"] = stats.first_token_time - stats.scheduled_time
-    if stats.finished_time is not None:
-        told["e2e"] = stats.finished_time - stats.arrival_time
-        if stats.first_token_time is not None:
-            told["decode"] = stats.finished_time - stats.first_token_time
-    return {name: round(seconds, 6) for name, seconds in told.items()}
+    """Seconds: `queue`, `prefill`, `decode`, `ttft` and `e2e`, as far as the request has come."""
+    stats = request.stats
+    spans = {
+        "queue": (stats.arrival_time, stats.scheduled_time),
+        "ttft": (stats.arrival_time, stats.first_token_time),
+        "prefill": (stats.scheduled_time, stats.first_token_time),
+        "e2e": (stats.arrival_time, stats.finished_time),
+        "decode": (stats.first_token_time, stats.finished_time),
+    }
+    return {
+        name: round(end - start, 6) for name, (start, end) in spans.items() if start is not None and end is not None
+    }
 
 
 # -- the first line ----------------------------------------------------------------------------------------------------
@@ -176,11 +175,11 @@ def open_log(
 ) -> RequestLog | None:
     """None if no log was asked for. `layout`: of one rank; `sizes`: of the whole model. Raises ConfigError when the log
     cannot be written."""
-    asked = config.request_log
-    if asked is None:
+    log = config.request_log
+    if log is None:
         return None
     first = header(config, info, layout, sizes)
-    file = LogFile(Path(asked.path), asked.max_bytes, partial(_new_lines, first))
+    file = LogFile(Path(log.path), log.max_bytes, partial(_new_lines, first))
     return RequestLog(file, clock, layout.block_size)
 
 

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from cairn.engine.child_process import Waker
 from cairn.engine.transfers.tls_connection import ConnectionLost, TlsConnection
-from cairn.engine.waker import Waker
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.peers import Address, is_loopback
