@@ -221,33 +221,26 @@ class SchedulerSide(Protocol):
         """Whether leases of `pages` and of `num_more` other pages fit under the cap of all leases. A page that is
         leased already counts once. While nothing is leased, one offer may exceed the cap: a long prompt must be served,
         too."""
-        ...
 
     def offer(self, offer: Offer) -> str:
         """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
-        ...
 
     def withdraw(self, remote_request_id: str) -> None:
         """End a lease early. Does nothing for unknown or ended ones."""
-        ...
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         """Answer a `LookupRequest`; None: nothing is cached. `offer.keys` are the cached tokens up to a mark or the end
         of the request; call `has_room` first. The offer is leased to the server that asked, and ends in exactly one
         `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, as `offer` does."""
-        ...
 
     def pull(self, spec: PullSpec) -> PullId:
         """Start a pull. It ends in exactly one `PullEnded` and one `PagesFree`."""
-        ...
 
     def abort(self, pull: PullId) -> None:
         """Abort a pull. Its `PagesFree` may come much later. Does nothing for ended ones."""
-        ...
 
     def events(self) -> list[Event]:
         """Events since the last call, in order."""
-        ...
 
 
 class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
@@ -281,16 +274,12 @@ class WorkerSide(Protocol):
 
     def start(self, order: ReadOrder) -> None:
         """Post the reads. Raises LinkError when the peer cannot be read; then nothing was posted."""
-        ...
 
     def poll(self, pull: PullId) -> ReadState:
         """Drive the read; returns its state. Once that is not READING, the read is forgotten."""
-        ...
 
     def take_volume(self, pull: PullId) -> Volume:
         """Size of a read after `poll` has returned DONE; once."""
-        ...
 
     def cancel(self, pull: PullId) -> None:
         """Cancel the read. `poll` returns READING for as long as a late write may come."""
-        ...

@@ -53,15 +53,12 @@ class Piece(Protocol):
 
     def begin(self) -> Sequence[RankReads] | None:
         """The reads, or None while there is no room for them."""
-        ...
 
     def finish(self) -> None:
         """All reads are done, and the order was not cancelled."""
-        ...
 
     def discard(self) -> None:
         """The order was cancelled or has failed, and nothing can arrive any more."""
-        ...
 
 
 Planner: TypeAlias = Callable[[ReadOrder], Sequence[Piece]]

@@ -35,11 +35,9 @@ class RankChannel(Protocol):
 
     def send(self, frame: bytes) -> None:
         """Send a frame. Never waits, and never raises because of the other process."""
-        ...
 
     def receive(self) -> Sequence[bytes]:
         """Frames since the last call. Never waits."""
-        ...
 
 
 class CancelRead(msgspec.Struct, frozen=True, tag="cancel"):

@@ -102,38 +102,29 @@ class Link(Protocol):
 
     def register(self, region: Region) -> None:
         """Register this memory, for peers to read and to read into. Once per link, before anything else."""
-        ...
 
     def describe(self) -> bytes:
         """The description that a peer needs to read from here. It grants access: send it to authenticated peers
         only."""
-        ...
 
     def connect(self, description: bytes) -> str:
         """Add a peer; returns its name, the same for the same description. Raises LinkError."""
-        ...
 
     def disconnect(self, peer: str) -> None:
         """Remove a peer, and cancel its open reads."""
-        ...
 
     def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
         """Start a read of at least one descriptor. Raises LinkError if nothing was started."""
-        ...
 
     def poll(self, handle: ReadHandle) -> ReadState:
         """Drive a read; returns its state. Once that is not READING, the handle is unknown. Raises LinkError for
         unknown ones."""
-        ...
 
     def cancel(self, handle: ReadHandle) -> None:
         """Cancel a read; go on polling until it is not READING. Does nothing for unknown handles."""
-        ...
 
     def progress(self) -> None:
         """Serve the peers that read from here. Call it while a lease is active."""
-        ...
 
     def close(self) -> int:
         """Release everything. Returns the number of reads that may still write; the region must outlive those."""
-        ...
