@@ -171,7 +171,7 @@ def _build_ranks(
             extra_pages=extra,
             step_seconds=_STEP_SECONDS,
             services=services,
-            encoder_bytes=None if config.language_model_only else encoder_bytes,
+            encoder_bytes=None if config.language_model_only else int(encoder_bytes),
         ),
         observe,
     )
