@@ -125,38 +125,40 @@ class _Layer:
         self._state = _FileRanges(pool, [(start + sizes.conv, length) for start in starts]) if length else None
 
     def write(self, files: Tensor, conv: Tensor, state: Tensor) -> None:
-        spec = self._sizes.spec
-        parts = torch.split(conv, [part.channels for part in spec.parts], dim=-1)
-        together = [each for each, part in zip(parts, spec.parts, strict=True) if part.shared]
-        apart = [self._by_unit(each) for each, part in zip(parts, spec.parts, strict=True) if not part.shared]
+        shared, own = self._split(conv)
         if self._shared is not None:
-            self._shared.write(files, torch.cat(together, dim=-1))
+            self._shared.write(files, torch.cat(shared, dim=-1))
         if self._conv is not None:
-            self._conv.write(files, torch.cat(apart, dim=-1))
+            self._conv.write(files, torch.cat(own, dim=-1))
         if self._state is not None:
             self._state.write(files, state.contiguous())
 
     def read(self, files: Tensor) -> tuple[Tensor, Tensor]:
         sizes, spec = self._sizes, self._sizes.spec
         conv = torch.empty(len(files), spec.columns, spec.channels, dtype=sizes.dtype, device=files.device)
-        parts = torch.split(conv, [part.channels for part in spec.parts], dim=-1)
+        shared, own = self._split(conv)
         if self._shared is not None:
-            widths = [part.channels for part in spec.parts if part.shared]
-            found = self._shared.read(files, [spec.columns, sizes.shared_channels], sizes.dtype)
-            mine = (each for each, part in zip(parts, spec.parts, strict=True) if part.shared)
-            for each, values in zip(mine, torch.split(found, widths, dim=-1), strict=True):
-                each.copy_(values)
+            _copy_to(shared, self._shared.read(files, [spec.columns, sizes.shared_channels], sizes.dtype))
         if self._conv is not None:
-            widths = [part.channels // spec.units for part in spec.parts if not part.shared]
-            found = self._conv.read(files, [spec.units, spec.columns, sizes.own_channels], sizes.dtype)
-            mine = (each for each, part in zip(parts, spec.parts, strict=True) if not part.shared)
-            for each, values in zip(mine, torch.split(found, widths, dim=-1), strict=True):
-                self._by_unit(each).copy_(values)
+            _copy_to(own, self._conv.read(files, [spec.units, spec.columns, sizes.own_channels], sizes.dtype))
         if self._state is None:
             return conv, torch.empty(len(files), *spec.state, dtype=torch.float32, device=files.device)
         return conv, self._state.read(files, spec.state, torch.float32)
+
+    def _split(self, conv: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of conv [n, columns, channels]: its shared parts, and its other parts by unit."""
+        parts = self._sizes.spec.parts
+        views = list(zip(torch.split(conv, [part.channels for part in parts], dim=-1), parts, strict=True))
+        shared = [view for view, part in views if part.shared]
+        return shared, [self._by_unit(view) for view, part in views if not part.shared]
 
     def _by_unit(self, part: Tensor) -> Tensor:
         """A view: [n, columns, channels] -> [n, units, columns, channels of one]."""
         units = self._sizes.spec.units
         return part.view(*part.shape[:2], units, part.shape[2] // units).transpose(1, 2)
+
+
+def _copy_to(parts: list[Tensor], values: Tensor) -> None:
+    """Copy the channels of `values` to `parts`, one after the other."""
+    for part, own in zip(parts, torch.split(values, [part.shape[-1] for part in parts], dim=-1), strict=True):
+        part.copy_(own)
