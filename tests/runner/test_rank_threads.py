@@ -70,7 +70,7 @@ def test_rank_0_draws_for_all() -> None:
     threads, driver = RankThreads(runners), tiny("M*", exact=False)
     row = driver.row(driver.sequence(0, 30), prompt(30, 0))
     assert len(threads.run(driver.writer.plan(1, [row])).sampled) == 1
-    assert runners[0]._arrays.last_tokens[0] == runners[1]._arrays.last_tokens[0]
+    assert runners[0]._slot_tensors.last_tokens[0] == runners[1]._slot_tensors.last_tokens[0]
     threads.close()
 
 
