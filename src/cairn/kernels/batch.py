@@ -1,4 +1,4 @@
-"""One forward pass of several sequences, flattened: what the kernels are given beside their operands.
+"""What kernels get beside their operands: the sequences of one forward pass, flattened.
 
     rows   [ decode tokens, one a sequence | tokens of the 1st prefill sequence | tokens of the 2nd | ... ]
 

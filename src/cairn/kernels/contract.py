@@ -1,7 +1,7 @@
-"""What a kernel backend is: these functions, nothing else.
+"""The functions that a kernel backend has.
 
 A backend is a package whose functions have these signatures; a module is an implementation of the protocol.
-`reference` is the slow readable truth, every other backend is tested against it. Nothing is kept between calls, except
+`reference` is slow and readable, and every other backend is tested against it. No state is kept between calls, except
 what `pack` and `build_metadata` give back.
 
 Letters in shapes: T rows of the batch, B sequences, N snapshots (see `Batch`), C channels, W convolution width,
@@ -45,13 +45,13 @@ class Kernels(Protocol):
         ...
 
     def warm_up(self, dtype: torch.dtype | None = None) -> int:
-        """Makes ready whatever batches of a model of this dtype, or of any, may want: how many kernels that were.
-        Without it the first batches are slower, and nothing else."""
+        """Compiles every kernel that a model of this dtype, or of any, may use, and returns their number. Without it
+        the first batches are slower."""
         ...
 
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
-        """What the backend wants to know of a batch before its layers run, once a step: `Batch.metadata`, complete when
-        the staging has been sent, with all that the step needs."""
+        """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`. It is complete
+        when `staging` has been sent."""
         ...
 
     # -- products -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the CUDA backend asks of a machine and of a model. Can be imported where there is neither a GPU nor Triton."""
+"""Requirements of the CUDA backend on the GPU and the model. Importable without a GPU and without Triton."""
 
 import torch
 

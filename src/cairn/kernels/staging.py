@@ -1,4 +1,4 @@
-"""What a step needs of the host on its way to the device, and what it gives on its way back: one copy each."""
+"""Copies between host and device: one for all arrays that a step needs, one for all results that the host reads."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -28,7 +28,7 @@ _NOTHING = torch.empty(0)
 
 
 class StagedArray:
-    """One array on its way; `tensor` is there once `Staging.send` has been called."""
+    """One array of a `Staging`; `tensor` is set by `Staging.send`."""
 
     def __init__(self, array: NDArray[Any], begin: int) -> None:
         self.array, self.begin = array, begin
@@ -43,7 +43,7 @@ class Staging:
         self._end = 0
 
     def add(self, array: NDArray[Any]) -> StagedArray:
-        """An array that is to be on the device after `send`; it is read then."""
+        """Adds an array that is on the device after `send`, which is when it is read."""
         staged = StagedArray(array, self._end)
         self._staged.append(staged)
         self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -77,7 +77,7 @@ class Staging:
 
 
 class ReadbackArray:
-    """One tensor on its way back; `array` is there once `Readback.wait` has been called."""
+    """One tensor of a `Readback`; `array` is set by `Readback.wait`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -85,14 +85,14 @@ class ReadbackArray:
 
 
 class Readback:
-    """The tensors of one step that the host wants to see, of any of the dtypes of `Staging`."""
+    """Results of one step that are copied to the host, of any of the dtypes of `Staging`."""
 
     def __init__(self) -> None:
         self._entries: list[ReadbackArray] = []
-        self._there: list[Tensor] = []
+        self._copied: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> ReadbackArray:
-        """A tensor that is to be on the host after `wait`; it is not written any more."""
+        """Adds a tensor that the host reads after `wait`; it must not be written any more."""
         self._entries.append(ReadbackArray(tensor))
         return self._entries[-1]
 
@@ -100,17 +100,17 @@ class Readback:
         """One copy of everything that was added; none of what is on the host already."""
         tensors = [entry.tensor for entry in self._entries]
         if all(tensor.device.type == "cpu" for tensor in tensors):
-            self._there = tensors
+            self._copied = tensors
             return
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         moved = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
         parts = torch.split(moved, [part.numel() for part in flat])
         # A copy of its own begins where its numbers may begin.
-        self._there = [
+        self._copied = [
             part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
         ]
 
     def wait(self) -> None:
-        """Until the copy is there."""
-        for entry, tensor in zip(self._entries, self._there, strict=True):
+        """Waits until the copy is complete."""
+        for entry, tensor in zip(self._entries, self._copied, strict=True):
             entry.array = tensor.numpy()

@@ -38,4 +38,4 @@ __all__ = [
     "ssd",
     "warm_up",
     "write_kv",
-]
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the CPU backend works out about a batch, once a step: rows as tables that compiled loops read."""
+"""Metadata of the CPU backend, once a step: a batch's work as integer tables that compiled loops read."""
 
 from dataclasses import dataclass
 

@@ -62,17 +62,9 @@ class _Parameters(NamedTuple):
 
 
 def ssd(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    states: Tensor,
-    batch: Batch,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, dt_bias: Tensor,
+    dt_limit: tuple[float, float], states: Tensor, batch: Batch,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.ssd`."""
     host = batch.host
     _, heads, dim = x.shape

@@ -37,4 +37,4 @@ __all__ = [
     "ssd",
     "warm_up",
     "write_kv",
-]
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the CUDA backend works out about a batch, once a step: integers that kernels read on the device.
+"""Metadata of the CUDA backend, once a step: integer tables that kernels read on the device.
 
 Prefill sequences are cut at the chunks of their own absolute grid: chunk c of a sequence that starts at position s
 holds positions [(s // 64 + c) * 64, ... + 64), of which the rows before s are masked in its first chunk and those

@@ -219,17 +219,9 @@ def _decode_kernel(
 
 
 def ssd(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    states: Tensor,
-    batch: Batch,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, dt_bias: Tensor,
+    dt_limit: tuple[float, float], states: Tensor, batch: Batch,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.ssd`."""
     metadata, host = batch.metadata, batch.host
     assert isinstance(metadata, CudaMetadata)

@@ -43,16 +43,9 @@ def _unit(x: Tensor, scale: float, per_key: int) -> Tensor:
 
 
 def _prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    states: Tensor,
-    prefill: Prefill,
-    y: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, states: Tensor, prefill: Prefill, y: Tensor,
     snapshots: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     q, k, v, beta, log_decay = (prefill.lay_out(part) for part in (q, k, v, beta, log_decay))
     state = prefill.state_before(states)
     for index, points in enumerate(prefill.snapshots_by_chunk()):
@@ -63,15 +56,9 @@ def _prefill(
 
 
 def _run_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    points: Sequence[tuple[int, int]],
-    snapshots: Tensor,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor,
+    points: Sequence[tuple[int, int]], snapshots: Tensor,
+) -> None:  # fmt: skip
     """One chunk: v becomes y, the state moves on. `points`: pairs (snapshot, rows of the chunk before it)."""
     length, heads, _ = v.shape
     per_key = heads // q.shape[1]
@@ -112,16 +99,9 @@ def _advance(state: Tensor, cum: Tensor, k: Tensor, written: Tensor, rows: int) 
 
 
 def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    states: Tensor,
-    decodes: Sequence[Decode],
-    y: Tensor,
-    snapshots: Tensor,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, states: Tensor, decodes: Sequence[Decode],
+    y: Tensor, snapshots: Tensor,
+) -> None:  # fmt: skip
     """Slot by slot on the live array: gathering the states would cost more than the step. The vectors are rows, since
     a batched product with one column is far slower than one with one row."""
     count = len(decodes)

@@ -1,4 +1,4 @@
-"""What this backend wants to know of a batch: where its rows lie in tiles and on the grid of chunks."""
+"""Metadata of the exact backend: where a batch's rows lie in tiles and on the grid of chunks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -161,5 +161,5 @@ def aligned_state(states: Tensor, decode: Decode) -> Iterator[Tensor]:
 
 
 def metadata_of(batch: Batch) -> ExactMetadata:
-    """What `build_metadata` made of the batch."""
+    """The result of `build_metadata` for the batch."""
     return cast(ExactMetadata, batch.metadata)

@@ -19,17 +19,9 @@ from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes
 
 
 def ssd(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    states: Tensor,
-    batch: Batch,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, dt_bias: Tensor,
+    dt_limit: tuple[float, float], states: Tensor, batch: Batch,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.ssd`."""
     metadata = metadata_of(batch)
     steps = softplus(widen(dt) + dt_bias).clamp_(*dt_limit)
@@ -43,17 +35,9 @@ def ssd(
 
 
 def _prefill(
-    x: Tensor,
-    steps: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    states: Tensor,
-    prefill: Prefill,
-    y: Tensor,
-    snapshots: Tensor,
-) -> None:
+    x: Tensor, steps: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, states: Tensor, prefill: Prefill,
+    y: Tensor, snapshots: Tensor,
+) -> None:  # fmt: skip
     x, steps, b, c = (prefill.lay_out(part) for part in (x, steps, b, c))
     state = prefill.state_before(states)
     for index, points in enumerate(prefill.snapshots_by_chunk()):
@@ -64,16 +48,9 @@ def _prefill(
 
 
 def _run_chunk(
-    x: Tensor,
-    steps: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    state: Tensor,
-    points: Sequence[tuple[int, int]],
-    snapshots: Tensor,
-) -> None:
+    x: Tensor, steps: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, state: Tensor,
+    points: Sequence[tuple[int, int]], snapshots: Tensor,
+) -> None:  # fmt: skip
     """One chunk: x becomes y, the state moves on. `points`: pairs (snapshot, rows of the chunk before it)."""
     length, heads, dim = x.shape
     future = torch.ones(length, length, dtype=torch.bool).triu_(1)
@@ -114,17 +91,9 @@ def _advance(state: Tensor, cum: Tensor, inputs: Tensor, b: Tensor, rows: int) -
 
 
 def _decode(
-    x: Tensor,
-    steps: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    states: Tensor,
-    decodes: Sequence[Decode],
-    y: Tensor,
-    snapshots: Tensor,
-) -> None:
+    x: Tensor, steps: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, states: Tensor, decodes: Sequence[Decode],
+    y: Tensor, snapshots: Tensor,
+) -> None:  # fmt: skip
     """Slot by slot on the live array: gathering the states would cost more than the step, and a batched product with
     one column is far slower than `mv`."""
     count, groups = len(decodes), b.shape[1]

@@ -43,4 +43,4 @@ __all__ = [
     "ssd",
     "warm_up",
     "write_kv",
-]
+]  # fmt: skip

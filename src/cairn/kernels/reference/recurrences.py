@@ -76,17 +76,9 @@ def conv(
 
 
 def ssd(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    d: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    states: Tensor,
-    batch: Batch,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, dt_bias: Tensor,
+    dt_limit: tuple[float, float], states: Tensor, batch: Batch,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.ssd`."""
     y = torch.empty(x.shape, dtype=x.dtype)
     snapshots = []
