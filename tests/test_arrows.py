@@ -35,7 +35,6 @@ MODEL_NUMBERS = (
     "cairn.models.decoder_config",
     "cairn.models.families",
     "cairn.models.layer_sizes",
-    "cairn.models.served_dtype",
     "cairn.models.weights.tensor_headers",
 )
 

@@ -15,9 +15,9 @@ from cairn.kernels.cpu.int8 import Int8Weight
 from cairn.kernels.cpu.products import PackedWeight
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.models.check import CheckSettings, check
+from cairn.models.decoder_config import ServedQuantization
 from cairn.models.random_weights.make_model import MADE_FAMILIES
 from cairn.models.registry import OpenModel, open_model
-from cairn.models.served_dtype import ServedQuantization
 from cairn.transfer.digest import layout_hash
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import OTHER, TEXT, Engine

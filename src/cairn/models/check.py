@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
+from cairn.models.decoder_config import ServedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import open_model
-from cairn.models.served_dtype import ServedQuantization
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 

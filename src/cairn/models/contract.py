@@ -6,8 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cairn.models.config_schema import parse_config
-from cairn.models.decoder_config import DecoderConfig
-from cairn.models.served_dtype import ServedQuantization
+from cairn.models.decoder_config import DecoderConfig, ServedQuantization
 from cairn.models.sharding import TensorShard
 
 if TYPE_CHECKING:

@@ -32,9 +32,8 @@ from cairn.layers.model import Layer, Mixer, Model, Parallel, Scaled, VocabParal
 from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import Rotary, make_rotary
 from cairn.models.contract import TensorLoader
-from cairn.models.decoder_config import DecoderConfig
+from cairn.models.decoder_config import DecoderConfig, ServedQuantization
 from cairn.models.rank_weights import RankWeights
-from cairn.models.served_dtype import ServedQuantization
 from cairn.models.sharding import TensorShard, shard_vocabulary
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
@@ -13,6 +14,18 @@ from cairn.models.config_schema import Fields, boolean, custom, integer, number,
 from cairn.models.feed_forward import FeedForwardSizes
 from cairn.models.layer_sizes import STATE_BYTES, CacheSpec, ForwardSizes, LayerSizes
 from cairn.models.sharding import check_rank
+
+ServedDType = Literal["float32", "bfloat16"]
+
+ServedQuantization = Literal["int8"]
+"""What the weights of matrix products can be brought to when they are loaded; all else stays in the dtype."""
+
+DTYPE_BYTES: Mapping[ServedDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
+"""Of one number."""
+
+_BY_SAVED: Mapping[str, ServedDType] = MappingProxyType(
+    {"float32": "float32", "float16": "float32", "bfloat16": "bfloat16"}
+)
 
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 24
@@ -147,3 +160,18 @@ def rope_theta(default: float = 10000.0, **options: Any) -> Any:
         return rope.number(name, 1.0, 1e15, default=fields.number(name, 1.0, 1e15, default))
 
     return custom(reader, **options)
+
+
+def served_dtype(raw: Mapping[str, object]) -> ServedDType:
+    """By `dtype` or `torch_dtype`, also those of `text_config`. float16 is widened to float32, which holds it exactly;
+    a config.json that names none is served in float32. Raises ModelError for any other dtype."""
+    inner = raw.get("text_config")
+    places = [raw, inner] if isinstance(inner, Mapping) else [raw]
+    named = [place.get(name) for place in places for name in ("dtype", "torch_dtype")]
+    saved = next((name for name in named if name), "float32")
+    if not isinstance(saved, str) or saved not in _BY_SAVED:
+        raise ModelError(
+            f"config.json: torch_dtype {saved!r:.60} is none of {', '.join(_BY_SAVED)}; set it to one of these, or "
+            "serve with --dtype"
+        )
+    return _BY_SAVED[saved]

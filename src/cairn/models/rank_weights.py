@@ -16,7 +16,7 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.models.contract import TensorLoader
-from cairn.models.served_dtype import ServedQuantization
+from cairn.models.decoder_config import ServedQuantization
 from cairn.models.sharding import Slice, TensorShard
 
 

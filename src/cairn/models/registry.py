@@ -11,9 +11,8 @@ from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import Backend, Execution
-from cairn.models.decoder_config import DecoderConfig
+from cairn.models.decoder_config import DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
-from cairn.models.served_dtype import ServedQuantization
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.weights.quantization import Quantization, read_quantization

@@ -6,10 +6,9 @@ from types import MappingProxyType
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, ModelError
-from cairn.models.decoder_config import DecoderConfig
+from cairn.models.decoder_config import DTYPE_BYTES, DecoderConfig, served_dtype
 from cairn.models.families import family_of
 from cairn.models.layer_sizes import ForwardSizes
-from cairn.models.served_dtype import DTYPE_BYTES, served_dtype
 from cairn.models.weights.tensor_headers import read_json
 
 __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]

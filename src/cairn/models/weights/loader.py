@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from cairn.errors import ModelError
-from cairn.models.served_dtype import ServedDType, served_dtype
+from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.quantization import (
     FP8,
