@@ -12,7 +12,7 @@ from test_core import request, run, tokens_of
 from cairn.engine.build import build_core
 from cairn.engine.client import OutputQueue
 from cairn.engine.contract import EngineConfig, GenerateOutput
-from cairn.engine.contract.output import packed
+from cairn.engine.contract.output import pack_logprobs
 from cairn.engine.output_processor import StopStringChecker
 from cairn.engine.specs import seed_of
 from cairn.engine.text.tokenizer import ModelTokenizer
@@ -313,12 +313,12 @@ def test_a_stop_string_across_tokens_with_and_without_itself():
 def test_a_stop_that_ends_too_early_is_never_met_later(cut):
     stops = StopStringChecker(["ab", "xxabyyyy"])
     text = "xxaby"
-    said, met = stops.push(text[:cut], heed=False)
-    rest, met = stops.push(text[cut:], heed=False)
+    said, met = stops.push(text[:cut], check=False)
+    rest, met = stops.push(text[cut:], check=False)
     more, met = stops.push("z")
     assert met is None and said + rest + more + stops.flush() == "xxabyz"
     stops = StopStringChecker(["ab"])
-    assert stops.push("a", heed=False)[1] is None
+    assert stops.push("a", check=False)[1] is None
     assert stops.push("b") == ("", "ab")
 
 
@@ -374,11 +374,11 @@ def test_outputs_that_wait_are_merged_by_answer_with_their_logprobs():
     def output(index, token, **fields):
         one = Logprobs(np.array([[token, 0]]), np.array([[-1.0, -0.5]]), np.array([3]))
         return GenerateOutput(
-            request_id="a", index=index, token_ids=[token], text=chr(token), logprobs=packed([one], 1), **fields
+            request_id="a", index=index, token_ids=[token], text=chr(token), logprobs=pack_logprobs([one], 1), **fields
         )
 
     mailbox = OutputQueue()
-    prompt = packed([], 2)
+    prompt = pack_logprobs([], 2)
     mailbox.put(output(0, 97, prompt_logprobs=prompt))
     mailbox.put(output(1, 65))
     mailbox.put(output(0, 98, finish_reason="stop"))
