@@ -10,7 +10,6 @@ import torch
 from cairn.errors import ConfigError
 from kernels.backends import BACKENDS, name_of
 from kernels.comparison import check_against_reference, same_bits
-from kernels.cuda_configurations import configurations
 from kernels.fixed_calls import Heads, paged_call
 from kernels.random_batches import OUT_OF_RANGE, RandomBatch, SequenceRows
 
@@ -19,6 +18,8 @@ pytest.importorskip("triton")
 CUDA = next((kernels for kernels in BACKENDS if name_of(kernels) == "cuda"), None)
 if CUDA is None:
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1", allow_module_level=True)
+
+from kernels.cuda_configurations import configurations  # noqa: E402
 
 # The package has the function under the module's name.
 module = import_module("cairn.kernels.cuda.attention")

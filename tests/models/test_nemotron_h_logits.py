@@ -66,9 +66,7 @@ def test_resumed_from_a_checkpoint_at_every_position(name: str, seed: int) -> No
 
 def bounded(mixer: Any, dt_min: float) -> Any:
     """With a lower bound of the time steps, if it is Mamba2."""
-    return (
-        replace(mixer, shape=replace(mixer.shape, dt_limit=(dt_min, math.inf))) if isinstance(mixer, Mamba2) else mixer
-    )
+    return replace(mixer, dt_limit=(dt_min, math.inf)) if isinstance(mixer, Mamba2) else mixer
 
 
 def test_the_lower_bound_of_time_steps_is_transformers_own() -> None:
