@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cairn.kernels import cpu
 from cairn.kernels.cpu import compile_cache, compiled, threads
-from cairn.kernels.cpu.compiled import BF16, F32, I64, INT, Kernel, Variant, kernel
+from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, I64, INT, Kernel, Variant, kernel, record
 from cairn.kernels.cpu.scalars import exp, load, narrow, store, widen
 from cairn.kernels.cpu.warm_up import MODULES, warm_up
 from cairn.machine import Machine
@@ -60,6 +60,17 @@ def _count(begin: int, end: int, counts: Any, step: int) -> None:
 @kernel({torch.int64: (I64, INT)})
 def _fail(begin: int, end: int, x: Any, size: int) -> None:
     x[0] = len(np.empty(size))
+
+
+class Scaling(NamedTuple):
+    x: Any
+    factor: float
+
+
+@kernel({torch.float32: (record(Scaling, F32, FLOAT), F32)})
+def _scale(begin: int, end: int, scaling: Any, out: Any) -> None:
+    for i in range(begin, end):
+        out[i] = scaling.factor * scaling.x[i]
 
 
 class Team:
@@ -133,6 +144,19 @@ def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:
         out = torch.empty(given_.shape)
         _exp[torch.float32](given_.numel(), LITTLE, given_.data_ptr(), out.data_ptr())
         torch.testing.assert_close(out, wanted.float(), rtol=2 * torch.finfo(torch.float32).eps, atol=0, equal_nan=True)
+
+
+def test_a_record_is_called_with_its_fields_one_after_the_other() -> None:
+    x, out = torch.arange(3.0), torch.empty(3)
+    _scale[torch.float32](3, LITTLE, *Scaling(x.data_ptr(), 2.5), out.data_ptr())
+    assert out.tolist() == [0.0, 2.5, 5.0]
+
+
+def test_a_kernel_has_no_variants_where_its_instructions_are_missing() -> None:
+    missing = kernel({torch.float32: (F32,)}, needs=False)(lambda begin, end, x: None)
+    assert list(missing.compile()) == []
+    with pytest.raises(TypeError, match="takes"):
+        missing[torch.float32]
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
