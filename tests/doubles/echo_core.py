@@ -163,7 +163,7 @@ def _transfer(
     name = f"echo {next(_numbers)}"
     settings = config.kv_transfer
     if faults.no_lease_room:
-        settings = replace(settings, lease_share=1e-9)
+        settings = settings.model_copy(update={"lease_share": 1e-9})
     made = build_transfer(settings, memory, _LAYOUT_HASH, clock, make_link=lambda host: _fabric.link(name))
     if faults.no_lease_room:
         made.quota = replace(made.quota, wait_seconds=0.0)
