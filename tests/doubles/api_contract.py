@@ -41,7 +41,7 @@ class ApiContract:
             schema = {"anyOf": [chunk, {"$ref": "#/components/schemas/ErrorResponse"}]}
             for event in response.text.split("\n\n")[:-1]:
                 if event != "data: [DONE]":
-                    self._validate(schema, json.loads(event.removeprefix("data: ")))
+                    self._validate(schema, json.loads(event.partition("data: ")[2]))
         if status == "200" and "requestBody" in operation:
             body = operation["requestBody"]["content"][JSON]["schema"]
             self._validate(body, json.loads(request.content))

@@ -23,6 +23,8 @@ TELLING = ["/v1/models", "/health", "/ping", "/ready", "/load", "/version", "/se
 RIGHT = [
     ("POST", "/v1/completions", 80, {200, 400}),
     ("POST", "/v1/chat/completions", 50, {200, 400}),
+    ("POST", "/v1/messages", 50, {200, 400}),
+    ("POST", "/v1/messages/count_tokens", 25, {200, 400}),
     ("POST", "/tokenize", 120, {200, 400}),  # few have either a prompt or messages
     ("POST", "/detokenize", 30, {200, 400}),
     ("POST", "/reset_prefix_cache", 5, {200, 400}),
@@ -34,6 +36,8 @@ RIGHT = [
 WRONG = [
     ("POST", "/v1/completions", 80),
     ("POST", "/v1/chat/completions", 50),
+    ("POST", "/v1/messages", 50),
+    ("POST", "/v1/messages/count_tokens", 25),
     ("POST", "/tokenize", 25),
     ("POST", "/detokenize", 30),
     ("POST", "/reset_prefix_cache", 5),
@@ -99,7 +103,8 @@ def test_the_document_types_every_body(server):
     """Whatever is sent and said as JSON has a type with fields of its own; tests hold both to it (`ApiContract`)."""
     document = server.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
-    wanted = {("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")}
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
+    wanted = {("post", path) for path in (*paths, "/tokenize", "/detokenize")}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             bodies = [operation["requestBody"]] if "requestBody" in operation else []

@@ -45,13 +45,13 @@ def http_application(
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def http_error(request: Request, error: Exception) -> Response:
     """For errors of the framework: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
-    response = error_response(make_error(error.detail, error.status_code, code))
+    response = error_response(make_error(error.detail, error.status_code, code), request.scope)
     response.headers.update(error.headers or {})
     return response

@@ -1,11 +1,29 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as clients read them: OpenAI's `{"error": {"message", "type", "param", "code"}}`, and below /v1/messages
+Anthropic's `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from cairn.errors import RequestError
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
 
 
 class ClientDisconnected(Exception):
@@ -27,15 +45,27 @@ def error_body(message: str, status: int, code: str, param: str | None = None) -
 
 
 def encode_error(error: RequestError) -> bytes:
-    """The body of an error as JSON."""
+    """The body of an error as JSON, in OpenAI's form."""
     return msgspec.json.encode(error_body(error.message, error.status, error.code, error.param))
 
 
-def error_response(error: RequestError) -> Response:
-    """With `Retry-After` if the error has one, and `WWW-Authenticate` for a missing key."""
+def encode_anthropic_error(error: RequestError, request_id: str | None) -> bytes:
+    """The body of an error as JSON, in Anthropic's form; `param` names the field, as in OpenAI's."""
+    shown = error_body(error.message, error.status, error.code, error.param)["error"]
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    detail = {"type": kind, "message": shown["message"], "param": shown["param"]}
+    return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
+
+
+def error_response(error: RequestError, scope: Scope | None = None) -> Response:
+    """In the form of the API that `scope` is a request of; with `Retry-After` if the error has one, and
+    `WWW-Authenticate` for a missing key."""
+    content = encode_error(error)
+    if scope is not None and scope["path"].startswith(ANTHROPIC_PATH):
+        content = encode_anthropic_error(error, scope.get("cairn.request_id"))
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    return Response(encode_error(error), error.status, headers, media_type="application/json")
+    return Response(content, error.status, headers, media_type="application/json")
 
 
 def internal_error() -> RequestError:

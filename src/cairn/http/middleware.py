@@ -41,7 +41,7 @@ class HttpMiddleware(ABC):
         try:
             return await self._handle(scope, receive, send)
         except RequestError as error:
-            return await error_response(error)(scope, receive, send)
+            return await error_response(error, scope)(scope, receive, send)
 
     @abstractmethod
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +78,7 @@ class RequestIds(HttpMiddleware):
             if started:
                 raise
             logger.exception("a bug in answering %s", scope["path"])
-            return await error_response(internal_error())(scope, receive, send_with_id)
+            return await error_response(internal_error(), scope)(scope, receive, send_with_id)
 
 
 class ApiKey(HttpMiddleware):
@@ -92,7 +92,10 @@ class ApiKey(HttpMiddleware):
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        if not key and (named := headers.get("x-api-key")) is not None:
+            kind, key = "bearer", named  # Anthropic's clients
         digest = _digest(key.encode("latin-1"))
         # All are compared, so that the time does not depend on which one matches.
         num_matches = sum(hmac.compare_digest(digest, expected) for expected in self._expected)

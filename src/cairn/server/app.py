@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from cairn.http.application import http_application
 from cairn.server import cache_routes, routes, status_routes
+from cairn.server.anthropic import routes as anthropic_routes
 from cairn.server.error_handlers import install_error_handlers
 from cairn.server.openapi import build_openapi_document
 from cairn.server.service import Service
@@ -19,7 +20,12 @@ __all__ = ["create_app"]
 
 # The page contains no data: it fetches what it shows with the key that is typed into it.
 _OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "/ready", "/version"})
-_GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
+_GATED_PATHS = frozenset(
+    (
+        *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/tokenize", "/detokenize"),
+    )
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.include_router(routes.router())
+    app.include_router(anthropic_routes.router())
     app.include_router(status_routes.router())
     app.include_router(cache_routes.router())
     install_error_handlers(app)

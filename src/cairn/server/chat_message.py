@@ -30,13 +30,22 @@ class ChatMessage:
     def add(self, text: str, *, last: bool, truncated: bool = False) -> dict[str, Any]:
         """The delta of this text, empty while it is not certain what it is. `last`: nothing follows; `truncated`: the
         answer did not end by itself."""
-        events = self._parser.extract_streaming(text)
-        if last:
-            events += self._parser.finish(truncated=truncated)
         delta: dict[str, Any] = {}
-        for event in events:
+        for event in self._parse(text, last, truncated):
             self._add_event(event, delta)
         return delta
+
+    def add_in_order(self, text: str, *, last: bool, truncated: bool = False) -> list[dict[str, Any]]:
+        """As `add`, with a delta of its own for each piece of content, reasoning or a call, as they come."""
+        deltas: list[dict[str, Any]] = []
+        for event in self._parse(text, last, truncated):
+            deltas.append({})
+            self._add_event(event, deltas[-1])
+        return deltas
+
+    def _parse(self, text: str, last: bool, truncated: bool) -> list[OutputEvent]:
+        events = self._parser.extract_streaming(text)
+        return events + self._parser.finish(truncated=truncated) if last else events
 
     def message(self) -> dict[str, Any]:
         """All that has been added, as a message."""

@@ -89,7 +89,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _cairn_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, CairnError)
-    return error_response(to_request_error(error))
+    return error_response(to_request_error(error), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -98,7 +98,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         # The framework keeps a body that it could not parse, and does not say what was wrong.
         found = explain_unreadable(getattr(request, "_body", b""))
         if found is not None:
-            return error_response(InvalidRequest(*found))
+            return error_response(InvalidRequest(*found), request.scope)
     return await http_error(request, error)
 
 
@@ -114,14 +114,14 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
-        return error_response(InvalidRequest(f"the body is not valid JSON: {context.get('error', '')}"))
+        return error_response(InvalidRequest(f"the body is not valid JSON: {context.get('error', '')}"), request.scope)
     (source, *loc), body = first["loc"], error.body
     path = loc[:1]
     if source == "body" and loc:
         path += _locate(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, is_missing=kind == "missing")
     if not path:
         message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
-        return error_response(InvalidRequest(message))
+        return error_response(InvalidRequest(message), request.scope)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path.append("type")
     context = {name: str(value).replace("'", '"') for name, value in context.items()}
@@ -133,7 +133,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
         shown = repr(value)
         rule += f" (got {shown if len(shown) <= _MAX_INPUT_CHARS else shown[:_MAX_INPUT_CHARS] + '…'})"
     is_inner = path[-1] in ("content", "cache_control") or not _WHOLE_FIELDS.isdisjoint(path[:-1])
-    return error_response(InvalidRequest(f"{_join(path)} {rule}", _join(path[:1] if is_inner else path)))
+    param = _join(path[:1] if is_inner else path)
+    return error_response(InvalidRequest(f"{_join(path)} {rule}", param), request.scope)
 
 
 def _locate(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> list[int | str]:

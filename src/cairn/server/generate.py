@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
-from cairn.http.error_responses import ClientDisconnected, encode_error, make_error
+from cairn.http.error_responses import ClientDisconnected, make_error
 from cairn.server.engine_request import rename_error_param
 from cairn.server.error_handlers import to_request_error
 from cairn.server.metrics import RequestMeter
@@ -127,30 +127,24 @@ class Generation:
     async def _events(
         self, first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None]
     ) -> AsyncGenerator[bytes, None]:
-        """The whole stream, from the opening to [DONE]. A failure on the way is an event of its own."""
-        writer, options = self.writer, self.writer.body.stream_options
-        include_usage = options is not None and bool(options.include_usage)
-        usage_everywhere = include_usage and options is not None and bool(options.continuous_usage_stats)
+        """The whole stream. A failure on the way is an event of its own."""
+        writer = self.writer
         async with aclosing(outputs):
-            for chunk in writer.write_opening():
-                yield _event(msgspec.json.encode(chunk | ({"usage": writer.usage()} if usage_everywhere else {})))
+            for event in writer.opening_events():
+                yield event
             try:
                 latest: PromptOutput | None = first
                 while latest is not None:
-                    write = partial(writer.write_chunk, *latest)
-                    piece = write() if latest[1].prompt_logprobs is None else await self.service.tokenizer.run(write)
-                    if piece is not None:
-                        if usage_everywhere:
-                            piece["usage"] = writer.usage()
-                        if writer.is_complete and not include_usage:
-                            piece["cairn"] = writer.cache_use()
-                        yield _event(msgspec.json.encode(piece))
+                    write = partial(writer.output_events, *latest)
+                    in_thread = latest[1].prompt_logprobs is not None
+                    for event in await self.service.tokenizer.run(write) if in_thread else write():
+                        yield event
                     latest = await anext(outputs, None)
-                if include_usage:
-                    yield _event(msgspec.json.encode(writer.write_usage_chunk()))
+                closing = writer.closing_events()
             except CairnError as error:
-                yield _event(encode_error(to_request_error(error)))
-            yield _event(b"[DONE]")
+                closing = writer.error_events(to_request_error(error))
+            for event in closing:
+                yield event
 
 
 def _error_of(output: GenerateOutput) -> RequestError:
@@ -165,11 +159,6 @@ def _drop_tokens(output: GenerateOutput) -> GenerateOutput:
     """For a request that wants its prompt echoed and nothing else."""
     finish = None if output.finish_reason is None else "length"
     return msgspec.structs.replace(output, token_ids=[], text="", logprobs=None, finish_reason=finish, stop_reason=None)
-
-
-def _event(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from msgspec.json import schema_components
 
 from cairn.engine.contract import CacheView
+from cairn.http.error_responses import ANTHROPIC_PATH
 from cairn.server import responses
 from cairn.server.service import Service
 
@@ -21,6 +22,8 @@ _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "/v1/completions": (responses.CompletionResponse,),
         "/v1/chat/completions": (responses.ChatResponse,),
+        "/v1/messages": (responses.MessagesResponse,),
+        "/v1/messages/count_tokens": (responses.CountTokensResponse,),
         "/tokenize": (responses.TokenizeResponse,),
         "/detokenize": (responses.DetokenizeResponse,),
         "/v1/models": (responses.ModelList,),
@@ -37,7 +40,11 @@ _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
     {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}}
 )
 _CHUNKS: Mapping[str, Any] = MappingProxyType(
-    {"/v1/completions": responses.CompletionChunk, "/v1/chat/completions": responses.ChatChunk}
+    {
+        "/v1/completions": responses.CompletionChunk,
+        "/v1/chat/completions": responses.ChatChunk,
+        "/v1/messages": responses.MessagesEvent,
+    }
 )
 _ERRORS: Mapping[int, str] = MappingProxyType(
     {
@@ -78,7 +85,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
         schemas.pop(name, None)
     _add_model_limits(schemas, service)
     types = [*(kind for kinds in _RESPONSES.values() for kind in kinds), *_CHUNKS.values()]
-    types += [responses.ErrorResponse, responses.StatusResponse]
+    types += [responses.ErrorResponse, responses.AnthropicErrorResponse, responses.StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
     # `/server_info` has the cache's fields among the engine's.
     engine, cache = schemas["EngineInfo"], schemas.pop("CacheInfo")
@@ -125,7 +132,11 @@ def _error_statuses(path: str, method: str, operation: dict[str, Any], gated: Se
 
 
 def _error_schema(path: str, status: int) -> Schema:
-    kind = responses.StatusResponse if status == 503 and path in _PROBES else responses.ErrorResponse
+    kind: Any = responses.ErrorResponse
+    if path.startswith(ANTHROPIC_PATH):
+        kind = responses.AnthropicErrorResponse
+    elif status == 503 and path in _PROBES:
+        kind = responses.StatusResponse
     content = {"application/json": {"schema": _reference(kind)}}
     refusal: Schema = {"description": _ERRORS[status], "content": content}
     if status == 429:

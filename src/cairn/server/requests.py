@@ -28,8 +28,8 @@ from cairn.engine.contract import MAX_BAD_WORDS, RANGES
 from cairn.errors import InvalidRequest
 
 _INT64 = 1 << 63
-_MAX_MESSAGES = 16_384
-_MAX_TOOLS = 1024
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
 
 _NOTHING = "allowed_token_ids audio chat_template prediction prompt_embeds reasoning_effort truncate_prompt_tokens"
 _EMPTY = "bad_words documents functions logits_processors tools"
@@ -55,7 +55,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 WRONG_KIND = "wrong_kind"
 """pydantic's error type for a value of no type that a union has."""
 
-_STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 _ONLY_KNOWN = ConfigDict(extra="forbid", strict=True)
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def _kind(value: Any) -> str | None:
     return _KINDS.get(type(value))
 
 
-def _by_kind(expected: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
+def kind_discriminator(expected: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
     """Tells the members of a union apart by their JSON type. `expected`: the types, in words."""
     return Discriminator(kind_of, custom_error_type=WRONG_KIND, custom_error_message=f"must be {expected}")
 
@@ -103,7 +103,7 @@ def _kind_of_prompt(value: Any) -> str | None:
     return "several" if kind == "list" and value and isinstance(value[0], str | list) else kind
 
 
-_PROMPT_KIND = _by_kind("text or a list of token ids", _kind_of_prompt)
+_PROMPT_KIND = kind_discriminator("text or a list of token ids", _kind_of_prompt)
 SinglePrompt: TypeAlias = Annotated[Annotated[Text, Tag("text")] | Annotated[TokenIds, Tag("list")], _PROMPT_KIND]
 Prompts: TypeAlias = Annotated[
     Annotated[Text, Tag("text")]
@@ -130,7 +130,7 @@ StopText: TypeAlias = Annotated[Unicode, WithJsonSchema({"type": "string", **RAN
 Stops: TypeAlias = Annotated[
     Annotated[StopText, Tag("text")]
     | Annotated[list[StopText], Field(json_schema_extra=RANGES["stop"].schema()), Tag("list")],
-    _by_kind("text or a list of texts"),
+    kind_discriminator("text or a list of texts"),
 ]
 
 
@@ -169,7 +169,7 @@ class ImagePart(TypedDict):
     type: Literal["image_url", "input_image"]
     image_url: Annotated[
         Annotated[Text, Tag("text")] | Annotated[ImageUrl, Tag("object")],
-        _by_kind("a URL, or an object with one as url"),
+        kind_discriminator("a URL, or an object with one as url"),
     ]
     cache_control: NotRequired[CacheControl | None]
 
@@ -177,7 +177,8 @@ class ImagePart(TypedDict):
 ContentPart: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 MessageContent: TypeAlias = Annotated[
-    Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")], _by_kind("text or a list of parts")
+    Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")],
+    kind_discriminator("text or a list of parts"),
 ]
 
 
@@ -187,7 +188,10 @@ class CalledFunction(TypedDict):
 
     name: Text
     arguments: NotRequired[
-        Annotated[Annotated[Unicode, Tag("text")] | Annotated[dict[str, Any], Tag("object")], _by_kind("JSON in text")]
+        Annotated[
+            Annotated[Unicode, Tag("text")] | Annotated[dict[str, Any], Tag("object")],
+            kind_discriminator("JSON in text"),
+        ]
     ]
 
 
@@ -202,12 +206,12 @@ class ToolCall(TypedDict):
 class Message(BaseModel):
     """One message of a chat. `reasoning`: another name of `reasoning_content`."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     role: str = Field(min_length=1, max_length=64)
     content: MessageContent | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_TOOLS)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: IgnoredUnlessText = None
     reasoning: IgnoredUnlessText = None
@@ -246,10 +250,10 @@ def _as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return value
 
 
-ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=_MAX_TOOLS)]
+ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=MAX_TOOLS)]
 ToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("object")],
-    _by_kind('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    kind_discriminator('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
 ]
 
 
@@ -316,7 +320,7 @@ class StreamOptions(BaseModel):
 class SamplingFields(BaseModel):
     """The fields that completions and chats share. `priority`: smaller ones first."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     model: ModelName | None = None
     max_tokens: Int64 | None = in_range("max_tokens")
@@ -398,7 +402,7 @@ class CompletionRequest(SamplingFields):
 class TemplateFields(BaseModel):
     """What a chat's prompt depends on besides its messages."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
@@ -409,7 +413,7 @@ class TemplateFields(BaseModel):
 class ChatRequest(SamplingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = in_range("max_tokens")
     logprobs: bool | None = False
     top_logprobs: Int64 | None = in_range("logprobs")
@@ -434,14 +438,14 @@ class TokenizeRequest(TemplateFields):
 
     model: ModelName | None = None
     prompt: Unicode | None = Field(None, json_schema_extra={"minLength": 1})
-    messages: list[Message] | None = Field(None, min_length=1, max_length=_MAX_MESSAGES)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = True
 
 
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     model: ModelName | None = None
     tokens: TokenIds

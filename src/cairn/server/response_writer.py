@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from cairn.engine.contract import CacheReport, FinishReason, GenerateOutput, RenderedPrompt, TokenLogprobs
+from cairn.errors import RequestError
+from cairn.http.error_responses import encode_error
 from cairn.server.chat_message import ChatMessage
 from cairn.server.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
 from cairn.server.requests import CompletionRequest, SamplingFields
@@ -47,7 +49,8 @@ class ResponseWriter(ABC):
     """Writes `n` answers to each of `prompts` as one endpoint does; used once, for one response or one stream. All it
     writes is plain JSON objects.
 
-    `caches`, `prompt_logprobs`: by prompt; `kv_transfer_params`: of the first one. They come with the last outputs.
+    `new_message` makes the message of one answer of a chat. `caches`, `prompt_logprobs`: by prompt;
+    `kv_transfer_params`: of the first one. They come with the last outputs.
     """
 
     id: str
@@ -57,6 +60,7 @@ class ResponseWriter(ABC):
     prompts: Sequence[RenderedPrompt]
     n: int
     formatter: LogprobsFormatter
+    new_message: Callable[[], ChatMessage]
     choices: list[Choice] = field(init=False)
     caches: list[CacheReport | None] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
@@ -112,6 +116,38 @@ class ResponseWriter(ABC):
             chunk["kv_transfer_params"] = msgspec.Raw(output.kv_transfer_params)
         return chunk
 
+    def opening_events(self) -> list[bytes]:
+        """The server-sent events before any output."""
+        return [self._chunk_event(chunk) for chunk in self.write_opening()]
+
+    def output_events(self, prompt: int, output: GenerateOutput) -> list[bytes]:
+        """Add an output for prompt number `prompt`. The events that it brings."""
+        chunk = self.write_chunk(prompt, output)
+        if chunk is None:
+            return []
+        if self.is_complete and not self._includes_usage:
+            chunk["cairn"] = self.cache_use()
+        return [self._chunk_event(chunk)]
+
+    def closing_events(self) -> list[bytes]:
+        """The events after the last output."""
+        usage = [encode_event(msgspec.json.encode(self.write_usage_chunk()))] if self._includes_usage else []
+        return [*usage, encode_event(b"[DONE]")]
+
+    def error_events(self, error: RequestError) -> list[bytes]:
+        """The events of a failure, which ends the stream."""
+        return [encode_event(encode_error(error)), encode_event(b"[DONE]")]
+
+    def _chunk_event(self, chunk: dict[str, Any]) -> bytes:
+        options = self.body.stream_options
+        if self._includes_usage and options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self.usage()
+        return encode_event(msgspec.json.encode(chunk))
+
+    @property
+    def _includes_usage(self) -> bool:
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
     def write_usage_chunk(self) -> dict[str, Any]:
         return self._envelope(self.chunk_object, []) | {"usage": self.usage(), "cairn": self.cache_use()}
 
@@ -125,7 +161,7 @@ class ResponseWriter(ABC):
             "total_tokens": num_prompt + num_generated,
         }
         if self.is_complete:
-            usage["prompt_tokens_details"] = {"cached_tokens": sum(map(_count_cached_tokens, self.caches))}
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(map(count_cached_tokens, self.caches))}
         return usage
 
     def cache_use(self) -> dict[str, Any]:
@@ -157,7 +193,13 @@ class ResponseWriter(ABC):
         return {"index": choice.index, **content, "logprobs": logprobs, **ending}
 
 
-def _count_cached_tokens(cache: CacheReport | None) -> int:
+def encode_event(data: bytes, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    named = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return named + b"data: " + data + b"\n\n"
+
+
+def count_cached_tokens(cache: CacheReport | None) -> int:
     """What the client saved: behind a prefill server, what the prefill server had cached."""
     if cache is None:
         return 0
@@ -213,9 +255,7 @@ class CompletionWriter(ResponseWriter):
 
 @dataclass(slots=True)
 class ChatWriter(ResponseWriter):
-    """/v1/chat/completions. `new_message` makes the message of one answer."""
-
-    new_message: Callable[[], ChatMessage] = field(kw_only=True)
+    """/v1/chat/completions."""
 
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

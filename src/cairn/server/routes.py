@@ -33,7 +33,7 @@ from cairn.server.requests import (
     refuse_unsupported,
 )
 from cairn.server.response_format import parse_response_format
-from cairn.server.response_writer import ChatWriter, CompletionWriter
+from cairn.server.response_writer import ChatWriter, CompletionWriter, ResponseWriter
 from cairn.server.service import Service
 
 
@@ -90,7 +90,9 @@ def router() -> APIRouter:
 
 
 async def create_completion(http: Request, body: CompletionRequest, service: ServiceDep) -> Response:
-    return await _generate(http, service, body, lambda: encode_prompts(service, body))
+    return await generate(
+        http, service, body, lambda: encode_prompts(service, body), id_prefix="cmpl-", writer=CompletionWriter
+    )
 
 
 async def create_chat_completion(
@@ -99,22 +101,38 @@ async def create_chat_completion(
     async def render() -> list[RenderedPrompt]:
         return [await render_chat_prompt(service, body, body.messages, allocation)]
 
-    return await _generate(http, service, body, render)
+    return await generate(http, service, body, render, id_prefix="chatcmpl-")
 
 
 MakePrompts: TypeAlias = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
+WriterType: TypeAlias = Callable[..., ResponseWriter]
 
 
-async def _generate(http: Request, service: Service, body: SamplingFields, make_prompts: MakePrompts) -> Response:
+async def generate(
+    http: Request,
+    service: Service,
+    body: SamplingFields,
+    make_prompts: MakePrompts,
+    *,
+    id_prefix: str,
+    writer: WriterType = ChatWriter,
+) -> Response:
+    """Have a body answered as `writer` writes it. Raises RequestError for what has no answer."""
     deadline = Deadline(service.options.request_timeout)
     async with deadline.enforce():
-        preparing = _prepare(http, service, body, make_prompts, deadline)
+        preparing = _prepare(http, service, body, make_prompts, deadline, id_prefix, writer)
         generation = await cancel_on_disconnect(http.receive, preparing)
     return await generation.respond(http)
 
 
 async def _prepare(
-    http: Request, service: Service, body: SamplingFields, make_prompts: MakePrompts, deadline: Deadline
+    http: Request,
+    service: Service,
+    body: SamplingFields,
+    make_prompts: MakePrompts,
+    deadline: Deadline,
+    id_prefix: str,
+    writer_type: WriterType,
 ) -> Generation:
     """Raises RequestError for what can be refused without the engine."""
     arrival_time, info = service.clock.now(), service.engine.info
@@ -128,7 +146,7 @@ async def _prepare(
     bad_words: list[list[int]] = []
     if words := body.bad_words:
         bad_words = await service.tokenizer.run(lambda: encode_bad_words(service.engine.tokenizer.encode, words))
-    answer_id = f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{own_id}"
+    answer_id = f"{id_prefix}{own_id}"
     requests = tuple(
         build_engine_request(
             info,
@@ -145,10 +163,8 @@ async def _prepare(
     prompts = await add_echo_text(service, body, prompts)
     n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more
     created, model = int(service.wall()), service.options.model_name
-    fields = (answer_id, created, model, body, prompts, n, service.logprobs_formatter)
-    chat = isinstance(body, ChatRequest)
-    writer = ChatWriter(*fields, new_message=new_message) if chat else CompletionWriter(*fields)
-    return Generation(service, requests, writer, arrival_time, deadline)
+    fields = (answer_id, created, model, body, prompts, n, service.logprobs_formatter, new_message)
+    return Generation(service, requests, writer_type(*fields), arrival_time, deadline)
 
 
 async def tokenize(
@@ -167,7 +183,7 @@ async def tokenize(
     async with Deadline(service.options.request_timeout).enforce():
         tokens = await cancel_on_disconnect(http.receive, encode())
     limit = service.engine.info.max_model_len
-    return _json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
+    return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Response:
@@ -175,11 +191,11 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep
     refuse_unsupported(body)
     check_token_ids(np.array(body.tokens, np.int64), service.engine.info.vocab_size, "tokens")
     async with Deadline(service.options.request_timeout).enforce():
-        return _json_response(
+        return json_response(
             {"prompt": await cancel_on_disconnect(http.receive, service.tokenizer.decode(body.tokens))}
         )
 
 
-def _json_response(body: dict[str, Any]) -> Response:
+def json_response(body: dict[str, Any]) -> Response:
     """Encoded without the framework, which would visit every item: there may be millions."""
     return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,49 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cairn.engine.contract import RenderedPrompt
+from cairn.errors import RequestError
+from cairn.http.clients import cancel_on_disconnect
+from cairn.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from cairn.server.anthropic.translation import to_chat
+from cairn.server.anthropic.writer import MessagesWriter
+from cairn.server.generate import Deadline
+from cairn.server.prompts import check_model, render_chat_prompt
+from cairn.server.routes import ImageAllocationDep, JsonBodyRoute, ServiceDep, generate, json_response
+
+
+def router() -> APIRouter:
+    routes = APIRouter(route_class=JsonBodyRoute)
+    routes.add_api_route("/v1/messages", create_message, methods=["POST"], response_model=None)
+    routes.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
+    return routes
+
+
+async def create_message(
+    http: Request, body: MessagesRequest, service: ServiceDep, allocation: ImageAllocationDep
+) -> Response:
+    chat = to_chat(body)
+
+    async def render() -> list[RenderedPrompt]:
+        return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
+
+    try:
+        return await generate(http, service, chat.request, render, id_prefix="msg_", writer=MessagesWriter)
+    except RequestError as error:
+        raise chat.rename_error(error) from None
+
+
+async def count_tokens(
+    http: Request, body: CountTokensRequest, service: ServiceDep, allocation: ImageAllocationDep
+) -> Response:
+    check_model(service, body.model)
+    chat = to_chat(body)
+    try:
+        async with Deadline(service.options.request_timeout).enforce():
+            rendering = render_chat_prompt(service, chat.request, chat.request.messages, allocation)
+            prompt = await cancel_on_disconnect(http.receive, rendering)
+    except RequestError as error:
+        raise chat.rename_error(error) from None
+    return json_response({"input_tokens": len(prompt.token_ids)})

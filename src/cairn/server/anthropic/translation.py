@@ -1,0 +1,233 @@
+"""From a body of /v1/messages to one of /v1/chat/completions."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from cairn.errors import InvalidRequest, RequestError
+from cairn.server.anthropic.requests import (
+    AnthropicTool,
+    AssistantMessage,
+    CountTokensRequest,
+    ImageBlock,
+    MessagesRequest,
+    ToolResultBlock,
+    UserMessage,
+)
+from cairn.server.requests import ChatRequest, refuse_unsupported
+
+_PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
+_RENAMED: Mapping[str, str] = MappingProxyType({"stop": "stop_sequences", "response_format": "output_config"})
+"""Fields of chats under the names that they have here."""
+
+
+@dataclass(slots=True)
+class ChatTranslation:
+    """A chat and where its messages come from: one of Anthropic's may become several, because each result of a tool is
+    a message of its own.
+
+    `places`: by message, its path in the body; `blocks`: by message, the path of each part of its content.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    blocks: list[list[str]] = field(default_factory=list)
+    request: ChatRequest = field(init=False)
+
+    def add(self, message: dict[str, Any], place: str, blocks: list[str] | None = None) -> None:
+        self.messages.append(message)
+        self.places.append(place)
+        self.blocks.append(blocks or [])
+
+    def rename_error(self, error: RequestError) -> RequestError:
+        """An error about the chat as one about the body that it is made of."""
+        if not isinstance(error, InvalidRequest):
+            return error
+        message = _PLACE.sub(self._original_place, error.message)
+        param = None if error.param is None else _PLACE.sub(self._original_place, error.param)
+        if param is not None and param in _RENAMED:
+            message, param = message.replace(param, _RENAMED[param], 1), _RENAMED[param]
+        return InvalidRequest(message, param)
+
+    def _original_place(self, found: re.Match[str]) -> str:
+        number, part = int(found[1]), found[2]
+        if number >= len(self.places):
+            return found[0]
+        if part is None or int(part) >= len(self.blocks[number]):
+            return self.places[number]
+        return self.blocks[number][int(part)]
+
+
+def to_chat(body: CountTokensRequest) -> ChatTranslation:
+    """The same as a chat. Raises InvalidRequest naming the field."""
+    refuse_unsupported(body)
+    chat = ChatTranslation()
+    _add_system(chat, body)
+    open_calls: set[str] = set()
+    for number, message in enumerate(body.messages):
+        place = f"messages[{number}]"
+        if message["role"] == "user":
+            _add_user(chat, message, place, open_calls)
+            open_calls = set()
+        elif message["role"] == "assistant":
+            open_calls = _add_assistant(chat, message, place)
+        else:
+            chat.add({"role": "system", "content": _parts_or_text(message["content"])}, place)
+    fields: dict[str, Any] = {"model": body.model, "messages": chat.messages}
+    if body.tools:
+        fields["tools"] = [_translate_tool(tool) for tool in body.tools]
+    fields |= _translate_tool_choice(body) | _translate_thinking(body)
+    if body.output_config is not None and (form := body.output_config.get("format")) is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    if body.messages[-1]["role"] == "assistant":
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "cache_salt": body.cache_salt,
+            "kv_transfer_params": body.kv_transfer_params,
+        }
+    chat.request = ChatRequest.model_validate(fields)
+    return chat
+
+
+def _add_system(chat: ChatTranslation, body: CountTokensRequest) -> None:
+    if body.system:
+        chat.add({"role": "system", "content": _parts_or_text(body.system)}, "system")
+
+
+def _parts_or_text(content: Any) -> Any:
+    """Text blocks are a chat's text parts; fields that a chat does not know are left out."""
+    if isinstance(content, str):
+        return content
+    return [_translate_block(block) for block in content]
+
+
+def _translate_block(block: Any) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": "text", "text": block["text"]} if block["type"] == "text" else _image_part(block)
+    if block.get("cache_control") is not None:
+        part["cache_control"] = block["cache_control"]
+    return part
+
+
+def _image_part(block: ImageBlock) -> dict[str, Any]:
+    source = block["source"]
+    url = source["url"] if source["type"] == "url" else f"data:{source['media_type']};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _add_user(chat: ChatTranslation, message: UserMessage, place: str, open_calls: set[str]) -> None:
+    """Results of tools first, a message each, then the rest. An image in a result goes to the rest: templates have no
+    place for one in a result."""
+    content = message["content"]
+    if isinstance(content, str):
+        chat.add({"role": "user", "content": content}, place)
+        return
+    if not content:
+        raise InvalidRequest(f"{place}.content must not be empty", "messages")
+    parts: list[dict[str, Any]] = []
+    blocks: list[str] = []
+    for number, block in enumerate(content):
+        where = f"{place}.content[{number}]"
+        if block["type"] != "tool_result":
+            parts.append(_translate_block(block))
+            blocks.append(where)
+            continue
+        if block["tool_use_id"] not in open_calls:
+            text = f"{where}.tool_use_id: the message before has no tool_use block with the id {block['tool_use_id']!r}"
+            raise InvalidRequest(text, "messages")
+        images = _add_result(chat, block, where)
+        parts += images
+        blocks += [where] * len(images)
+    if parts:
+        chat.add({"role": "user", "content": parts}, place, blocks)
+
+
+def _add_result(chat: ChatTranslation, block: ToolResultBlock, where: str) -> list[dict[str, Any]]:
+    """Returns the parts that are images."""
+    content = block.get("content") or ""
+    texts = content if isinstance(content, str) else "\n".join(one["text"] for one in content if one["type"] == "text")
+    images = [] if isinstance(content, str) else [_translate_block(one) for one in content if one["type"] == "image"]
+    if block.get("is_error"):
+        texts = f"Error: {texts}"
+    result: dict[str, Any] = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": texts}
+    if block.get("cache_control") is not None:
+        result["cache_control"] = block["cache_control"]
+    chat.add(result, where)
+    return images
+
+
+def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str) -> set[str]:
+    """Returns the ids of its tool calls."""
+    content = message["content"]
+    if isinstance(content, str):
+        chat.add({"role": "assistant", "content": content}, place)
+        return set()
+    parts: list[dict[str, Any]] = []
+    blocks: list[str] = []
+    calls: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    mark = None
+    for number, block in enumerate(content):
+        if block["type"] == "text":
+            parts.append(_translate_block(block))
+            blocks.append(f"{place}.content[{number}]")
+        elif block["type"] == "tool_use":
+            function = {"name": block["name"], "arguments": block["input"]}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+            mark = block.get("cache_control") or mark
+        elif block["type"] == "thinking":
+            reasoning.append(block["thinking"])
+    chatted: dict[str, Any] = {"role": "assistant", "content": parts or None}
+    if len(parts) == 1 and "cache_control" not in parts[0]:
+        chatted["content"] = parts[0]["text"]
+    if calls:
+        chatted["tool_calls"] = calls
+    if reasoning:
+        chatted["reasoning_content"] = "\n".join(reasoning)
+    if mark is not None:
+        chatted["cache_control"] = mark
+    chat.add(chatted, place, blocks)
+    return {str(call["id"]) for call in calls}
+
+
+def _translate_tool(tool: AnthropicTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool["name"]}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    function["parameters"] = {"type": "object"} | tool["input_schema"]
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    translated: dict[str, Any] = {"type": "function", "function": function}
+    if tool.get("cache_control") is not None:
+        translated["cache_control"] = tool["cache_control"]
+    return translated
+
+
+def _translate_tool_choice(body: CountTokensRequest) -> dict[str, Any]:
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    fields: dict[str, Any] = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    if choice["type"] == "tool":
+        if not choice.get("name"):
+            raise InvalidRequest('tool_choice.name is missing: type "tool" needs it', "tool_choice")
+        return fields | {"tool_choice": {"type": "function", "function": {"name": choice["name"]}}}
+    return fields | {"tool_choice": {"any": "required"}.get(choice["type"], choice["type"])}
+
+
+def _translate_thinking(body: CountTokensRequest) -> dict[str, Any]:
+    switches: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.thinking is not None:
+        switches.setdefault("enable_thinking", body.thinking["type"] != "disabled")
+    effort = None if body.output_config is None else body.output_config.get("effort")
+    if effort is not None:
+        switches.setdefault("reasoning_effort", effort)
+    return {"chat_template_kwargs": switches} if switches else {}

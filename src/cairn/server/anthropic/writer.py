@@ -1,0 +1,149 @@
+"""A chat's answer as a message of Anthropic's Messages API, whole or as its events."""
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import msgspec
+
+from cairn.engine.contract import GenerateOutput
+from cairn.errors import RequestError
+from cairn.http.error_responses import encode_anthropic_error
+from cairn.server.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
+
+_STOP_REASONS = MappingProxyType(
+    {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+)
+
+
+Event: TypeAlias = tuple[str, dict[str, Any]]
+"""The name of a server-sent event, and its fields."""
+
+_TEXT_FIELDS = MappingProxyType({"text": "text", "thinking": "thinking", "tool_use": "input"})
+
+
+@dataclass(slots=True)
+class MessagesWriter(ChatWriter):
+    """POST /v1/messages: one answer.
+
+    `blocks`: its content so far, and `pieces` the text of each, which for a tool call is JSON; `is_open`: whether the
+    last block may grow; `events`: of a stream, not sent yet.
+    """
+
+    blocks: list[dict[str, Any]] = field(init=False, default_factory=list)
+    pieces: list[list[str]] = field(init=False, default_factory=list)
+    is_open: bool = field(init=False, default=False)
+    events: list[Event] = field(init=False, default_factory=list)
+
+    def add(self, prompt: int, output: GenerateOutput) -> Choice:
+        choice = ChatWriter.add(self, prompt, output)
+        choice.message = message = choice.message or self.new_message()
+        last = output.finish_reason is not None
+        for delta in message.add_in_order(output.text, last=last, truncated=choice.is_truncated):
+            self._add_delta(delta)
+        return choice
+
+    def _add_delta(self, delta: dict[str, Any]) -> None:
+        if text := delta.get("reasoning"):
+            self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+            self._add_to_block({"type": "thinking_delta", "thinking": text}, text)
+        if text := delta.get("content"):
+            self._open_block({"type": "text", "text": ""})
+            self._add_to_block({"type": "text_delta", "text": text}, text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                begun = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                self._open_block(begun)
+            if text := call["function"]["arguments"]:
+                self._add_to_block({"type": "input_json_delta", "partial_json": text}, text)
+
+    def write_response(self) -> dict[str, Any]:
+        content = []
+        for block, pieces in zip(self.blocks, self.pieces, strict=True):
+            text = "".join(pieces)
+            value = _decode_arguments(text) if block["type"] == "tool_use" else text
+            content.append(block | {_TEXT_FIELDS[block["type"]]: value})
+        params = self.kv_transfer_params
+        return self._envelope_message(content) | {
+            **self._ending(),
+            "usage": self.usage(),
+            "kv_transfer_params": None if params is None else msgspec.Raw(params),
+            "cairn": self.cache_use(),
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """As Anthropic counts: what was read from the cache, and what lies between it and the last marked place, are no
+        part of `input_tokens`. Before the answer has ended neither is known, and both are 0."""
+        prompt, choice = self.prompts[0], self.choices[0]
+        read = count_cached_tokens(self.caches[0])
+        marked = max((place.position for place in prompt.boundaries if place.hold_seconds), default=0)
+        created = max(0, marked - read) if self.is_complete else 0
+        return {
+            "input_tokens": len(prompt.token_ids) - read - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": read,
+            "output_tokens": len(choice.token_ids),
+        }
+
+    def opening_events(self) -> list[bytes]:
+        ending = {"stop_reason": None, "stop_sequence": None, "usage": self.usage()}
+        return [_encode("message_start", message=self._envelope_message([]) | ending), _encode("ping")]
+
+    def output_events(self, prompt: int, output: GenerateOutput) -> list[bytes]:
+        self.add(prompt, output)
+        events, self.events = self.events, []
+        return [_encode(name, **fields) for name, fields in events]
+
+    def closing_events(self) -> list[bytes]:
+        params = self.kv_transfer_params
+        handed = {} if params is None else {"kv_transfer_params": msgspec.Raw(params)}
+        last = len(self.blocks) - 1
+        return [
+            *([_encode("content_block_stop", index=last)] if self.is_open else []),
+            _encode("message_delta", delta=self._ending(), usage=self.usage(), cairn=self.cache_use(), **handed),
+            _encode("message_stop"),
+        ]
+
+    def error_events(self, error: RequestError) -> list[bytes]:
+        return [encode_event(encode_anthropic_error(error, self.id), "error")]
+
+    def _open_block(self, block: dict[str, Any]) -> None:
+        """Begin a block, unless the open one is of this type and no tool call."""
+        if self.is_open:
+            if block["type"] == self.blocks[-1]["type"] != "tool_use":
+                return
+            self._note("content_block_stop", index=len(self.blocks) - 1)
+        self.is_open = True
+        self.blocks.append(block)
+        self.pieces.append([])
+        self._note("content_block_start", index=len(self.blocks) - 1, content_block=block)
+
+    def _add_to_block(self, delta: dict[str, Any], text: str) -> None:
+        self.pieces[-1].append(text)
+        self._note("content_block_delta", index=len(self.blocks) - 1, delta=delta)
+
+    def _note(self, name: str, **fields: Any) -> None:
+        if self.body.stream:
+            self.events.append((name, fields))
+
+    def _envelope_message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+
+    def _ending(self) -> dict[str, Any]:
+        choice = self.choices[0]
+        reason = choice.finish_reason if choice.message is None else choice.message.finish_reason(choice.finish_reason)
+        if reason == "stop" and isinstance(choice.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        return {"stop_reason": _STOP_REASONS.get(reason or "stop"), "stop_sequence": None}
+
+
+def _decode_arguments(text: str) -> Any:
+    """A call that was cut off by `max_tokens` is no JSON: its text is kept where a client can see it."""
+    try:
+        return msgspec.json.decode(text) if text else {}
+    except msgspec.DecodeError:
+        return {"partial_json": text}
+
+
+def _encode(name: str, **fields: Any) -> bytes:
+    return encode_event(msgspec.json.encode({"type": name} | fields), name)
