@@ -101,12 +101,24 @@ def arrows(modules):
 
 def no_circle_in_the_cache(modules):
     """The cache can be read module by module: none imports one that imports it, for types alone or otherwise."""
-    names = {module.name for module in modules if module.room == "cache"}
-    below = {
-        module.name: {name for found in imports(module) for name in names - {module.name} if within(found.target, name)}
-        for module in modules
-        if module.name in names
-    }
+    yield from circles([module for module in modules if module.room == "cache"], lambda found: True)
+
+
+def no_circle_of_eager_imports(modules):
+    """Every module can be imported first."""
+    yield from circles(modules, lambda found: found.eager)
+
+
+def circles(modules, counts):
+    names = {module.name for module in modules}
+    below = {module.name: set() for module in modules}
+    for module in modules:
+        for found in filter(counts, imports(module)):
+            target = found.target
+            while target and target not in names:
+                target = target.rpartition(".")[0]
+            if target and target != module.name:
+                below[module.name].add(target)
     while free := [name for name in below if not below[name] & below.keys()]:
         for name in free:
             del below[name]
@@ -180,6 +192,7 @@ def eagerly_reached(module, by_name):
 RULES = (
     arrows,
     no_circle_in_the_cache,
+    no_circle_of_eager_imports,
     settings_only_in_the_cli,
     torch_in_its_rooms,
     nothing_else_loads_torch,

@@ -1,6 +1,7 @@
 """The documentation against the code: names that are written down must exist, and names that exist be written down."""
 
 import argparse
+import ast
 import re
 
 import pytest
@@ -96,17 +97,24 @@ def test_every_placement_mode_is_described():
     assert all(placement_for(mode, 16, exact=False) for mode in modes - {"none"})
 
 
-def test_every_module_of_a_described_room_has_its_line():
+def test_every_room_is_described_by_modules_that_exist():
     sections = re.split(r"^## (\S.*)$", page("rooms.md"), flags=re.MULTILINE)[1:]
-    rooms = {room: set(re.findall(r"`([\w/]+\.py)`", text)) for room, text in zip(*[iter(sections)] * 2, strict=True)}
-    assert len(rooms) > 8
-    for room, listed in rooms.items():
-        folder = SRC / "cairn" / room
-        if folder.is_dir():
-            paths = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
-            assert listed == {path.relative_to(folder).as_posix() for path in paths}, f"{room}: docs/rooms.md"
-        else:
-            assert [name for name in listed if not (SRC / "cairn" / name).exists()] == [], room
+    rooms = dict(zip(sections[::2], sections[1::2], strict=True))
+    folders = {path.name for path in (SRC / "cairn").iterdir() if (path / "__init__.py").exists()}
+    assert folders - rooms.keys() == {"cli", "settings"}
+    for room, text in rooms.items():
+        named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+        folder = SRC / "cairn" / room if room in folders else SRC / "cairn"
+        outside = {"benchmarks/", "demo/", "tests/"}
+        assert len(named) >= 2, room
+        if room == "kernels":  # operations, of the same name in each backend
+            named = [name for name in named if not (folder / "cpu" / name).exists()]
+        assert [name for name in named if name not in outside and not (folder / name).exists()] == [], room
+
+
+def test_every_module_says_what_it_is():
+    paths = [path for path in (SRC / "cairn").rglob("*.py") if path.name != "__init__.py"]
+    assert [str(path) for path in paths if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 def test_the_changelog_knows_the_version():

@@ -16,6 +16,13 @@ OTHER_HTTP_CLIENTS = ("aiohttp", "requests", "urllib.request", "urllib3", "httpx
 UNSAFE_MODULES = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNSAFE_CALLS = frozenset(("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"))
 SHAPELESS = re.compile(r"(\w+_)?(utils?|common|helpers?|misc|managers?)|base(_\w*)?")
+MOST_FIELDS = 15
+NAMED_ELSEWHERE = frozenset(
+    (
+        *("ServeSettings", "EngineOptions", "ProxyOptions", "SamplingFields", "_LogLine"),
+        *("NemotronHConfig", "Qwen35Config", "FalconH1Config"),
+    )
+)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|opt|Users|mnt)/")
 
 
@@ -183,7 +190,44 @@ def http_client_keeps_state(modules):
                     yield f"{module.at(node)} makes a client without cookies=no_cookies(), trust_env=False"
 
 
-RULES = (mutable_globals, shapeless_names, lists_its_names, asks_for_a_layer_kind, runs_data, http_client_keeps_state)
+# -- what a reader has to keep in the head ---------------------------------------------------------------------------
+
+
+def large_records(modules):
+    """No record has more than MOST_FIELDS fields, but those whose fields somebody else has named: settings,
+    config.json, bodies and lines of files."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and node.name not in NAMED_ELSEWHERE:
+                fields = [
+                    one
+                    for one in node.body
+                    if isinstance(one, ast.AnnAssign) and "ClassVar" not in ast.dump(one.annotation)
+                ]
+                if len(fields) > MOST_FIELDS:
+                    yield f"{module.at(node)} {node.name} has {len(fields)} fields"
+
+
+def public_classes_of_one_name(modules):
+    """A public class's name stands for one thing in the whole package."""
+    places = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.at(node))
+    yield from (f"{name} is more than one class: {', '.join(all_)}" for name, all_ in places.items() if len(all_) > 1)
+
+
+RULES = (
+    mutable_globals,
+    shapeless_names,
+    lists_its_names,
+    asks_for_a_layer_kind,
+    runs_data,
+    http_client_keeps_state,
+    large_records,
+    public_classes_of_one_name,
+)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -241,6 +285,8 @@ def test_no_http_client_beside_the_package_keeps_state_either():
             "httpx.AsyncClient(cookies=no_cookies(), trust_env=False, follow_redirects=True)",
         ),
         (http_client_keeps_state, "cairn.proxy.upstream", "from httpx import AsyncClient"),
+        (large_records, "cairn.step", "class Plan:\n" + "".join(f"    field_{i}: int\n" for i in range(16))),
+        (public_classes_of_one_name, "cairn.step", "class Plan: ...\nif True:\n    pass\nclass Plan: ..."),
         (http_client_keeps_state, "cairn.proxy.upstream", "def ask():\n    import urllib.request"),
     ],
 )

@@ -25,7 +25,7 @@ from cairn.runner.contract import EncoderCounters
 from cairn.step import Image
 
 
-class VisionTower(Protocol):
+class VisionModel(Protocol):
     """A model's vision tower. `merge`: patches that make one vector, in height and in width; `hidden_size`: the width
     of the vectors."""
 
@@ -64,7 +64,7 @@ class CachedEncoder:
     once however its prompt is cut into chunks. An image within a prefix hit is never encoded.
     """
 
-    def __init__(self, tower: VisionTower, cache_bytes: int) -> None:
+    def __init__(self, tower: VisionModel, cache_bytes: int) -> None:
         """`cache_bytes`: size of the cache; 0 caches nothing. Raises ValueError for less."""
         if cache_bytes < 0:
             raise ValueError(f"cache_bytes must not be negative: {cache_bytes}")
