@@ -19,7 +19,8 @@ from doubles.echo_core import build_echo_core
 FLAGS = """
 --allowed-local-media-path --allowed-media-domains --api-key --block-size --check-plans --config --cpu-threads
 --disable-hybrid-kv-cache-manager --download-dir --dtype --enable-auto-tool-choice --enable-prefix-caching
---enforce-eager --eviction --exact --forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout
+--enforce-eager --eviction --exact --generation-config --override-generation-config
+--forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout
 --in-flight-sharing --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file
 --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
 --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting

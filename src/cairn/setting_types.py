@@ -34,11 +34,19 @@ def _list_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list) else value
 
 
+def _object_as_text(value: Any) -> Any:
+    """What YAML gives as an object, as a flag would have it."""
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
 BytesOrZero = Annotated[ByteSize, BeforeValidator(_size_in_bytes), Field(ge=0, le=_MAX_BYTES)]
 Bytes = Annotated[ByteSize, BeforeValidator(_size_in_bytes), Field(ge=1, le=_MAX_BYTES)]
 
 ListText = Annotated[str, BeforeValidator(_list_as_text), Field(max_length=_MAX_LIST_TEXT)]
 """`a,b` or a JSON list, as text; `list_entries` takes it apart."""
+
+JsonText = Annotated[str, BeforeValidator(_object_as_text), Field(max_length=4096)]
+"""A JSON object as text."""
 
 ApiKey = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
 ApiKeys = Annotated[

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from types import MappingProxyType
 
 import httpx
 import openai
@@ -27,7 +28,14 @@ class RunningServer:
     """
 
     def __init__(
-        self, options=None, tokenizer=None, images=MediaConnector, deadlines=None, build=build_echo_core, **config
+        self,
+        options=None,
+        tokenizer=None,
+        images=MediaConnector,
+        deadlines=None,
+        build=build_echo_core,
+        default_sampling=MappingProxyType({}),
+        **config,
     ):
         self.core = None
         self.requests = []
@@ -41,6 +49,7 @@ class RunningServer:
         self._limits = ServerLimits(**limits)
         self._tokenizer = tokenizer or ByteTokenizer()
         self._images = images
+        self._default_sampling = default_sampling
         self._deadlines = deadlines
         self._build = build
         self._http = httpx.Client(timeout=10, verify=False)
@@ -114,7 +123,7 @@ class RunningServer:
 
         self._loop = asyncio.get_running_loop()
         engine = LocalEngine(self._config, build, self._tokenizer, deadlines=self._deadlines)
-        self._server = HttpServer(engine, self._options, self._limits, self._images)
+        self._server = HttpServer(engine, self._options, self._limits, self._images, self._default_sampling)
         self.code = await self._server.run(self._on_ready)
 
     def _on_ready(self, port):

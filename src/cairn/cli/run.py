@@ -35,6 +35,7 @@ def run_server(
     from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
     from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
+    from cairn.server.generation_config import load_default_sampling
     from cairn.server.options import ServerLimits
     from cairn.server.run import HttpServer
 
@@ -49,6 +50,9 @@ def run_server(
     asked, images = engine_config(settings), image_options(settings)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
     config = asked.model_copy(update={"model": find_model(settings)})
+    source, overrides = settings.generation_config, settings.override_generation_config
+    defaults = load_default_sampling(source, overrides, Path(config.model))
+    server_limits = ServerLimits(images=images)
 
     async def run() -> int:
         engine = CoreClient(
@@ -56,7 +60,7 @@ def run_server(
             lambda: load_tokenizer(config.model),
             EngineDeadlines(start=settings.start_timeout),
         )
-        return await _until_drained(HttpServer(engine, settings, ServerLimits(images=images)))
+        return await _until_drained(HttpServer(engine, settings, server_limits, default_sampling=defaults))
 
     return asyncio.run(run())
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 from pydantic_settings import CliPositionalArg
 
-from cairn.setting_types import ApiKeys, Bytes, ListText
+from cairn.setting_types import ApiKeys, Bytes, JsonText, ListText
 
 __all__ = ["ImageOptions", "ServerLimits", "ServerOptions"]
 
@@ -47,6 +47,16 @@ class ServerOptions(BaseModel):
     )
     reasoning_parser: Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think"] | None = Field(
         None, description="how reasoning is written; as in the chat template unless given"
+    )
+
+    generation_config: str = Field(
+        "auto",
+        description="where sampling defaults come from: auto for the checkpoint's generation_config.json, vllm for "
+        "none, or a folder with such a file",
+        min_length=1,
+    )
+    override_generation_config: JsonText | None = Field(
+        None, description='sampling defaults that replace those of --generation-config: {"temperature": 0.6}'
     )
 
     @property

@@ -7,7 +7,7 @@ name, unless they hold a value that changes nothing.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, Self, TypeAlias
 
 import msgspec
 from pydantic import (
@@ -358,6 +358,16 @@ class SamplingFields(BaseModel):
     guided_grammar: Text | None = None
     prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """With values for the fields that it does not have. Their `max_tokens` is a bound that holds for all."""
+        found = {
+            name: value for name, value in defaults.items() if name != "max_tokens" and getattr(self, name) is None
+        }
+        most, limit = defaults.get("max_tokens"), self.get_max_tokens()
+        if most is not None and (limit is None or limit > most):
+            found[self.max_tokens_field or "max_tokens"] = most
+        return self.model_copy(update=found) if found else self
 
     @property
     def is_kv_export(self) -> bool:

@@ -138,6 +138,7 @@ async def _prepare(
     arrival_time, info = service.clock.now(), service.engine.info
     check_model(service, body.model)
     refuse_unsupported(body)
+    body = body.with_defaults(service.default_sampling)
     prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in await make_prompts()]
     own_id: str = http.scope["cairn.request_id"]
     if body.request_id is not None and not http.scope["cairn.has_own_request_id"]:

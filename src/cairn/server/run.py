@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import uvicorn
 from starlette.responses import JSONResponse, Response
@@ -43,13 +44,16 @@ class HttpServer(DrainingServer):
         options: ServerOptions,
         limits: ServerLimits | None = None,
         images: Callable[[ImageOptions], MediaConnector] = MediaConnector,
+        default_sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`images`: makes the connector for images. Raises ConfigError naming the flag."""
+        """`images`: makes the connector for images. `default_sampling`: see `Service`. Raises ConfigError naming the
+        flag."""
         super().__init__(options.shutdown_timeout)
         self._engine = engine
         self._images = images
         self._options = options
         self._limits = limits or ServerLimits()
+        self._default_sampling = default_sampling
         self._trusted = parse_trusted_proxies(options.forwarded_allow_ips)
 
     async def run(self, on_ready: Callable[[int], None] | None = None) -> int:
@@ -95,7 +99,10 @@ class HttpServer(DrainingServer):
         on_ready: Callable[[int], None] | None,
     ) -> int:
         port = server.servers[0].sockets[0].getsockname()[1]
-        service = Service(self._engine, self._options, self._limits, images=self._images(self._limits.images))
+        connector = self._images(self._limits.images)
+        service = Service(
+            self._engine, self._options, self._limits, images=connector, default_sampling=self._default_sampling
+        )
         app = create_app(service)
         async with app.router.lifespan_context(app):
             served.replace(app)

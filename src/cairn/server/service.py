@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TypeVar
 
 from cairn.engine.contract import EngineClient, EngineStats, TextTokenizer
@@ -81,7 +82,8 @@ class TokenizerThread:
 
 
 class Service:
-    """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests."""
+    """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests.
+    `default_sampling`: values of fields that a body does not have; `max_tokens` bounds it where a body has it, too."""
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Service:
         wall: Callable[[], float] = time.time,
         new_id: Callable[[], str] = random_id,
         images: MediaConnector | None = None,
+        default_sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.engine = engine
         self.options = options
@@ -100,6 +103,7 @@ class Service:
         self.wall = wall
         self.new_id = new_id
         self.started = int(wall())
+        self.default_sampling = default_sampling
         self.images = images or MediaConnector(limits.images)
         info = engine.info
         self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)

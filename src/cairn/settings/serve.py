@@ -4,15 +4,14 @@ A flag wins over an environment variable, that over the file, and that over the 
 the meaning is the same.
 """
 
-import json
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import ByteSize, Field
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -23,16 +22,12 @@ from pydantic_settings import (
 from cairn.engine.contract import EngineOptions
 from cairn.errors import ConfigError
 from cairn.server.options import ServerOptions
-from cairn.setting_types import Bytes, ListText
+from cairn.setting_types import Bytes, JsonText, ListText
 from cairn.settings.sources import add_setting_flags, flatten_keys, last_key_word, read_settings
 
 __all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings"]
 
 ENV_PREFIX = "CAIRN_"
-
-
-def _object_as_text(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict) else value
 
 
 class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
@@ -77,8 +72,8 @@ class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
         description="largest request log; then it becomes FILE.1 and a new one is begun",
         validate_default=False,
     )
-    limit_mm_per_prompt: Annotated[str, BeforeValidator(_object_as_text)] | None = Field(
-        None, description='most images in one prompt, as vLLM\'s: {"image": 16}; 0 switches them off', max_length=4096
+    limit_mm_per_prompt: JsonText | None = Field(
+        None, description='most images in one prompt, as vLLM\'s: {"image": 16}; 0 switches them off'
     )
     allowed_media_domains: ListText | None = Field(
         None,
