@@ -279,6 +279,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages[1].content[0]",
         ),
         ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "x"}, CALLED]}, "messages[1]"),
         ({"system": [IMAGE]}, "system[0]"),
         ({"system": 5}, "system"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),

@@ -19,7 +19,9 @@ from cairn.server.anthropic.requests import (
 from cairn.server.requests import ChatRequest, refuse_unsupported
 
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
-_RENAMED: Mapping[str, str] = MappingProxyType({"stop": "stop_sequences", "response_format": "output_config"})
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {"stop": "stop_sequences", "response_format": "output_config", "continue_final_message": "messages"}
+)
 """Fields of chats under the names that they have here."""
 
 
@@ -75,6 +77,9 @@ def to_chat(body: CountTokensRequest) -> ChatTranslation:
             open_calls = _add_assistant(chat, message, place)
         else:
             chat.add({"role": "system", "content": _parts_or_text(message["content"])}, place)
+    if open_calls:
+        place = f"messages[{len(body.messages) - 1}]"
+        raise InvalidRequest(f"{place} ends with tool_use blocks: send their tool_result blocks behind it", "messages")
     fields: dict[str, Any] = {"model": body.model, "messages": chat.messages}
     if body.tools:
         fields["tools"] = [_translate_tool(tool) for tool in body.tools]
