@@ -42,7 +42,7 @@ class Serving:
             self.url = "http://127.0.0.1:" + self.wait_for(r"serving .* on http://127\.0\.0\.1:(\d+)")
 
     def wait_for(self, pattern):
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not (found := re.search(pattern, self.log)):
             assert time.monotonic() < deadline and self.process.poll() is None, self.log
             time.sleep(0.01)
@@ -180,7 +180,7 @@ def test_a_killed_server_takes_its_core_with_it(serving):
 
 def test_a_signal_while_the_model_loads(serving):
     server = serving("echo:build_seconds=30", "--log-level", "debug", wait=False)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not psutil.Process(server.process.pid).children():
         assert time.monotonic() < deadline
         time.sleep(0.02)
