@@ -76,11 +76,11 @@ test-long: $(NIXL)
 
 # Rounds of every fault between real processes over NIXL: build/soak.json. ROUNDS, SEED and FROM=fault_name are optional.
 soak: $(MODEL)/config.json $(NIXL)
-	@$(RUN) tests/pd/soak.py --model $(MODEL) --rounds $(or $(ROUNDS),20) --seed $(or $(SEED),0) --from "$(FROM)"
+	@PYTHONPATH=tests $(RUN) tests/pd/soak.py --model $(MODEL) --rounds $(or $(ROUNDS),20) --seed $(or $(SEED),0) --from "$(FROM)"
 
 # Everything that clients do, for ten minutes, at one server that is too small for it: build/soak-server.json. SECONDS, SEED.
 soak-server: $(MODEL)/config.json
-	@$(RUN) tests/server/soak.py --model $(MODEL) --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
+	@PYTHONPATH=tests $(RUN) tests/server/soak.py --model $(MODEL) --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check --quiet .

@@ -108,6 +108,7 @@ def test_a_made_model_is_the_same_model(model, tmp_path, capsys):
     assert all(one["cached_tokens"] == one["prompt_tokens"] for one in written["answers"])
 
 
+@pytest.mark.more
 def test_another_model_is_found_out(model, tmp_path, monkeypatch, capsys):
     """transformers is given weights of which one matrix is another."""
     other = tmp_path / "other"
