@@ -60,9 +60,10 @@ def encode_anthropic_error(error: RequestError, request_id: str | None) -> bytes
 def error_response(error: RequestError, scope: Scope | None = None) -> Response:
     """In the form of the API that `scope` is a request of; with `Retry-After` if the error has one, and
     `WWW-Authenticate` for a missing key."""
-    content = encode_error(error)
     if scope is not None and scope["path"].startswith(ANTHROPIC_PATH):
         content = encode_anthropic_error(error, scope.get("cairn.request_id"))
+    else:
+        content = encode_error(error)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return Response(content, error.status, headers, media_type="application/json")

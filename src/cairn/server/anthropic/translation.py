@@ -66,7 +66,8 @@ def to_chat(body: CountTokensRequest) -> ChatTranslation:
     """The same as a chat. Raises InvalidRequest naming the field."""
     refuse_unsupported(body)
     chat = ChatTranslation()
-    _add_system(chat, body)
+    if body.system:
+        chat.add({"role": "system", "content": _parts_or_text(body.system)}, "system")
     open_calls: set[str] = set()
     for number, message in enumerate(body.messages):
         place = f"messages[{number}]"
@@ -103,11 +104,6 @@ def to_chat(body: CountTokensRequest) -> ChatTranslation:
     return chat
 
 
-def _add_system(chat: ChatTranslation, body: CountTokensRequest) -> None:
-    if body.system:
-        chat.add({"role": "system", "content": _parts_or_text(body.system)}, "system")
-
-
 def _parts_or_text(content: Any) -> Any:
     """Text blocks are a chat's text parts; fields that a chat does not know are left out."""
     if isinstance(content, str):
@@ -117,9 +113,12 @@ def _parts_or_text(content: Any) -> Any:
 
 def _translate_block(block: Any) -> dict[str, Any]:
     part: dict[str, Any] = {"type": "text", "text": block["text"]} if block["type"] == "text" else _image_part(block)
-    if block.get("cache_control") is not None:
-        part["cache_control"] = block["cache_control"]
-    return part
+    return part | _mark_of(block)
+
+
+def _mark_of(block: Any) -> dict[str, Any]:
+    """The client's `cache_control`, which a chat has under the same name; nothing without one."""
+    return {} if block.get("cache_control") is None else {"cache_control": block["cache_control"]}
 
 
 def _image_part(block: ImageBlock) -> dict[str, Any]:
@@ -162,10 +161,8 @@ def _add_result(chat: ChatTranslation, block: ToolResultBlock, where: str) -> li
     images = [] if isinstance(content, str) else [_translate_block(one) for one in content if one["type"] == "image"]
     if block.get("is_error"):
         texts = f"Error: {texts}"
-    result: dict[str, Any] = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": texts}
-    if block.get("cache_control") is not None:
-        result["cache_control"] = block["cache_control"]
-    chat.add(result, where)
+    result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": texts}
+    chat.add(result | _mark_of(block), where)
     return images
 
 
@@ -179,7 +176,7 @@ def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str)
     blocks: list[str] = []
     calls: list[dict[str, Any]] = []
     reasoning: list[str] = []
-    mark = None
+    mark: dict[str, Any] = {}
     for number, block in enumerate(content):
         if block["type"] == "text":
             parts.append(_translate_block(block))
@@ -187,7 +184,7 @@ def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str)
         elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block["id"], "type": "function", "function": function})
-            mark = block.get("cache_control") or mark
+            mark = _mark_of(block) or mark
         elif block["type"] == "thinking":
             reasoning.append(block["thinking"])
     chatted: dict[str, Any] = {"role": "assistant", "content": parts or None}
@@ -197,9 +194,7 @@ def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str)
         chatted["tool_calls"] = calls
     if reasoning:
         chatted["reasoning_content"] = "\n".join(reasoning)
-    if mark is not None:
-        chatted["cache_control"] = mark
-    chat.add(chatted, place, blocks)
+    chat.add(chatted | mark, place, blocks)
     return {str(call["id"]) for call in calls}
 
 
@@ -210,10 +205,7 @@ def _translate_tool(tool: AnthropicTool) -> dict[str, Any]:
     function["parameters"] = {"type": "object"} | tool["input_schema"]
     if tool.get("strict") is not None:
         function["strict"] = tool["strict"]
-    translated: dict[str, Any] = {"type": "function", "function": function}
-    if tool.get("cache_control") is not None:
-        translated["cache_control"] = tool["cache_control"]
-    return translated
+    return {"type": "function", "function": function} | _mark_of(tool)
 
 
 def _translate_tool_choice(body: CountTokensRequest) -> dict[str, Any]:
