@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from cairn.errors import InvalidRequest
+from cairn.server.anthropic.requests import MessagesRequest
+from cairn.server.anthropic.translation import to_chat
 from doubles.byte_tokenizer import ByteTokenizer
 
 XML = "<think> <tool_call> <function=...>"
@@ -288,6 +291,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tool_choice": {"type": "some"}, "tools": [TOOL]}, "tool_choice"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config"),
@@ -325,3 +329,10 @@ def test_deep_content_is_refused(server):
     deep = '{"model": "echo", "max_tokens": 5, "messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
     response = server.post("/v1/messages", content=deep, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["type"] == "error"
+
+
+def test_what_only_the_chats_schema_refuses_is_the_clients_error():
+    sent = MessagesRequest.model_validate(body()).model_copy(update={"cache_salt": "a b"})
+    with pytest.raises(InvalidRequest, match="cache_salt must match") as found:
+        to_chat(sent)
+    assert found.value.param == "cache_salt"

@@ -112,16 +112,21 @@ async def _client_disconnected(request: Request, error: Exception) -> Response:
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}"
+        return error_response(InvalidRequest(message), request.scope)
+    return error_response(explain_validation_error(first, error.body), request.scope)
+
+
+def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidRequest:
+    """`first`: of pydantic's `errors()`, with the source (body, query) as the first step of its `loc`."""
     kind, context = first["type"], first.get("ctx", {})
-    if kind == "json_invalid":
-        return error_response(InvalidRequest(f"the body is not valid JSON: {context.get('error', '')}"), request.scope)
-    (source, *loc), body = first["loc"], error.body
+    source, *loc = first["loc"]
     path = loc[:1]
     if source == "body" and loc:
         path += _locate(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, is_missing=kind == "missing")
     if not path:
-        message = 'the body must be a JSON object, sent with the header "Content-Type: application/json"'
-        return error_response(InvalidRequest(message), request.scope)
+        return InvalidRequest('the body must be a JSON object, sent with the header "Content-Type: application/json"')
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path.append("type")
     context = {name: str(value).replace("'", '"') for name, value in context.items()}
@@ -134,7 +139,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
         rule += f" (got {shown if len(shown) <= _MAX_INPUT_CHARS else shown[:_MAX_INPUT_CHARS] + '…'})"
     is_inner = path[-1] in ("content", "cache_control") or not _WHOLE_FIELDS.isdisjoint(path[:-1])
     param = _join(path[:1] if is_inner else path)
-    return error_response(InvalidRequest(f"{_join(path)} {rule}", param), request.scope)
+    return InvalidRequest(f"{_join(path)} {rule}", param)
 
 
 def _locate(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> list[int | str]:

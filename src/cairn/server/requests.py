@@ -65,6 +65,7 @@ Unicode: TypeAlias = Annotated[str, Field(min_length=0)]
 a text has bounds."""
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
+CacheSalt: TypeAlias = Annotated[str, Field(pattern=r"^\S+$")]
 Int64: TypeAlias = Annotated[int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "format": "int64"})]
 """What the engine's messages can carry."""
 
@@ -345,7 +346,7 @@ class SamplingFields(BaseModel):
     truncate_prompt_tokens: TruncateTo | None = None
     prompt_logprobs: Int64 | None = in_range("prompt_logprobs")
     priority: Int64 | None = in_range("priority")
-    cache_salt: str | None = Field(None, pattern=r"^\S+$", json_schema_extra=RANGES["cache_salt"].schema())
+    cache_salt: CacheSalt | None = in_range("cache_salt")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False

@@ -12,6 +12,7 @@ from cairn.server.requests import (
     MAX_TOOLS,
     STRICT,
     CacheControl,
+    CacheSalt,
     Int64,
     ModelName,
     StopText,
@@ -216,5 +217,5 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = False
     metadata: Metadata | None = None
     service_tier: str | None = Field(None, max_length=64)
-    cache_salt: str | None = Field(None, json_schema_extra=RANGES["cache_salt"].schema())
+    cache_salt: CacheSalt | None = in_range("cache_salt")
     kv_transfer_params: dict[str, Any] | None = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
+
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.anthropic.requests import (
     AnthropicTool,
@@ -16,6 +18,7 @@ from cairn.server.anthropic.requests import (
     ToolResultBlock,
     UserMessage,
 )
+from cairn.server.error_handlers import explain_validation_error
 from cairn.server.requests import ChatRequest, refuse_unsupported
 
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
@@ -100,7 +103,13 @@ def to_chat(body: CountTokensRequest) -> ChatTranslation:
             "cache_salt": body.cache_salt,
             "kv_transfer_params": body.kv_transfer_params,
         }
-    chat.request = ChatRequest.model_validate(fields)
+    try:
+        chat.request = ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        # Both schemas bound what they share alike; where they ever do not, it is the client's error still.
+        first = error.errors()[0]
+        found = explain_validation_error({**first, "loc": ("body", *first["loc"])}, fields)
+        raise chat.rename_error(found) from None
     return chat
 
 
