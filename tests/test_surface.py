@@ -28,7 +28,7 @@ FLAGS = """
 --no-enable-prefix-caching --reasoning-parser --tool-call-parser --no-enforce-eager --no-exact --no-in-flight-sharing
 --no-language-model-only --no-trust-remote-code --port --quantization --request-log --request-log-bytes
 --request-timeout --revision --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
---trust-remote-code
+--trust-remote-code --trust-request-chat-template --no-trust-request-chat-template
 """
 
 PROXY_FLAGS = """

@@ -98,10 +98,16 @@ class ByteTokenizer:
         template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         breakpoints: Sequence[Breakpoint] = (),
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> RenderedPrompt:
         chat = _ByteChat(self._image, {(point.message, point.part): point.seconds for point in breakpoints})
         if tools:
             chat.write("tools", json.dumps(list(tools), sort_keys=True), None, "system_end")
+        for name in ("documents", "reasoning_effort"):
+            if name in template_kwargs:
+                chat.write(name, json.dumps(template_kwargs[name]), None, "system_end")
+        if chat_template is not None:
+            chat.write("template", chat_template, None, "system_end")
         for i, message in enumerate(messages):
             role = message["role"]
             if role not in ("system", "user", "assistant", "tool"):

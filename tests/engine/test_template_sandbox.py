@@ -49,3 +49,41 @@ def test_messages_are_never_templates(templated):
     tokenizer = templated("{% for m in messages %}{{ m.content }}{% endfor %}")
     rendered = tokenizer.render_chat([USER | {"content": text}])
     assert tokenizer.decode(rendered.token_ids) == text
+
+
+def test_a_template_is_given_the_variables_that_it_reads(templated):
+    tokenizer = templated(
+        "{% set mine = 1 %}{% if style is defined %}{{ style.tone }}{% endif %}{{ mine }}{{ bos_token }}"
+        "{% generation %}{{ effort }}{% endgeneration %}{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
+    )
+
+    def text_of(**sent):
+        return tokenizer.decode(tokenizer.render_chat([USER], template_kwargs=sent).token_ids)
+
+    bare = text_of()
+    assert text_of(style={"tone": "dry"}, effort="low") == bare.replace("What", "lowWhat").replace("1", "dry1", 1)
+    assert text_of(unread=1, max_length=1, tokenize=True, padding="x") == bare
+    assert text_of(mine=2) == bare, "what a template sets itself is no variable of a client's"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for %}", "end of statement"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('no') }}", "no"),
+    ],
+)
+def test_a_clients_template_is_run_in_the_same_sandbox(templated, template, words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        templated("x").render_chat([USER], chat_template=template)
+    assert caught.value.param == "chat_template"
+
+
+def test_a_clients_template_stands_in_for_the_checkpoints(templated):
+    """Also where that has none, and for the ends of messages."""
+    template = "{% for m in messages %}<{{ m.content }}>{{ mark }}{% endfor %}"
+    own = templated(template).render_chat([USER, USER], template_kwargs={"mark": "!"})
+    brought = templated("{{ '?' }}").render_chat([USER, USER], template_kwargs={"mark": "!"}, chat_template=template)
+    assert brought == own and own.boundaries
+    assert templated(None).render_chat([USER, USER], template_kwargs={"mark": "!"}, chat_template=template) == own

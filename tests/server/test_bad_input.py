@@ -287,7 +287,6 @@ def test_fields_that_do_not_go_together_or_not_here(server, path, body, param):
     [
         ("best_of", 3),
         ("suffix", "end"),
-        ("chat_template", "{{ 1 }}"),
         ("prompt_embeds", "AAAA"),
         ("use_beam_search", True),
     ],

@@ -62,6 +62,40 @@ def test_template_settings(server):
     assert ask(server, [USER], chat_template_kwargs={"enable_thinking": False})[0].endswith("assistant\n")
     assert ask(server, [USER], chat_template_kwargs={"enable_thinking": None, "reasoning_effort": "low"})
     assert ask(server, [USER], chat_template_kwargs={}) == ask(server, [USER], chat_template_kwargs=None)
+    anything = {"controls": {"length": ["short", 1.5, None]}, "messages_": nested(14)}
+    assert ask(server, [USER], chat_template_kwargs=anything) == ask(server, [USER])
+
+
+def test_reasoning_effort_reaches_the_template_and_switches_thinking(server):
+    low, _ = ask(server, [USER], reasoning_effort="low")
+    assert low.startswith('|reasoning_effort\n"low"|') and low.endswith("<think>")
+    none, _ = ask(server, [USER], reasoning_effort="none")
+    assert none.startswith('|reasoning_effort\n"none"|') and none.endswith("assistant\n")
+    fields = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "low"}}
+    high, _ = ask(server, [USER], **fields)
+    assert high.startswith('|reasoning_effort\n"high"|') and high.endswith("assistant\n")
+    assert ask(server, [USER], reasoning_effort=None) == ask(server, [USER])
+    tokens = server.post("/tokenize", {"messages": [USER], **fields}).json()["tokens"]
+    assert len(tokens) == len(high)
+
+
+def test_documents_reach_the_template(server):
+    documents = [{"title": "Cairns", "text": "Heaps of stones."}]
+    prompt, _ = ask(server, [USER], documents=documents)
+    assert prompt.startswith(f"|documents\n{json.dumps(documents)}|")
+    assert ask(server, [USER], documents=None) == ask(server, [USER])
+    assert ask(server, [USER], chat_template_kwargs={"documents": documents})[0] == prompt
+
+
+def test_a_request_may_bring_its_template_where_the_server_says_so(serve):
+    server = serve({"trust_request_chat_template": True})
+    prompt, _ = ask(server, [USER], chat_template="{{ messages }}")
+    assert prompt.startswith("|template\n{{ messages }}|")
+    assert ask(server, [USER], chat_template="") == ask(server, [USER], chat_template=None)
+    tokens = server.post("/tokenize", {"messages": [USER], "chat_template": "{{ messages }}"}).json()["tokens"]
+    assert len(tokens) == len(prompt)
+    long = refused(server.post(PATH, {"messages": [USER], "chat_template": "x" * ((1 << 16) + 1)}))
+    assert long["param"] == "chat_template" and "at most 65536 characters" in long["message"]
 
 
 def test_breakpoints_on_tools_system_messages_and_parts(server):
@@ -113,6 +147,10 @@ def tool(**fields):
     return {"tools": [TOOL, {"type": "function", "function": {"name": "g", **fields}}]}
 
 
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
 EPHEMERAL = {"type": "ephemeral"}
 WRONG = [
     ({"tools": [5]}, "tools", "tools[0]"),
@@ -138,13 +176,22 @@ WRONG = [
     ({"messages": [{"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages[0].tool_call_id", "tool_call_id"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "chat_template_kwargs.tokenize"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "chat_template_kwargs.messages"),
-    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs", "enable_thinking must be true or"),
-    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs", "enable_thinking must be true or"),
-    ({"chat_template_kwargs": {"reasoning_effort": "x" * 65}}, "chat_template_kwargs", "at most 64 characters"),
-    ({"chat_template_kwargs": {"reasoning_effort": ["x"]}}, "chat_template_kwargs", "reasoning_effort must be text"),
+    ({"chat_template_kwargs": {"x": "x" * (256 << 10)}}, "chat_template_kwargs", "at most 262144 are taken"),
+    ({"chat_template_kwargs": {"x": nested(16)}}, "chat_template_kwargs", "nested more than 16 levels deep"),
+    ({"chat_template_kwargs": {"x": [float("nan")]}}, "chat_template_kwargs", "a number that is none"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", r"is not valid Unicode (got '\ud800')"),
-    ({"chat_template_kwargs": {"reasoning_effort": "\ud800"}}, "chat_template_kwargs", "reasoning_effort is not valid"),
+    ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", "is not valid Unicode"),
+    ({"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs", "is not valid Unicode"),
+    ({"reasoning_effort": "some"}, "reasoning_effort", 'must be "none", "minimal", "low"'),
+    ({"reasoning_effort": 1}, "reasoning_effort", 'must be "none", "minimal", "low"'),
+    ({"documents": {"title": "t"}}, "documents", "documents must be a list"),
+    ({"documents": ["text"]}, "documents", "documents[0] must be an object"),
+    ({"documents": [{"title": 5}]}, "documents", "documents[0].title must be text"),
+    ({"documents": [{"title": "\ud800"}]}, "documents", "documents[0].title is not valid Unicode"),
+    ({"documents": [{}] * 1025}, "documents", "at most 1024"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
+    ({"chat_template": ""}, "chat_template", "--trust-request-chat-template"),
+    ({"chat_template": 5}, "chat_template", "must be text"),
     (tool(description="\ud800"), "tools", "tools[1].function.description is not valid Unicode"),
     (tool(parameters={"properties": {"\ud800": {}}}), "tools", "tools[1] is not valid Unicode"),
     (marked("ephemeral"), "messages", "messages[1].content[1].cache_control must be"),

@@ -131,7 +131,7 @@ def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> b
             if value is not None and value is not False:
                 raise InvalidRequest(f"{param} must be true or false, not {type(value).__name__}", param)
         return None
-    if _is_deeper_than(params, _MAX_DEPTH):
+    if is_deeper_than(params, _MAX_DEPTH):
         raise InvalidRequest(f"{_PARAMS} is nested more than {_MAX_DEPTH} levels deep", _PARAMS)
     try:
         # Not msgspec: it writes NaN as null, and null means something here.
@@ -142,8 +142,9 @@ def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> b
         raise InvalidRequest(f"{_PARAMS} has a number that is none", _PARAMS) from None
 
 
-def _is_deeper_than(value: object, limit: int) -> bool:
+def is_deeper_than(value: object, limit: int) -> bool:
+    """Whether objects and lists are nested more than `limit` deep."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return limit == 0 or any(_is_deeper_than(one, limit - 1) for one in inner)
+    return limit == 0 or any(is_deeper_than(one, limit - 1) for one in inner)

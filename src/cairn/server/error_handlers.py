@@ -61,8 +61,8 @@ _RULES: Mapping[str, str] = MappingProxyType(
 
 _WHOLE_FIELDS = frozenset(
     (
-        *("allowed_token_ids", "cache_control", "chat_template_kwargs", "content", "prompt", "response_format"),
-        *("structured_outputs", "tokens", "tool_calls", "tool_choice", "tools"),
+        *("allowed_token_ids", "cache_control", "chat_template_kwargs", "content", "documents", "prompt"),
+        *("response_format", "structured_outputs", "tokens", "tool_calls", "tool_choice", "tools"),
     )
 )
 """Fields for which `param` names the whole field of the body, and the message the place in it."""

@@ -49,6 +49,9 @@ class ServerOptions(BaseModel):
         None, description="how reasoning is written; as in the chat template unless given"
     )
 
+    trust_request_chat_template: bool = Field(
+        False, description="run the chat_template of requests, in the sandbox that checkpoints' own are run in"
+    )
     generation_config: str = Field(
         "auto",
         description="where sampling defaults come from: auto for the checkpoint's generation_config.json, vllm for "

@@ -19,8 +19,10 @@ from cairn.engine.contract import (
     check_token_ids,
 )
 from cairn.errors import InvalidRequest, NotFound
+from cairn.server.engine_request import is_deeper_than
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.requests import (
+    NOT_VARIABLES,
     CacheControl,
     CompletionRequest,
     Message,
@@ -34,7 +36,12 @@ from cairn.server.service import Service
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
 
+MAX_KWARGS_BYTES = 256 << 10
+MAX_KWARGS_DEPTH = 16
+"""Of `chat_template_kwargs`, as JSON."""
+
 _TRUNCATE = "truncate_prompt_tokens"
+_KWARGS = "chat_template_kwargs"
 _TTL_SECONDS: Mapping[str, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
 
@@ -114,7 +121,7 @@ async def render_chat_prompt(
             "continue_final_message and add_generation_prompt contradict each other: send one of them",
             "continue_final_message",
         )
-    switches = cast(dict[str, TemplateValue], body.chat_template_kwargs or {})
+    _check_chat_template(service, body)
     tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
     images = await service.images.load_images(messages, tokenizer.image_markers, allocation)
     render = partial(
@@ -122,11 +129,53 @@ async def render_chat_prompt(
         [_message(message, i, images) for i, message in enumerate(messages)],
         tools=[_tool(tool, i) for i, tool in enumerate(body.tools or ())],
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        template_kwargs={name: value for name, value in switches.items() if value is not None},
+        template_kwargs=_template_kwargs(body),
         breakpoints=breakpoints,
         continue_final_message=continues,
+        chat_template=body.chat_template or None,
     )
     return await service.tokenizer.run(render)
+
+
+def _check_chat_template(service: Service, body: TemplateFields) -> None:
+    """Raises InvalidRequest for a template of a client that may not have its own."""
+    if body.chat_template is not None and not service.options.trust_request_chat_template:
+        text = "chat_template is a program to be run here, which this server takes only with"
+        raise InvalidRequest(f"{text} --trust-request-chat-template: leave it out", "chat_template")
+
+
+def _template_kwargs(body: TemplateFields) -> dict[str, TemplateValue]:
+    """The template's variables, by vLLM's rules: fields of their own come before `chat_template_kwargs`, and a
+    `reasoning_effort` switches thinking on or off unless those say it. Raises InvalidRequest."""
+    sent = body.chat_template_kwargs or {}
+    for name in sent.keys() & NOT_VARIABLES:
+        is_field = name in type(body).model_fields or name == "messages"
+        advice = "it is a field of its own" if is_field else "leave it out"
+        raise InvalidRequest(f"{_KWARGS}.{name} is no variable of a chat template: {advice}", _KWARGS)
+    _check_variables(sent)
+    fields: dict[str, TemplateValue] = {}
+    if body.documents is not None:
+        fields["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        fields["reasoning_effort"] = body.reasoning_effort
+        fields["enable_thinking"] = sent.get("enable_thinking", body.reasoning_effort != "none")
+    return {**sent, **fields}
+
+
+def _check_variables(sent: dict[str, Any]) -> None:
+    if is_deeper_than(sent, MAX_KWARGS_DEPTH):
+        text = f"{_KWARGS} is nested more than {MAX_KWARGS_DEPTH} levels deep"
+        raise InvalidRequest(text, _KWARGS)
+    try:
+        size = len(json.dumps(sent, ensure_ascii=False, allow_nan=False).encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{_KWARGS} is not valid Unicode: {error.reason}", _KWARGS) from None
+    except ValueError:
+        raise InvalidRequest(
+            f"{_KWARGS} has a number that is none: NaN and infinity have no form in JSON", _KWARGS
+        ) from None
+    if size > MAX_KWARGS_BYTES:
+        raise InvalidRequest(f"{_KWARGS} has {size} bytes as JSON: at most {MAX_KWARGS_BYTES} are taken", _KWARGS)
 
 
 def _message(message: Message, number: int, images: Mapping[tuple[int, int], Pixels]) -> dict[str, Any]:

@@ -30,9 +30,11 @@ from cairn.errors import InvalidRequest
 _INT64 = 1 << 63
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_CHARS = 1 << 16
 
-_NOTHING = "allowed_token_ids audio chat_template prediction prompt_embeds reasoning_effort truncate_prompt_tokens"
-_EMPTY = "bad_words documents functions logits_processors tools"
+_NOTHING = "allowed_token_ids audio prediction prompt_embeds truncate_prompt_tokens"
+_EMPTY = "bad_words functions logits_processors tools"
 _FALSE = "continue_final_message echo return_token_strs use_beam_search"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -40,7 +42,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         **dict.fromkeys(_EMPTY.split(), (None, [])),
         **dict.fromkeys(_FALSE.split(), (None, False)),
         "best_of": (None, 1),
-        "chat_template_kwargs": (None, {}),
         "function_call": (None, "none"),
         "length_penalty": (None, 1, 1.0),
         "modalities": (None, ["text"]),
@@ -56,7 +57,6 @@ WRONG_KIND = "wrong_kind"
 """pydantic's error type for a value of no type that a union has."""
 
 STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-_ONLY_KNOWN = ConfigDict(extra="forbid", strict=True)
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -258,16 +258,23 @@ ToolChoice: TypeAlias = Annotated[
 ]
 
 
-@with_config(_ONLY_KNOWN)
-class TemplateSwitches(TypedDict, total=False):
-    """Settings of published chat templates that change nothing but the prompt's text."""
+NOT_VARIABLES = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations"),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+        *("tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    )
+)
+"""Names that `chat_template_kwargs` may not have: other fields say it, or it is not the template that reads it."""
 
-    add_vision_id: bool | None
-    enable_thinking: bool | None
-    preserve_thinking: bool | None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None
-    thinking: bool | None
-    truncate_history_thinking: bool | None
+TemplateKwargs: TypeAlias = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": sorted(NOT_VARIABLES)}}}),
+]
+"""Variables of the chat template. How much they may hold is checked where they are given to it."""
+
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Documents: TypeAlias = Annotated[list[dict[Unicode, Unicode]], Field(max_length=MAX_DOCUMENTS)]
 
 
 # -- the form of an answer ---------------------------------------------------------------------------------------------
@@ -411,14 +418,18 @@ class CompletionRequest(SamplingFields):
 
 
 class TemplateFields(BaseModel):
-    """What a chat's prompt depends on besides its messages."""
+    """What a chat's prompt depends on besides its messages. `chat_template`: one in the checkpoint's stead, where the
+    server trusts its clients so far."""
 
     model_config = STRICT
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     tools: ToolList | None = None
-    chat_template_kwargs: TemplateSwitches | None = None
+    documents: Documents | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template: Unicode | None = Field(None, max_length=MAX_TEMPLATE_CHARS)
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):

@@ -22,7 +22,8 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
 
 
-TemplateValue: TypeAlias = str | int | float | bool | None
+TemplateValue: TypeAlias = Any
+"""A variable of a chat template: whatever JSON can say."""
 
 
 class Breakpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +79,10 @@ class TextTokenizer(Protocol):
         template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         breakpoints: Sequence[Breakpoint] = (),
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> RenderedPrompt:
-        """The chat template applied, `template_kwargs` among its variables. With `continue_final_message` the prompt
+        """The chat template applied, or `chat_template` in its stead. Of `template_kwargs` those are among its
+        variables that it reads. With `continue_final_message` the prompt
         ends within the last message, where its text does. Content is text, or parts `{"type": "text",
         "text": ...}` and `{"type": "image", "image": Pixels}`. Raises InvalidRequest when the template refuses the
         messages."""

@@ -24,13 +24,15 @@ _ANY_MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """All that a template is given. `messages` are in the form that `plain` makes."""
+    """All that a template is given. `messages` are in the form that `plain` makes; `chat_template`: the template that
+    is meant, None for the checkpoint's."""
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     continue_final_message: bool = False
+    chat_template: str | None = None
 
     def beginning(self, count: int) -> "Chat":
         """The first messages alone, with nothing behind them."""

@@ -9,10 +9,14 @@ the chat that ends there. At most `MAX_RENDERINGS` in all, however long the chat
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
 
 from cairn.engine.contract import Breakpoint
 from cairn.engine.text.chat import Chat, Mark, Message, behind_last_mark, first_turn, marked, plain, unmarked
@@ -54,18 +58,38 @@ class TextEnds:
     parts: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
+class _GenerationTag(Extension):
+    """transformers' `{% generation %}`, which encloses an assistant's answer; here only what it encloses counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def find_variables(template: str) -> frozenset[str]:
+    """The variables that a template reads and does not set itself. Raises TemplateError for what is no template."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+    return frozenset(find_undeclared_variables(environment.parse(template)))
+
+
 class ChatTemplate:
     """The template of one model."""
 
-    def __init__(self, apply: Apply | None) -> None:
-        """`apply` None: there is none."""
+    def __init__(self, apply: Apply, own: str | Mapping[str, str] | None) -> None:
+        """`own`: the checkpoint's template, or several by name; None: it has none."""
         self._apply = apply
+        self._own = [own] if isinstance(own, str) else list((own or {}).values())
 
     def render(self, chat: Chat) -> str:
         """Raises InvalidRequest when the template refuses the chat."""
-        if self._apply is None:
+        templates = [chat.chat_template] if chat.chat_template else self._own
+        if not any(templates):
             raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions", "messages")
         try:
+            read = frozenset[str]().union(*map(find_variables, templates))
             return str(
                 self._apply(
                     list(chat.messages),
@@ -73,11 +97,13 @@ class ChatTemplate:
                     add_generation_prompt=chat.add_generation_prompt,
                     continue_final_message=chat.continue_final_message,
                     tokenize=False,
-                    **chat.template_kwargs,
+                    chat_template=chat.chat_template or None,
+                    **{name: value for name, value in chat.template_kwargs.items() if name in read},
                 )
             )
         except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
+            param = "chat_template" if chat.chat_template else "messages"
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param) from error
 
     def ends(
         self, chat: Chat, text: str, messages: Sequence[Message], breakpoints: Sequence[Breakpoint] = ()

@@ -51,7 +51,7 @@ class ModelTokenizer:
             self._chat = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exception for a damaged tokenizer.json
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
-        self._template = ChatTemplate(self._chat.apply_chat_template if self._chat.chat_template else None)
+        self._template = ChatTemplate(self._chat.apply_chat_template, self._chat.chat_template)
         self._text: Tokenizer = self._chat.backend_tokenizer
         self._text.no_truncation()
         self._text.no_padding()
@@ -119,6 +119,7 @@ class ModelTokenizer:
         template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         breakpoints: Sequence[Breakpoint] = (),
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> RenderedPrompt:
         """The chat template applied; `boundaries` are the ends of the leading system segment (tools included), of each
         message and of each image, and `breakpoints`, as far as they can be found and what comes before them has the
@@ -130,7 +131,14 @@ class ModelTokenizer:
         images = pictures(messages)
         if images and self._images is None:
             raise InvalidRequest("this model reads text alone, no images", "messages")
-        chat = Chat(plain(messages), tuple(tools or ()), add_generation_prompt, template_kwargs, continue_final_message)
+        chat = Chat(
+            messages=plain(messages),
+            tools=tuple(tools or ()),
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+        )
         text = self._template.render(chat)
         token_ids = self._encode(text, False, "messages")
         ends = self._template.ends(chat, text, messages, breakpoints)

@@ -16,7 +16,7 @@ from cairn.server.requests import (
     Int64,
     ModelName,
     StopText,
-    TemplateSwitches,
+    TemplateKwargs,
     Text,
     Unicode,
     in_range,
@@ -195,7 +195,7 @@ class CountTokensRequest(BaseModel):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Annotated[ThinkingEnabled | ThinkingWithoutBudget, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: TemplateSwitches | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class Metadata(BaseModel):
