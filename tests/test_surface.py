@@ -95,8 +95,8 @@ cairn_proxy:retries_total cairn_proxy:upstream_failures_total cairn_proxy:upstre
 
 EXPORTED = {
     "cairn": "__version__",
-    "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidRequest ModelError NotFound "
-    "Overloaded QueueFull RequestError",
+    "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidBody InvalidRequest ModelError "
+    "NotFound Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",

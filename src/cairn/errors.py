@@ -4,8 +4,9 @@
     ├── ConfigError            a flag, an environment variable or a settings file is wrong; exit code 2
     │   └── ModelError         the checkpoint folder cannot be served: config, tensors, tokenizer; exit code 2
     ├── DownloadError          a model could not be fetched, and nobody asked for anything wrong; exit code 1
-    ├── RequestError           one request is wrong; HTTP `status`, OpenAI `code` and `param`
+    ├── RequestError           one request is wrong; HTTP `status`, error `type` and `param`
     │   ├── InvalidRequest     400
+    │   │   └── InvalidBody    400, not even its form is right
     │   ├── NotFound           404
     │   └── Overloaded         503, the request may be tried again later
     │       └── QueueFull      429, and that soon: only others' requests are in the way
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DownloadError",
     "EngineDead",
+    "InvalidBody",
     "InvalidRequest",
     "ModelError",
     "NotFound",
@@ -49,12 +51,12 @@ class DownloadError(CairnError):
 class RequestError(CairnError):
     """One request is refused; the engine lives.
 
-    `param` names the field of the request, `status` is the HTTP status, `code` the OpenAI error code. `retry_after`:
-    seconds after which the same request may be sent again; None where that would not help.
+    `param` names the field of the request, `status` is the HTTP status, `type` vLLM's name of such errors.
+    `retry_after`: seconds after which the same request may be sent again; None where that would not help.
     """
 
     status = 400
-    code = "invalid_request_error"
+    type = "BadRequestError"
     retry_after: int | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -67,18 +69,24 @@ class InvalidRequest(RequestError):
     """The request cannot be served as it stands."""
 
 
+class InvalidBody(InvalidRequest):
+    """The body of the request is no JSON, or has a field of a wrong type."""
+
+    type = "Bad Request"
+
+
 class NotFound(RequestError):
     """The named thing (a model) is not served here."""
 
     status = 404
-    code = "not_found_error"
+    type = "NotFoundError"
 
 
 class Overloaded(RequestError):
     """The server takes no more work at the moment: it is draining, or what the request needs is used up."""
 
     status = 503
-    code = "service_unavailable"
+    type = "Service Unavailable"
     retry_after = 1
 
 
@@ -86,7 +94,7 @@ class QueueFull(Overloaded):
     """As many requests are open or waiting as may be."""
 
     status = 429
-    code = "rate_limit_exceeded"
+    type = "Too Many Requests"
 
 
 class EngineDead(CairnError):

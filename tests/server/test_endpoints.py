@@ -98,7 +98,7 @@ class TestApiKey:
     def test_without_the_right_key(self, locked):
         for key in ("-", "s3cre", "s3crets", "S3CRET", "schlüssel"):
             response = locked.get("/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
-            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+            assert response.status_code == 401 and response.json()["error"]["type"] == "Unauthorized"
         assert locked.get("/v1/models").status_code == 401
         with locked.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
             client.completions.create(model="echo", prompt="x")

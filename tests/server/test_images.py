@@ -170,7 +170,7 @@ def refused(server, body, where="messages[0].content[0]"):
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error["type"] == "invalid_request_error" and error["param"] == "messages"
+    assert error["code"] == 400 and error["param"] == "messages"
     assert error["message"].startswith(where), error["message"]
     assert len(server.requests) == before, "the engine was asked all the same"
     return error["message"]

@@ -150,6 +150,6 @@ def test_over_http(serve):
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     error = answer.json()["error"]
     assert error["message"] == "the engine did not show its cache within 0.2 s: try again later"
-    assert error["code"] == "service_unavailable"
+    assert (error["type"], error["code"]) == ("Service Unavailable", 503)
     assert server.get("/ready").status_code == 200
     assert server.post("/v1/completions", {"prompt": "still here"}).json()["choices"][0]["text"] == "still here"

@@ -163,9 +163,9 @@ def test_a_transfer_that_fails_before_the_first_byte_is_an_http_error(serve, pat
     assert answer.json()["error"] == {
         "message": f"the prompt could not be fetched from localhost:{port}: it cannot be connected to: "
         "Connection refused",
-        "type": "server_error",
+        "type": "Bad Gateway",
         "param": None,
-        "code": "engine_error",
+        "code": 502,
     }
     assert server.metric("vllm:nixl_num_failed_transfers_total") == 1
     assert server.metric('vllm:request_success_total{engine="0",finished_reason="error"') == 1
@@ -185,9 +185,9 @@ def test_a_prompt_that_finds_no_room_to_be_held_is_refused(serve, path, body, st
     assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
     assert answer.json()["error"] == {
         "message": "what is held for other servers has left no room for this prompt for 0 s: try again later",
-        "type": "invalid_request_error",
+        "type": "Too Many Requests",
         "param": None,
-        "code": "rate_limit_exceeded",
+        "code": 429,
     }
     assert server.metric('vllm:request_success_total{engine="0",finished_reason="error"') == 0
     assert server.metric("vllm:num_requests_running") == 0

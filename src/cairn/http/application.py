@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -26,7 +27,7 @@ def http_application(
     body_seconds: float,
     new_id: Callable[[], str],
 ) -> FastAPI:
-    """An application without routes, whose errors are OpenAI's, behind four layers of middleware. `gated_paths`: those
+    """An application without routes, whose errors are vLLM's, behind four layers of middleware. `gated_paths`: those
     that count as open requests; `open_paths`: those that need no API key. `body_seconds`: for a client to send a
     request's body."""
     # A redirect would be built from the Host header.
@@ -51,7 +52,8 @@ async def _request_error(request: Request, error: Exception) -> Response:
 async def http_error(request: Request, error: Exception) -> Response:
     """For errors of the framework: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    code = {404: "not_found_error", 405: "method_not_allowed"}.get(error.status_code, "invalid_request_error")
-    response = error_response(make_error(error.detail, error.status_code, code), request.scope)
+    found = make_error(error.detail, error.status_code)
+    found.type = HTTPStatus(error.status_code).phrase
+    response = error_response(found, request.scope)
     response.headers.update(error.headers or {})
     return response

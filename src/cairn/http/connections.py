@@ -7,10 +7,9 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import h11
-import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cairn.http.error_responses import error_body
+from cairn.http.error_responses import encode_error, make_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +97,21 @@ class Connection(H11Protocol):
 
     def _miss_head(self) -> None:
         if self._has_received:
-            self._refuse(408, f"the headers did not come within {self._deadlines.head:g} s", "request_timeout")
+            self._refuse(408, f"the headers did not come within {self._deadlines.head:g} s")
         self.close()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what is no HTTP, and for headers that are too long."""
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
-            self._refuse(431, "the request's headers are too long", "request_header_fields_too_large")
+            self._refuse(431, "the request's headers are too long")
         else:
-            self._refuse(400, "this is no valid HTTP request", "invalid_request_error")
+            self._refuse(400, "this is no valid HTTP request")
         self.close()
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
+    def _refuse(self, status: int, message: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
-        body = msgspec.json.encode(error_body(message, status, code))
+        body = encode_error(make_error(message, status))
         fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         reason = HTTPStatus(status).phrase.encode()
         response = h11.Response(status_code=status, headers=[*fields.items()], reason=reason)

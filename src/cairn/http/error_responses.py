@@ -1,7 +1,8 @@
-"""Errors as clients read them: OpenAI's `{"error": {"message", "type", "param", "code"}}`, and below /v1/messages
+"""Errors as clients read them: vLLM's `{"error": {"message", "type", "param", "code"}}`, and below /v1/messages
 Anthropic's `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,11 @@ from starlette.types import Scope
 from cairn.errors import RequestError
 
 ANTHROPIC_PATH = "/v1/messages"
+_TYPES: Mapping[int, str] = MappingProxyType(
+    {400: "BadRequestError", 404: "NotFoundError", 422: "UnprocessableEntityError", 500: "InternalServerError"}
+)
+"""By status; the others have the status' own name."""
+
 _ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(
     {
         400: "invalid_request_error",
@@ -30,28 +36,27 @@ class ClientDisconnected(Exception):
     """The client has closed the connection before its response was there."""
 
 
-def make_error(message: str, status: int, code: str) -> RequestError:
-    """A RequestError with this status and code."""
+def make_error(message: str, status: int) -> RequestError:
+    """A RequestError with this status and its type."""
     error = RequestError(message)
-    error.status, error.code = status, code
+    error.status, error.type = status, _TYPES.get(status) or HTTPStatus(status).phrase
     return error
 
 
-def error_body(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
-    """Messages may quote half a surrogate pair, which JSON cannot encode: it is escaped."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    shown = message.encode(errors="backslashreplace").decode()
-    return {"error": {"message": shown, "type": kind, "param": param, "code": code}}
+def error_body(error: RequestError) -> dict[str, Any]:
+    """`code` is the HTTP status. Messages may quote half a surrogate pair, which JSON cannot encode: it is escaped."""
+    shown = error.message.encode(errors="backslashreplace").decode()
+    return {"error": {"message": shown, "type": error.type, "param": error.param, "code": error.status}}
 
 
 def encode_error(error: RequestError) -> bytes:
-    """The body of an error as JSON, in OpenAI's form."""
-    return msgspec.json.encode(error_body(error.message, error.status, error.code, error.param))
+    """The body of an error as JSON, in vLLM's form."""
+    return msgspec.json.encode(error_body(error))
 
 
 def encode_anthropic_error(error: RequestError, request_id: str | None) -> bytes:
     """The body of an error as JSON, in Anthropic's form; `param` names the field, as in OpenAI's."""
-    shown = error_body(error.message, error.status, error.code, error.param)["error"]
+    shown = error_body(error)["error"]
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     detail = {"type": kind, "message": shown["message"], "param": shown["param"]}
     return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
@@ -71,4 +76,4 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
 
 def internal_error() -> RequestError:
     """The error that a client is sent for a bug."""
-    return make_error("internal error", 500, "internal_error")
+    return make_error("internal error", 500)

@@ -100,7 +100,7 @@ class ApiKey(HttpMiddleware):
         # All are compared, so that the time does not depend on which one matches.
         num_matches = sum(hmac.compare_digest(digest, expected) for expected in self._expected)
         if not num_matches or kind.lower() != "bearer":
-            raise make_error('send the API key in the header "Authorization: Bearer KEY"', 401, "invalid_api_key")
+            raise make_error('send the API key in the header "Authorization: Bearer KEY"', 401)
         record_api_key(scope, key.encode("latin-1"))
         return await self._app(scope, receive, send)
 
@@ -180,7 +180,7 @@ class BodyLimit(HttpMiddleware):
         except ClientDisconnected:
             return None
         except TimeoutError:
-            raise make_error(f"the body did not come within {self._seconds:g} s", 408, "request_timeout") from None
+            raise make_error(f"the body did not come within {self._seconds:g} s", 408) from None
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -201,4 +201,4 @@ class BodyLimit(HttpMiddleware):
         return bytes(body)
 
     def _too_large(self) -> RequestError:
-        return make_error(f"the body has more than {self._max_bytes} bytes", 413, "request_too_large")
+        return make_error(f"the body has more than {self._max_bytes} bytes", 413)

@@ -110,7 +110,7 @@ async def models(request: Request, service: Service) -> Response:
         if reply.status < 500:
             headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reply.headers}
             return Response(reply.content, reply.status, headers)
-    raise make_error("no decode server can say: try again later", 503, "service_unavailable")
+    raise make_error("no decode server can say: try again later", 503)
 
 
 async def health(service: Service) -> Response:

@@ -91,8 +91,8 @@ class RequestForwarder:
         if (refusal := self._last_refusal) is not None:
             return await client.send_whole(refusal.status, refusal.headers, refusal.content)
         if tried:
-            raise make_error(f"no decode server could answer; the last one: {self._last_failure}", 502, "bad_gateway")
-        raise make_error("no decode server is up: try again later", 503, "service_unavailable")
+            raise make_error(f"no decode server could answer; the last one: {self._last_failure}", 502)
+        raise make_error("no decode server is up: try again later", 503)
 
     def _can_retry_decode(self) -> bool:
         """Whether there is a decode server that may be tried, or tried next."""
@@ -171,7 +171,7 @@ class RequestForwarder:
             self._last_failure = str(error)
             self._service.report_failure(self._service.decode, upstream, error)
             if client.started:
-                raise make_error(f"the decode server failed in mid-answer: {error}", 502, "bad_gateway") from error
+                raise make_error(f"the decode server failed in mid-answer: {error}", 502) from error
             if error.sent:
                 self._handover = None
             return None

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cairn.errors import InvalidRequest
+from cairn.errors import InvalidBody, InvalidRequest
 
 DECODE_HINT = "cairn_decode_hint"
 
@@ -93,16 +93,16 @@ class BadReference(ValueError):
 
 
 def parse_body(data: bytes) -> Body:
-    """A client's body. Raises InvalidRequest when it is no JSON object."""
+    """A client's body. Raises InvalidBody when it is no JSON object."""
     try:
         data.decode()
         return msgspec.json.decode(data, type=Body)
     except msgspec.ValidationError:
-        raise InvalidRequest("the body must be a JSON object") from None
+        raise InvalidBody("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        raise InvalidBody(f"the body is not valid JSON: {error}") from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+        raise InvalidBody("the body is nested too deeply") from None
 
 
 def text_field(body: Body, name: str) -> str:

@@ -87,7 +87,7 @@ class TimedGate(Gate):
         except TimeoutError:
             if self._cut_short:
                 raise Overloaded("the proxy is shutting down: the answer was cut short") from None
-            raise make_error(f"the answer was not there within {self._seconds:g} s", 504, "deadline_exceeded") from None
+            raise make_error(f"the answer was not there within {self._seconds:g} s", 504) from None
 
     def cut_short(self) -> None:
         """End the requests that are still open, now."""

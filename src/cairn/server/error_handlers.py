@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from cairn.errors import CairnError, EngineDead, InvalidRequest, RequestError
+from cairn.errors import CairnError, EngineDead, InvalidBody, RequestError
 from cairn.http.application import http_error
 from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
 from cairn.server.requests import WRONG_KIND
@@ -40,6 +40,9 @@ _TYPE_RULES: Mapping[str, str] = MappingProxyType(
         WRONG_KIND: "{msg}",
     }
 )
+_RANGE_RULES: Mapping[str, str] = MappingProxyType(
+    {"greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}"}
+)
 _RULES: Mapping[str, str] = MappingProxyType(
     {
         **_TYPE_RULES,
@@ -49,8 +52,7 @@ _RULES: Mapping[str, str] = MappingProxyType(
         "string_too_long": "must have at most {max_length} characters",
         "string_pattern_mismatch": "must match {pattern}",
         "too_long": "must have at most {max_length} entries",
-        "greater_than_equal": "must be at least {ge}",
-        "less_than": "must be below {lt}",
+        **_RANGE_RULES,
         "finite_number": "must be a finite number",
         "literal_error": "must be {expected}",
         "union_tag_invalid": "must be one of {expected_tags}",
@@ -75,7 +77,7 @@ def to_request_error(error: CairnError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDead):
-        return make_error(f"the engine has ended: {error}", 503, "service_unavailable")
+        return make_error(f"the engine has ended: {error}", 503)
     logger.error("an error that no client should see: %r", error)
     return internal_error()
 
@@ -98,7 +100,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         # The framework keeps a body that it could not parse, and does not say what was wrong.
         found = explain_unreadable(getattr(request, "_body", b""))
         if found is not None:
-            return error_response(InvalidRequest(*found), request.scope)
+            return error_response(InvalidBody(*found), request.scope)
     return await http_error(request, error)
 
 
@@ -114,11 +116,11 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}"
-        return error_response(InvalidRequest(message), request.scope)
+        return error_response(InvalidBody(message), request.scope)
     return error_response(explain_validation_error(first, error.body), request.scope)
 
 
-def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidRequest:
+def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidBody:
     """`first`: of pydantic's `errors()`, with the source (body, query) as the first step of its `loc`."""
     kind, context = first["type"], first.get("ctx", {})
     source, *loc = first["loc"]
@@ -126,7 +128,7 @@ def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidRequ
     if source == "body" and loc:
         path += _locate(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, is_missing=kind == "missing")
     if not path:
-        return InvalidRequest('the body must be a JSON object, sent with the header "Content-Type: application/json"')
+        return InvalidBody('the body must be a JSON object, sent with the header "Content-Type: application/json"')
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path.append("type")
     context = {name: str(value).replace("'", '"') for name, value in context.items()}
@@ -136,10 +138,11 @@ def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidRequ
         rule += f", not {'null' if value is None else _TYPE_NAMES.get(type(value), 'something else')}"
     elif not rule.endswith("missing"):
         shown = repr(value)
-        rule += f" (got {shown if len(shown) <= _MAX_INPUT_CHARS else shown[:_MAX_INPUT_CHARS] + '…'})"
+        reason = f"{kind}: " if kind in _RANGE_RULES else ""
+        rule += f" ({reason}got {shown if len(shown) <= _MAX_INPUT_CHARS else shown[:_MAX_INPUT_CHARS] + '…'})"
     is_inner = path[-1] in ("content", "cache_control") or not _WHOLE_FIELDS.isdisjoint(path[:-1])
     param = _join(path[:1] if is_inner else path)
-    return InvalidRequest(f"{_join(path)} {rule}", param)
+    return InvalidBody(f"{_join(path)} {rule}", param)
 
 
 def _locate(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> list[int | str]:

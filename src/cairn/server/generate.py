@@ -47,7 +47,7 @@ class Deadline:
                 yield
         except TimeoutError:
             text = f"the answer was not there within {self._seconds:g} s"
-            raise make_error(text, 504, "deadline_exceeded") from None
+            raise make_error(text, 504) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _error_of(output: GenerateOutput) -> RequestError:
     for kind in (InvalidRequest, QueueFull):
         if output.status == kind.status:
             return kind(text)
-    return make_error(text, output.status, "engine_error")
+    return make_error(text, output.status)
 
 
 def _drop_tokens(output: GenerateOutput) -> GenerateOutput:

@@ -66,11 +66,13 @@ a text has bounds."""
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 CacheSalt: TypeAlias = Annotated[str, Field(pattern=r"^\S+$")]
-Int64: TypeAlias = Annotated[int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "format": "int64"})]
+Int64: TypeAlias = Annotated[
+    int, Field(ge=-_INT64, le=_INT64 - 1), WithJsonSchema({"type": "integer", "format": "int64"})
+]
 """What the engine's messages can carry."""
 
 _TokenId: TypeAlias = Annotated[
-    int, Field(ge=-_INT64, lt=_INT64), WithJsonSchema({"type": "integer", "minimum": 0, "format": "token-id"})
+    int, Field(ge=-_INT64, le=_INT64 - 1), WithJsonSchema({"type": "integer", "minimum": 0, "format": "token-id"})
 ]
 _Int64s: TypeAlias = list[Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)]]
 

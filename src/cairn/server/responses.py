@@ -288,16 +288,16 @@ class CountTokensResponse(TypedDict):
 
 
 class ErrorDetail(TypedDict):
-    """`param` names the field."""
+    """`param` names the field; `code`: the HTTP status."""
 
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: str
     param: str | None
-    code: str
+    code: Annotated[int, Meta(ge=400, lt=600)]
 
 
 class ErrorResponse(TypedDict):
-    """OpenAI's error object."""
+    """An error, in vLLM's form."""
 
     error: ErrorDetail
 

@@ -104,9 +104,7 @@ async def reset_prefix_cache(
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
     num_pages = await service.reset_queries.run(service.engine.reset_cache)
     if num_pages:
-        raise make_error(
-            f"{num_pages} pages are held by open requests: try again when they have ended", 409, "conflict"
-        )
+        raise make_error(f"{num_pages} pages are held by open requests: try again when they have ended", 409)
     return Response(status_code=200)
 
 

@@ -177,6 +177,7 @@ def check_token_ids(tokens: Keys, vocab_size: int, name: str) -> None:
     """Raises InvalidRequest that names the first place of `name` where there is no token of the model."""
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if wrong.size:
-        place, last = int(wrong[0]), vocab_size - 1
-        text = f"{name}[{place}] is {tokens[place]}; token ids of this model are 0 to {last}"
+        place = int(wrong[0])
+        text = f"{name}[{place}] is {tokens[place]}, which is out of vocabulary: "
+        text += f"token ids of this model are below {vocab_size}"
         raise InvalidRequest(text, name.partition("[")[0])
