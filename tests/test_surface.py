@@ -26,9 +26,10 @@ FLAGS = """
 --max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
 --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice --no-check-plans
 --no-enable-prefix-caching --reasoning-parser --tool-call-parser --no-enforce-eager --no-exact --no-in-flight-sharing
---no-language-model-only --no-trust-remote-code --port --quantization --request-log --request-log-bytes
---request-timeout --revision --seed --served-model-name --shutdown-timeout --start-timeout --tensor-parallel-size
---trust-remote-code --trust-request-chat-template --no-trust-request-chat-template
+--no-language-model-only --no-return-tokens-as-token-ids --no-trust-remote-code --port --quantization --request-log
+--request-log-bytes --request-timeout --return-tokens-as-token-ids --revision --seed --served-model-name
+--shutdown-timeout --start-timeout --tensor-parallel-size --trust-remote-code
+--trust-request-chat-template --no-trust-request-chat-template
 """
 
 PROXY_FLAGS = """

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
-import msgspec
-
 from cairn.engine.contract import CacheView, EngineInfo, EngineStats, GenerateOutput, GenerateRequest, TextTokenizer
 from cairn.engine.wire import (
     Abort,
@@ -66,7 +64,7 @@ class OutputQueue:
     def put(self, output: GenerateOutput) -> None:
         answer = output.request_id, output.index
         old = self._outputs.get(answer)
-        self._outputs[answer] = output if old is None else _merged(old, output)
+        self._outputs[answer] = output if old is None else old.concat(output)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -83,16 +81,6 @@ class OutputQueue:
             return output
         assert self._error is not None
         raise self._error
-
-
-def _merged(old: GenerateOutput, new: GenerateOutput) -> GenerateOutput:
-    return msgspec.structs.replace(
-        new,
-        token_ids=old.token_ids + new.token_ids,
-        text=old.text + new.text,
-        logprobs=new.logprobs if old.logprobs is None else old.logprobs.concat(new.logprobs),
-        prompt_logprobs=new.prompt_logprobs if old.prompt_logprobs is None else old.prompt_logprobs,
-    )
 
 
 class Transport(Protocol):

@@ -16,9 +16,17 @@ from cairn.server.parsers.output_parser import (
 
 class ChatMessage:
     """Parses one answer's text into a message and its deltas. `new_id` names calls; without `parallel` only the first
-    call is kept."""
+    call is kept, with `hides_reasoning` no reasoning."""
 
-    def __init__(self, parser: OutputParser, new_id: Callable[[], str], *, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        parser: OutputParser,
+        new_id: Callable[[], str],
+        *,
+        parallel: bool = True,
+        hides_reasoning: bool = False,
+    ) -> None:
+        self.hides_reasoning = hides_reasoning
         self._parser = parser
         self._new_id = new_id
         self._parallel = parallel
@@ -71,7 +79,7 @@ class ChatMessage:
             case Content(text):
                 self._content.append(text)
                 delta["content"] = delta.get("content", "") + text
-            case Reasoning(text):
+            case Reasoning(text) if not self.hides_reasoning:
                 self._reasoning.append(text)
                 # vLLM's newer name, and the one that most clients read
                 delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text

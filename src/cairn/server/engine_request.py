@@ -115,13 +115,15 @@ def encode_bad_words(encode: Callable[[str, bool], list[int]], words: Sequence[s
 
 
 def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
-    """The JSON that the engine gets, which checks what it says; None if there is nothing for it.
+    """The JSON that the engine gets, which checks what it says; None if there is nothing for it. `prompt_token_ids` are
+    the prompt already.
 
     Raises InvalidRequest for what is no JSON, is nested too deeply, or asks a server without a side channel for a
     transfer.
     """
     if params is None:
         return None
+    params = {name: value for name, value in params.items() if name != "prompt_token_ids"}
     if info.side_channel is None:
         for flag in ("do_remote_decode", "do_remote_prefill"):
             value, param = params.get(flag), f"{_PARAMS}.{flag}"

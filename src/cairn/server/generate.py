@@ -50,6 +50,26 @@ class Deadline:
             raise make_error(text, 504) from None
 
 
+class OutputBuffer:
+    """Collects an answer's outputs until they have `interval` tokens. The first one and the last one go at once."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._pending: dict[tuple[int, int], GenerateOutput | None] = {}
+
+    def add(self, prompt: int, output: GenerateOutput) -> GenerateOutput | None:
+        """What is to be sent now, all that has been collected of the answer; None for nothing yet."""
+        if self._interval == 1:
+            return output
+        answer = prompt, output.index
+        is_first = answer not in self._pending
+        earlier = self._pending.get(answer)
+        collected = output if earlier is None else earlier.concat(output)
+        is_due = is_first or output.finish_reason is not None or len(collected.token_ids) >= self._interval
+        self._pending[answer] = None if is_due else collected
+        return collected if is_due else None
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The answers to one HTTP request. `requests`: one for each prompt; `arrival_time`: seconds of the service's
@@ -128,17 +148,18 @@ class Generation:
         self, first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None]
     ) -> AsyncGenerator[bytes, None]:
         """The whole stream. A failure on the way is an event of its own."""
-        writer = self.writer
+        writer, buffer = self.writer, OutputBuffer(self.writer.body.stream_interval or 1)
         async with aclosing(outputs):
             for event in writer.opening_events():
                 yield event
             try:
                 latest: PromptOutput | None = first
                 while latest is not None:
-                    write = partial(writer.output_events, *latest)
-                    in_thread = latest[1].prompt_logprobs is not None
-                    for event in await self.service.tokenizer.run(write) if in_thread else write():
-                        yield event
+                    if (due := buffer.add(*latest)) is not None:
+                        write = partial(writer.output_events, latest[0], due)
+                        in_thread = due.prompt_logprobs is not None
+                        for event in await self.service.tokenizer.run(write) if in_thread else write():
+                            yield event
                     latest = await anext(outputs, None)
                 closing = writer.closing_events()
             except CairnError as error:

@@ -37,10 +37,18 @@ class TextOffsetTracker:
 
 
 class LogprobsFormatter:
-    """Log-probabilities with the tokens' texts. `token_bytes`: see `TextTokenizer`."""
+    """Log-probabilities with the tokens' texts, or with `as_token_ids` their ids as `token_id:5`. `token_bytes`: see
+    `TextTokenizer`."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], *, as_token_ids: bool = False) -> None:
         self._bytes = lru_cache(_CACHE_SIZE)(token_bytes)
+        self._as_token_ids = as_token_ids
+
+    def with_token_ids(self, as_token_ids: bool | None) -> "LogprobsFormatter":
+        """One that names tokens in this way; None: in the same way."""
+        if as_token_ids is None or as_token_ids == self._as_token_ids:
+            return self
+        return LogprobsFormatter(self._bytes, as_token_ids=as_token_ids)
 
     def chat(self, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A chat choice's `logprobs`."""
@@ -56,18 +64,19 @@ class LogprobsFormatter:
         part: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for _, ((token, value), *best) in logprobs:
             spelled = self._bytes(token)
-            part["tokens"].append(_text(spelled))
+            name = self._name(token)
+            part["tokens"].append(name)
             part["token_logprobs"].append(_number(value))
             # The token itself is listed even if it is not among the best, and wins over others with the same text.
-            named = {_text(self._bytes(other)): _number(its) for other, its in best}
-            part["top_logprobs"].append(named | {_text(spelled): _number(value)})
+            named = {self._name(other): _number(its) for other, its in best}
+            part["top_logprobs"].append(named | {name: _number(value)})
             part["text_offset"].append(offsets.next(spelled))
         return part
 
     def echo(self, prompt: Sequence[int], logprobs: TokenLogprobs, offsets: TextOffsetTracker) -> dict[str, Any]:
         """The same for an echoed prompt, whose first token has no log-probability."""
         first = self._bytes(prompt[0])
-        opening = {"tokens": [_text(first)], "token_logprobs": [None], "top_logprobs": [None]}
+        opening = {"tokens": [self._name(prompt[0])], "token_logprobs": [None], "top_logprobs": [None]}
         return concat_logprobs(opening | {"text_offset": [offsets.next(first)]}, self.completion(logprobs, offsets))
 
     def prompt(self, logprobs: TokenLogprobs) -> list[dict[str, Any] | None]:
@@ -84,8 +93,10 @@ class LogprobsFormatter:
         return parts
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        spelled = self._bytes(token)
-        return {"token": _text(spelled), "logprob": _number(value), "bytes": list(spelled)}
+        return {"token": self._name(token), "logprob": _number(value), "bytes": list(self._bytes(token))}
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_token_ids else _text(self._bytes(token))
 
 
 def concat_logprobs(*parts: dict[str, Any]) -> dict[str, Any]:

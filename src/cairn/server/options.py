@@ -48,6 +48,9 @@ class ServerOptions(BaseModel):
     reasoning_parser: Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think"] | None = Field(
         None, description="how reasoning is written; as in the chat template unless given"
     )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="log-probabilities call tokens token_id:5, unless a request says otherwise"
+    )
 
     trust_request_chat_template: bool = Field(
         False, description="run the chat_template of requests, in the sandbox that checkpoints' own are run in"

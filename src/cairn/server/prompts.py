@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ MAX_KWARGS_BYTES = 256 << 10
 MAX_KWARGS_DEPTH = 16
 """Of `chat_template_kwargs`, as JSON."""
 
+_REUSED = "kv_transfer_params.prompt_token_ids"
 _TRUNCATE = "truncate_prompt_tokens"
 _KWARGS = "chat_template_kwargs"
 _TTL_SECONDS: Mapping[str, int] = MappingProxyType({"5m": 300, "1h": 3600})
@@ -76,9 +77,26 @@ async def _encode_prompt(service: Service, body: CompletionRequest, prompt: Sing
     return RenderedPrompt(token_ids=prompt, boundaries=[], field=field, text=text)
 
 
+def reuse_prompt(service: Service, body: SamplingFields) -> RenderedPrompt | None:
+    """The prompt that a router hands on from a prefill server, instead of the body's own; None where it does not.
+
+    Raises InvalidRequest for what are no token ids.
+    """
+    ids = body.reused_prompt_ids
+    if ids is None:
+        return None
+    try:
+        token_ids = msgspec.convert(ids, Annotated[list[int], msgspec.Meta(min_length=1)])
+        tokens = np.array(token_ids, np.int64)
+    except (msgspec.ValidationError, OverflowError):
+        raise InvalidRequest(f"{_REUSED} must be a list of token ids that is not empty", _REUSED) from None
+    check_token_ids(tokens, service.engine.info.vocab_size, _REUSED)
+    return RenderedPrompt(token_ids=token_ids, boundaries=[], field=_REUSED)
+
+
 def truncate_prompt(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) -> RenderedPrompt:
-    """The prompt's last `truncate_prompt_tokens` tokens, or the prompt itself. -1: as many as leave room for
-    `max_tokens`, or for one.
+    """The prompt's last `truncate_prompt_tokens` tokens, its first ones with `truncation_side` right, or the prompt
+    itself. -1: as many as leave room for `max_tokens`, or for one.
 
     Raises InvalidRequest for a number out of range, and if images would be cut off or in two.
     """
@@ -95,9 +113,12 @@ def truncate_prompt(prompt: RenderedPrompt, body: SamplingFields, max_model_len:
     if prompt.images:
         text = f"the prompt has images and is {excess} tokens longer: shorten it yourself"
         raise InvalidRequest(f"{_TRUNCATE}: {text}", _TRUNCATE)
-    ends = [replace(end, position=end.position - excess) for end in prompt.boundaries if end.position > excess]
+    first = 0 if body.truncation_side == "right" else excess
+    token_ids = prompt.token_ids[first : first + num_tokens]
+    ends = [replace(end, position=end.position - first) for end in prompt.boundaries]
+    ends = [end for end in ends if 0 < end.position <= num_tokens]
     # An echo is what the model has seen.
-    return msgspec.structs.replace(prompt, token_ids=prompt.token_ids[excess:], boundaries=ends, text=None)
+    return msgspec.structs.replace(prompt, token_ids=token_ids, boundaries=ends, text=None)
 
 
 async def add_echo_text(service: Service, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:

@@ -315,6 +315,14 @@ class StructuredOutputs(TypedDict, total=False):
     json_object: bool | None
 
 
+@with_config(_ONLY_KNOWN)
+class ExtraArgs(TypedDict, total=False):
+    """vLLM's arguments for extensions. Those that are known here are names for a session, and change nothing."""
+
+    session_id: Annotated[str, Field(max_length=256)]
+    prompt_cache_key: Annotated[str, Field(max_length=256)]
+
+
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +336,10 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """The fields that completions and chats share. `priority`: smaller ones first."""
+    """The fields that completions and chats share. `priority`: smaller ones first. `truncation_side`: which end of the
+    prompt `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities
+    call a token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer
+    are sent together; the first one and the last ones come at once."""
 
     model_config = STRICT
 
@@ -353,12 +364,15 @@ class SamplingFields(BaseModel):
     allowed_token_ids: TokenIds | None = in_range("allowed_token_ids")
     bad_words: list[BadWord] | None = Field(None, max_length=MAX_BAD_WORDS)
     truncate_prompt_tokens: TruncateTo | None = None
+    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Int64 | None = in_range("prompt_logprobs")
     priority: Int64 | None = in_range("priority")
     cache_salt: CacheSalt | None = in_range("cache_salt")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -368,6 +382,7 @@ class SamplingFields(BaseModel):
     guided_grammar: Text | None = None
     prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
+    vllm_xargs: ExtraArgs | None = None
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
         """With values for the fields that it does not have. Their `max_tokens` is a bound that holds for all."""
@@ -378,6 +393,12 @@ class SamplingFields(BaseModel):
         if most is not None and (limit is None or limit > most):
             found[self.max_tokens_field or "max_tokens"] = most
         return self.model_copy(update=found) if found else self
+
+    @property
+    def reused_prompt_ids(self) -> Any:
+        """The prompt's token ids as a prefill server has had them, in nothing checked; None if there are none, or the
+        prompt has more than text."""
+        return (self.kv_transfer_params or {}).get("prompt_token_ids")
 
     @property
     def is_kv_export(self) -> bool:
@@ -408,6 +429,11 @@ class CompletionRequest(SamplingFields):
     logprobs: Int64 | None = in_range("logprobs")
     add_special_tokens: bool | None = True
 
+    @property
+    def reused_prompt_ids(self) -> Any:
+        is_one = isinstance(self.prompt, str) or len(self.prompt) < 2 or isinstance(self.prompt[0], int)
+        return super().reused_prompt_ids if is_one else None
+
     def get_max_tokens(self) -> int:
         if self.max_tokens == 0:
             if not self.echo:
@@ -435,7 +461,8 @@ class TemplateFields(BaseModel):
 
 
 class ChatRequest(SamplingFields, TemplateFields):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. Without `include_reasoning` the reasoning is left out of the answer, and so is what
+    shows its tokens: log-probabilities and token ids."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = in_range("max_tokens")
@@ -443,6 +470,12 @@ class ChatRequest(SamplingFields, TemplateFields):
     top_logprobs: Int64 | None = in_range("logprobs")
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
+
+    @property
+    def reused_prompt_ids(self) -> Any:
+        has_images = any("image" in part["type"] for message in self.messages for part in message.parts)
+        return None if has_images else super().reused_prompt_ids
 
     @property
     def max_tokens_field(self) -> str | None:

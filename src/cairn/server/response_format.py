@@ -57,9 +57,11 @@ async def parse_response_format(
     # Every model can be held to calls in JSON.
     tool_parser = None if tool_structure is None else JsonToolParser
 
+    hides_reasoning = parsers.has_reasoning and body.include_reasoning is False
+
     def new_message() -> ChatMessage:
         parser = parsers.make_parser(tools, opened=opened, tool_parser=tool_parser)
-        return ChatMessage(parser, service.new_id, parallel=parallel)
+        return ChatMessage(parser, service.new_id, parallel=parallel, hides_reasoning=hides_reasoning)
 
     return structure, new_message
 

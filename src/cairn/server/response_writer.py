@@ -277,17 +277,24 @@ class ChatWriter(ResponseWriter):
         message = self.new_message()
         message.add("".join(choice.texts), last=True, truncated=choice.is_truncated)
         finish_reason = message.finish_reason(choice.finish_reason)
-        logprobs = self._write_logprobs(choice.logprobs)
-        return self._choice(choice, {"message": message.message()}, logprobs, finish_reason, choice.token_ids)
+        logprobs, token_ids = self._write_tokens(message, choice.logprobs, choice.token_ids)
+        return self._choice(choice, {"message": message.message()}, logprobs, finish_reason, token_ids)
 
     def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
         choice.message = message = choice.message or self.new_message()
-        logprobs = self._write_logprobs(output.logprobs)
+        logprobs, token_ids = self._write_tokens(message, output.logprobs, output.token_ids)
+        shows_tokens = logprobs is not None or (self.body.return_token_ids and token_ids is not None)
         delta = message.add(output.text, last=output.finish_reason is not None, truncated=choice.is_truncated)
-        if not delta and logprobs is None and output.finish_reason is None and not self.body.return_token_ids:
+        if not delta and not shows_tokens and output.finish_reason is None:
             return None
         finish_reason = message.finish_reason(output.finish_reason)
-        return self._choice(choice, {"delta": delta or {"content": ""}}, logprobs, finish_reason, output.token_ids)
+        return self._choice(choice, {"delta": delta or {"content": ""}}, logprobs, finish_reason, token_ids)
 
-    def _write_logprobs(self, logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
-        return None if logprobs is None or self.body.get_num_logprobs() is None else self.formatter.chat(logprobs)
+    def _write_tokens(
+        self, message: ChatMessage, logprobs: TokenLogprobs | None, token_ids: list[int]
+    ) -> tuple[dict[str, Any] | None, list[int] | None]:
+        """Log-probabilities and ids of a piece of an answer; neither where they would show the reasoning."""
+        if message.hides_reasoning:
+            return None, None
+        is_asked = logprobs is not None and self.body.get_num_logprobs() is not None
+        return self.formatter.chat(logprobs) if logprobs is not None and is_asked else None, token_ids

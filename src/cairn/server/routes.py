@@ -22,6 +22,7 @@ from cairn.server.prompts import (
     check_model,
     encode_prompts,
     render_chat_prompt,
+    reuse_prompt,
     truncate_prompt,
 )
 from cairn.server.requests import (
@@ -139,7 +140,9 @@ async def _prepare(
     check_model(service, body.model)
     refuse_unsupported(body)
     body = body.with_defaults(service.default_sampling)
-    prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in await make_prompts()]
+    reused = reuse_prompt(service, body)
+    prompts = await make_prompts() if reused is None else [reused]
+    prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in prompts]
     own_id: str = http.scope["cairn.request_id"]
     if body.request_id is not None and not http.scope["cairn.has_own_request_id"]:
         own_id = body.request_id
@@ -164,7 +167,8 @@ async def _prepare(
     prompts = await add_echo_text(service, body, prompts)
     n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more
     created, model = int(service.wall()), service.options.model_name
-    fields = (answer_id, created, model, body, prompts, n, service.logprobs_formatter, new_message)
+    formatter = service.logprobs_formatter.with_token_ids(body.return_tokens_as_token_ids)
+    fields = (answer_id, created, model, body, prompts, n, formatter, new_message)
     return Generation(service, requests, writer_type(*fields), arrival_time, deadline)
 
 

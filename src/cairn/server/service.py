@@ -111,7 +111,9 @@ class Service:
         self.parsers = select_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )
-        self.logprobs_formatter = LogprobsFormatter(lambda token: engine.tokenizer.token_bytes(token))
+        self.logprobs_formatter = LogprobsFormatter(
+            lambda token: engine.tokenizer.token_bytes(token), as_token_ids=options.return_tokens_as_token_ids
+        )
 
         def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
             return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, get_death=lambda: engine.dead)

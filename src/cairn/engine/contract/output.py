@@ -116,3 +116,13 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+
+    def concat(self, later: "GenerateOutput") -> "GenerateOutput":
+        """This and a later output of the same answer as one. This one must not be the answer's last."""
+        return msgspec.structs.replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            text=self.text + later.text,
+            logprobs=later.logprobs if self.logprobs is None else self.logprobs.concat(later.logprobs),
+            prompt_logprobs=later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
+        )

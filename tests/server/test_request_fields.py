@@ -1,0 +1,202 @@
+"""vLLM's own request fields, on both endpoints, whole and as streams. The engine echoes."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+from cairn.engine.contract import GenerateOutput
+from cairn.server.generate import OutputBuffer
+from doubles.byte_tokenizer import ByteTokenizer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hm</think>yes"}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+REUSED = "kv_transfer_params.prompt_token_ids"
+
+
+@pytest.fixture(scope="module")
+def thinker(running_server):
+    """A server whose template knows `<think>`, and which writes tokens as ids unless told otherwise."""
+    running = running_server(
+        {"return_tokens_as_token_ids": True}, ByteTokenizer(chat_template="<think>"), block_size=32
+    )
+    yield running
+    running.drain()
+    running.join()
+
+
+def ask(server, path, **body):
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def stream(server, path, **body):
+    answer = server.post(path, body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def refused(server, path, **body):
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["param"]
+
+
+def prompt_of(server):
+    return np.frombuffer(server.requests[-1].prompt, np.int64).tolist()
+
+
+# -- truncation_side ---------------------------------------------------------------------------------------------------
+
+
+def test_truncation_side_says_which_end_is_cut_off(server):
+    cut = {"prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 2, "max_tokens": 1, "return_token_ids": True}
+    for side, expected in ((None, [7, 8]), ("left", [7, 8]), ("right", [5, 6])):
+        (choice,) = ask(server, TEXT, **cut, truncation_side=side)["choices"]
+        assert choice["prompt_token_ids"] == prompt_of(server) == expected
+    body = {"messages": [{"role": "user", "content": text} for text in ("a", "b")], "max_tokens": 1}
+    whole = [257, *b"user\na", 258, 257, *b"user\nb", 258, 257, *b"assistant\n"]
+    ask(server, CHAT, **body, truncate_prompt_tokens=12, truncation_side="right")
+    assert prompt_of(server) == whole[:12]
+    assert [end.position for end in server.requests[-1].boundaries] == [8]
+    ask(server, CHAT, **body, truncate_prompt_tokens=12)
+    assert prompt_of(server) == whole[-12:]
+    assert [end.position for end in server.requests[-1].boundaries] == [1]
+    assert refused(server, TEXT, prompt="x", truncation_side="middle") == "truncation_side"
+
+
+# -- return_tokens_as_token_ids ----------------------------------------------------------------------------------------
+
+
+def test_tokens_are_called_by_their_ids(server, thinker):
+    told = {"prompt": [0xC3, 97], "max_tokens": 2, "logprobs": 1, "echo": True}
+    (choice,) = ask(server, TEXT, **told, return_tokens_as_token_ids=True)["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:195", "token_id:97"] * 2
+    assert choice["logprobs"]["top_logprobs"][2].keys() == {"token_id:0", "token_id:195"}
+    assert choice["logprobs"]["text_offset"] == ask(server, TEXT, **told)["choices"][0]["logprobs"]["text_offset"]
+    for one, fields, expected in (
+        (server, {}, "u"),
+        (server, {"return_tokens_as_token_ids": True}, "token_id:117"),
+        (thinker, {}, "token_id:117"),
+        (thinker, {"return_tokens_as_token_ids": False}, "u"),
+    ):
+        body = {"messages": [USER], "max_tokens": 1, "logprobs": True, "top_logprobs": 1} | fields
+        entry = ask(one, CHAT, **body)["choices"][0]["logprobs"]["content"][0]
+        assert (entry["token"], entry["bytes"]) == (expected, [117])
+        assert entry["top_logprobs"][0]["token"] == ("\0" if expected == "u" else "token_id:0")
+        (streamed,) = [c["logprobs"] for chunk in stream(one, CHAT, **body) for c in chunk["choices"] if c["logprobs"]]
+        assert streamed["content"] == [entry]
+
+
+# -- include_reasoning -------------------------------------------------------------------------------------------------
+
+
+def test_include_reasoning_false_leaves_reasoning_and_its_tokens_out(thinker, server):
+    body = {"messages": [USER], "max_tokens": 40, "logprobs": True, "return_token_ids": True} | THINKING
+    shown = ask(thinker, CHAT, **body)["choices"][0]
+    assert shown["message"]["reasoning"] == "user\nhm" and shown["logprobs"]["content"] and shown["token_ids"]
+    hidden = ask(thinker, CHAT, **body, include_reasoning=False)
+    message = hidden["choices"][0]["message"]
+    assert message["content"] == shown["message"]["content"] and not message.get("reasoning")
+    assert not message.get("reasoning_content") and hidden["choices"][0]["logprobs"] is None
+    assert not hidden["choices"][0].get("token_ids") and "hm" not in json.dumps(hidden)
+    assert hidden["usage"]["completion_tokens"] == len(shown["token_ids"])
+    chunks = stream(thinker, CHAT, **body, include_reasoning=False)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
+    assert not any(delta.get("reasoning") or delta.get("reasoning_content") for delta in deltas)
+    assert not any(c["logprobs"] or c.get("token_ids") for chunk in chunks for c in chunk["choices"])
+    # A model without reasoning has nothing to hide.
+    plain = ask(server, CHAT, **body, include_reasoning=False)["choices"][0]
+    assert plain["logprobs"]["content"] and plain["token_ids"]
+    assert refused(server, CHAT, messages=[USER], include_reasoning="no") == "include_reasoning"
+
+
+# -- kv_transfer_params.prompt_token_ids -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["server", "transfer_server"])
+def test_the_prompt_is_the_ids_that_a_router_hands_on(request, name):
+    server = request.getfixturevalue(name)
+    ids = [257, *b"user\nq", 258]
+    for path, body in ((CHAT, {"messages": [USER]}), (TEXT, {"prompt": "ignored"})):
+        body |= {"max_tokens": 3, "return_token_ids": True, "kv_transfer_params": {"prompt_token_ids": ids}}
+        answer = ask(server, path, **body)
+        assert prompt_of(server) == ids and answer["usage"]["prompt_tokens"] == len(ids)
+        assert (answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]) == ids
+        assert b"prompt_token_ids" not in (server.requests[-1].kv_transfer_params or b"")
+        assert (stream(server, path, **body)[0]["choices"] and prompt_of(server)) == ids
+    ask(server, CHAT, messages=[USER], max_tokens=1, kv_transfer_params={"prompt_token_ids": None})
+    assert len(prompt_of(server)) > len(ids)
+    for wrong in ([], "abc", [1, -1], [1, 259], [1, 10**30], [True], [1.5], {"a": 1}):
+        wrong = {"prompt_token_ids": wrong}
+        assert refused(server, CHAT, messages=[USER], kv_transfer_params=wrong) == REUSED
+    long = {"prompt_token_ids": [1] * 5000}
+    assert refused(server, CHAT, messages=[USER], kv_transfer_params=long) == REUSED
+    two = {"prompt": ["a", "b"], "kv_transfer_params": {"prompt_token_ids": ids}}
+    assert refused(server, TEXT, **two) == "kv_transfer_params"
+
+
+# -- stream_interval ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_stream_interval_is_how_many_tokens_a_chunk_has(server, path):
+    body = {"messages": [USER]} if path == CHAT else {"prompt": "user\nhm</think>y"}
+    body |= {"max_tokens": 12, "n": 2, "return_token_ids": True, "ignore_eos": True}
+    body |= {"logprobs": True} if path == CHAT else {"logprobs": 0}
+    for interval in (None, 1, 4, 100):
+        chunks = stream(server, path, **body, stream_interval=interval)
+        pieces = [choice for chunk in chunks for choice in chunk["choices"] if choice.get("token_ids")]
+        for index in (0, 1):
+            own = [piece for piece in pieces if piece["index"] == index]
+            sizes = [len(piece["token_ids"]) for piece in own]
+            # What comes while the stream is busy is sent together, too.
+            assert sum(sizes) == 12 and all(size >= (interval or 1) for size in sizes[1:-1])
+            assert interval != 100 or len(sizes) <= 2
+            key = "content" if path == CHAT else "tokens"
+            assert [len(piece["logprobs"][key]) for piece in own] == sizes
+            text = "".join(piece["text"] if path == TEXT else piece["delta"]["content"] for piece in own)
+            assert text == ("user\nhm</thi" if index == 0 else "ser\nhm</thin")
+            assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
+    assert ask(server, path, **body, stream_interval=4)["usage"]["completion_tokens"] == 24
+    for wrong in (0, -1, 1.5, True, 1 << 31):
+        assert refused(server, path, **body, stream_interval=wrong) == "stream_interval"
+
+
+def test_a_buffer_sends_the_first_and_the_last_output_at_once():
+    def sizes(interval, outputs):
+        buffer = OutputBuffer(interval)
+        sent = [buffer.add(prompt, output) for prompt, output in outputs]
+        assert [token for one in sent if one for token in one.token_ids] == [
+            token for _, output in outputs for token in output.token_ids
+        ]
+        return [one and len(one.token_ids) for one in sent]
+
+    def outputs(*counts):
+        made = [GenerateOutput(request_id="r", token_ids=[place] * count) for place, count in enumerate(counts)]
+        return [(0, output) for output in made[:-1]] + [(0, msgspec.structs.replace(made[-1], finish_reason="stop"))]
+
+    assert sizes(1, outputs(1, 1, 1)) == [1, 1, 1]
+    assert sizes(3, outputs(1, 1, 1, 1, 1, 1)) == [1, None, None, 3, None, 2]
+    assert sizes(3, outputs(2, 5, 2, 0)) == [2, 5, None, 2]
+    # Each answer counts for itself.
+    buffer = OutputBuffer(2)
+    both = [(0, GenerateOutput(request_id="a", token_ids=[1])), (1, GenerateOutput(request_id="b", token_ids=[2]))]
+    assert [bool(buffer.add(*one)) for one in both * 3] == [True, True, False, False, True, True]
+
+
+# -- vllm_xargs --------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_extra_arguments_are_refused_by_name(server):
+    for known in (None, {}, {"session_id": "s", "prompt_cache_key": "k"}):
+        ask(server, TEXT, prompt="x", max_tokens=1, vllm_xargs=known)
+    for wrong in ({"my_processor": 1}, {"session_id": 5}, {"session_id": "x" * 257}):
+        assert refused(server, TEXT, prompt="x", vllm_xargs=wrong) == f"vllm_xargs.{next(iter(wrong))}"
+    assert refused(server, CHAT, messages=[USER], vllm_xargs=[1]) == "vllm_xargs"
