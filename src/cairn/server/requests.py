@@ -315,7 +315,7 @@ class StructuredOutputs(TypedDict, total=False):
     json_object: bool | None
 
 
-@with_config(_ONLY_KNOWN)
+@with_config(ConfigDict(extra="forbid", strict=True))
 class ExtraArgs(TypedDict, total=False):
     """vLLM's arguments for extensions. Those that are known here are names for a session, and change nothing."""
 
