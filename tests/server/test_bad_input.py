@@ -311,7 +311,7 @@ def test_what_is_not_supported_yet_is_named(server, path, body, field, value):
         (["x"], "messages[0]"),
         ([{"role": "wizard", "content": "x"}], "messages"),
         ([{"role": "user", "content": 5}], "messages"),
-        ([{"role": "user", "content": ["x"]}], "messages"),
+        ([{"role": "user", "content": [5]}], "messages"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}],
             "messages",

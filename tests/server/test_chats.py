@@ -98,6 +98,23 @@ def test_a_request_may_bring_its_template_where_the_server_says_so(serve):
     assert long["param"] == "chat_template" and "at most 65536 characters" in long["message"]
 
 
+def test_texts_under_other_names_are_texts(server):
+    """The Responses API's, what an assistant has refused or thought, and plain strings: as vLLM takes them."""
+    parts = [
+        *({"type": kind, "text": kind} for kind in ("text", "input_text", "output_text")),
+        {"type": "refusal", "refusal": "no", "cache_control": EPHEMERAL},
+        {"type": "thinking", "thinking": "hm", "closed": True},
+        "alone",
+    ]
+    prompt, ends = ask(server, [{"role": "user", "content": parts}, {"role": "assistant", "content": ["a", "b"]}])
+    assert "|user\ntext\ninput_text\noutput_text\nno\nhm\nalone||assistant\na\nb|" in prompt
+    assert [text.rpartition("\n")[2] for text, end in ends.items() if end == ("breakpoint", 300)] == ["no"]
+    same = [text(one) for one in ("text", "input_text", "output_text", "no", "hm", "alone")]
+    same[3]["cache_control"] = EPHEMERAL
+    messages = [{"role": "user", "content": same}, {"role": "assistant", "content": "a\nb"}]
+    assert ask(server, messages) == (prompt, ends)
+
+
 def test_breakpoints_on_tools_system_messages_and_parts(server):
     messages = [
         {"role": "system", "content": [text("fixed", cache_control=HOUR), text("today")]},
@@ -194,6 +211,21 @@ WRONG = [
     ({"chat_template": 5}, "chat_template", "must be text"),
     (tool(description="\ud800"), "tools", "tools[1].function.description is not valid Unicode"),
     (tool(parameters={"properties": {"\ud800": {}}}), "tools", "tools[1] is not valid Unicode"),
+    (
+        {"messages": [{"role": "user", "content": ["x", 5]}]},
+        "messages",
+        "messages[0].content[1] must be text or a part",
+    ),
+    ({"messages": [{"role": "user", "content": [["x"]]}]}, "messages", "messages[0].content[0] must be text or a part"),
+    ({"messages": [{"role": "user", "content": ["\ud800"]}]}, "messages", "content[0] is not valid Unicode"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]},
+        "messages",
+        ".refusal is missing",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": 1}]}]}, "messages", "must be text"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages", "content[0].type is missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages", "content[0].type must be one of"),
     (marked("ephemeral"), "messages", "messages[1].content[1].cache_control must be"),
     (marked({}), "messages", "messages[1].content[1].cache_control.type is missing"),
     (marked({"type": "persistent"}), "messages", 'messages[1].content[1].cache_control.type must be "ephemeral"'),

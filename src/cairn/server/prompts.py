@@ -201,12 +201,12 @@ def _check_variables(sent: dict[str, Any]) -> None:
 
 def _message(message: Message, number: int, images: Mapping[tuple[int, int], Pixels]) -> dict[str, Any]:
     content: str | list[dict[str, Any]] = message.content if isinstance(message.content, str) else ""
-    if isinstance(message.content, list):
+    if message.parts:
         content = [
             {"type": "text", "text": part["text"]}
             if part["type"] == "text"
             else {"type": "image", "image": images[number, place]}
-            for place, part in enumerate(message.content)
+            for place, part in enumerate(message.parts)
         ]
     rendered: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:

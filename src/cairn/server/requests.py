@@ -7,10 +7,11 @@ name, unless they hold a value that changes nothing.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NotRequired, Self, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, Self, TypeAlias, cast
 
 import msgspec
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -160,6 +161,30 @@ class TextPart(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
+class ItemTextPart(TypedDict):
+    """The same under the Responses API's names."""
+
+    type: Literal["input_text", "output_text"]
+    text: Unicode
+    cache_control: NotRequired[CacheControl | None]
+
+
+class RefusalPart(TypedDict):
+    """What an assistant has said in the place of an answer: text like any other."""
+
+    type: Literal["refusal"]
+    refusal: Unicode
+    cache_control: NotRequired[CacheControl | None]
+
+
+class ThinkingPart(TypedDict):
+    """What an assistant has thought aloud: text like any other, as in vLLM."""
+
+    type: Literal["thinking"]
+    thinking: Unicode
+    cache_control: NotRequired[CacheControl | None]
+
+
 class ImageUrl(TypedDict):
     """Where an image is: a data URI, http or https. `detail` changes nothing."""
 
@@ -177,7 +202,24 @@ class ImagePart(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-ContentPart: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+def _plain_part(part: Any) -> Any:
+    """The same text in the one form that what comes after knows."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part["type"] in ("image_url", "input_image"):
+        return part
+    text = part.get("text", part.get("refusal", part.get("thinking")))
+    return {"type": "text", "text": text, "cache_control": part.get("cache_control")}
+
+
+ContentPart: TypeAlias = Annotated[
+    Annotated[Unicode, Tag("text")]
+    | Annotated[
+        TextPart | ItemTextPart | RefusalPart | ThinkingPart | ImagePart, Field(discriminator="type"), Tag("object")
+    ],
+    kind_discriminator("text or a part: an object with a type"),
+    AfterValidator(_plain_part),
+]
 
 MessageContent: TypeAlias = Annotated[
     Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")],
@@ -222,8 +264,8 @@ class Message(BaseModel):
 
     @property
     def parts(self) -> list[TextPart | ImagePart]:
-        """The parts of its content; none where that is one text."""
-        return self.content if isinstance(self.content, list) else []
+        """The parts of its content, those of texts with the type `text`; none where that is one text."""
+        return cast(list[TextPart | ImagePart], self.content) if isinstance(self.content, list) else []
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------
