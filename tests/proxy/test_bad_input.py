@@ -29,8 +29,8 @@ def post(proxy, content, path="/v1/completions", **headers):
         (b"[1]", "must be a JSON object"),
         (b"null", "must be a JSON object"),
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
-        (b'{"prompt": "a", "stream": 1}', "stream must be true or false"),
-        (b'{"prompt": "a", "stream": "yes"}', "stream must be true or false"),
+        (b'{"prompt": "a", "stream": 2}', "stream must be true or false"),
+        (b'{"prompt": "a", "stream": "ja"}', "stream must be true or false"),
     ],
 )
 def test_bodies(setting, content, said):

@@ -15,6 +15,7 @@ What the proxy adds is the key DECODE_HINT, in both directions an object {"engin
 from typing import Annotated, Any
 
 import msgspec
+from pydantic import TypeAdapter, ValidationError
 
 from cairn.errors import InvalidBody, InvalidRequest
 
@@ -39,6 +40,8 @@ _REMOTE_DECODE = (
     ("remote_port", None),
 )
 
+
+_BOOLEAN: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 
 _EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
@@ -114,10 +117,11 @@ def text_field(body: Body, name: str) -> str:
 
 
 def bool_field(body: Body, name: str) -> bool:
-    """The boolean in a field, false when there is none or null. Raises InvalidRequest for anything else."""
+    """The boolean in a field as servers read it, false when there is none or null. Raises InvalidRequest for anything
+    else."""
     try:
-        return bool(msgspec.json.decode(body[name], type=bool | None)) if name in body else False
-    except msgspec.DecodeError:
+        return bool(_BOOLEAN.validate_json(bytes(body[name]))) if name in body else False
+    except ValidationError:
         raise InvalidRequest(f"{name} must be true or false", name) from None
 
 

@@ -32,9 +32,9 @@ _TYPE_NAMES: Mapping[type, str] = MappingProxyType(
 _TYPE_RULES: Mapping[str, str] = MappingProxyType(
     {
         "string_type": "must be text",
-        "bool_type": "must be true or false",
-        "int_type": "must be a whole number",
-        "float_type": "must be a number",
+        **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+        **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+        **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
         "list_type": "must be a list",
         **dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "must be an object"),
         WRONG_KIND: "{msg}",
@@ -54,6 +54,7 @@ _RULES: Mapping[str, str] = MappingProxyType(
         "too_long": "must have at most {max_length} entries",
         **_RANGE_RULES,
         "finite_number": "must be a finite number",
+        "int_parsing_size": "has too many digits",
         "literal_error": "must be {expected}",
         "union_tag_invalid": "must be one of {expected_tags}",
         "extra_forbidden": "is not supported: leave it out",

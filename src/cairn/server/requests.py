@@ -57,7 +57,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 WRONG_KIND = "wrong_kind"
 """pydantic's error type for a value of no type that a union has."""
 
-STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+LENIENT = ConfigDict(extra="allow", allow_inf_nan=False)
+"""Numbers and booleans may be written in other types that say the same, by pydantic's table of conversions, as vLLM has
+it: 5 as 5.0, "5" or "5.0", true as 1 or "true". Texts may not."""
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ MessageContent: TypeAlias = Annotated[
 ]
 
 
-@with_config(ConfigDict(extra="ignore", strict=True))
+@with_config(ConfigDict(extra="ignore"))
 class CalledFunction(TypedDict):
     """The function and the arguments of a tool call."""
 
@@ -251,7 +253,7 @@ class ToolCall(TypedDict):
 class Message(BaseModel):
     """One message of a chat. `reasoning`: another name of `reasoning_content`."""
 
-    model_config = STRICT
+    model_config = LENIENT
 
     role: str = Field(min_length=1, max_length=64)
     content: MessageContent | None = None
@@ -371,8 +373,6 @@ class ExtraArgs(TypedDict, total=False):
 class StreamOptions(BaseModel):
     """What a stream contains besides text."""
 
-    model_config = ConfigDict(strict=True)
-
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
@@ -383,7 +383,7 @@ class SamplingFields(BaseModel):
     call a token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer
     are sent together; the first one and the last ones come at once."""
 
-    model_config = STRICT
+    model_config = LENIENT
 
     model: ModelName | None = None
     max_tokens: Int64 | None = in_range("max_tokens")
@@ -491,7 +491,7 @@ class TemplateFields(BaseModel):
     """What a chat's prompt depends on besides its messages. `chat_template`: one in the checkpoint's stead, where the
     server trusts its clients so far."""
 
-    model_config = STRICT
+    model_config = LENIENT
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
@@ -544,7 +544,7 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = STRICT
+    model_config = LENIENT
 
     model: ModelName | None = None
     tokens: TokenIds

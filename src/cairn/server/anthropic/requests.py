@@ -8,9 +8,9 @@ from typing_extensions import TypedDict
 
 from cairn.engine.contract import RANGES
 from cairn.server.requests import (
+    LENIENT,
     MAX_MESSAGES,
     MAX_TOOLS,
-    STRICT,
     CacheControl,
     CacheSalt,
     Int64,
@@ -186,7 +186,7 @@ class OutputConfig(TypedDict):
 class CountTokensRequest(BaseModel):
     """POST /v1/messages/count_tokens."""
 
-    model_config = STRICT
+    model_config = LENIENT
 
     model: ModelName
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -201,7 +201,7 @@ class CountTokensRequest(BaseModel):
 class Metadata(BaseModel):
     """About the request. `user_id` changes nothing."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(extra="ignore")
 
     user_id: str | None = Field(None, max_length=256)
 
