@@ -142,6 +142,37 @@ def test_the_prompt_is_the_ids_that_a_router_hands_on(request, name):
     assert refused(server, TEXT, **two) == "kv_transfer_params"
 
 
+# -- what a prompt is --------------------------------------------------------------------------------------------------
+
+
+def test_a_chats_prompt_is_told_as_text(server):
+    body = {"messages": [USER], "max_tokens": 2, "n": 2, "return_token_ids": True, "return_prompt_text": True}
+    answer = ask(server, CHAT, **body)
+    assert answer["prompt_text"] == server.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
+    assert "hm</think>yes" in answer["prompt_text"]
+    chunks = stream(server, CHAT, **body)
+    assert [chunk.get("prompt_text") for chunk in chunks] == [answer["prompt_text"]] + [None] * (len(chunks) - 1)
+    assert "prompt_text" not in ask(server, CHAT, **body | {"return_prompt_text": False})
+    assert refused(server, TEXT, prompt="x", return_prompt_text=True) == "return_prompt_text"
+
+
+def test_a_chats_special_tokens_are_the_templates(server, serve):
+    class Opening(ByteTokenizer):
+        """Writes a special token before each text."""
+
+        def encode(self, text, add_special_tokens=True):
+            return [257] * add_special_tokens + super().encode(text)
+
+    opening = serve(tokenizer=Opening())
+    for path in (CHAT, "/tokenize"):
+        for sent in (None, False):
+            assert opening.post(path, {"messages": [USER], "add_special_tokens": sent}).status_code == 200
+        assert refused(opening, path, messages=[USER], add_special_tokens=True) == "add_special_tokens"
+        assert server.post(path, {"messages": [USER], "add_special_tokens": True}).status_code == 200
+    assert opening.post("/tokenize", {"prompt": "x"}).json()["tokens"] == [257, *b"x"]
+    assert opening.post("/tokenize", {"prompt": "x", "add_special_tokens": False}).json()["tokens"] == [*b"x"]
+
+
 # -- stream_interval ---------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from cairn.server.images.memory import ImageAllocation
 from cairn.server.requests import (
     NOT_VARIABLES,
     CacheControl,
+    ChatRequest,
     CompletionRequest,
     Message,
     SamplingFields,
@@ -121,9 +122,12 @@ def truncate_prompt(prompt: RenderedPrompt, body: SamplingFields, max_model_len:
     return msgspec.structs.replace(prompt, token_ids=token_ids, boundaries=ends, text=None)
 
 
-async def add_echo_text(service: Service, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:
-    """The prompts, each with its text if that is to be echoed."""
-    if not (isinstance(body, CompletionRequest) and body.echo):
+async def add_prompt_text(
+    service: Service, body: SamplingFields, prompts: list[RenderedPrompt]
+) -> list[RenderedPrompt]:
+    """The prompts, each with its text if the answer shows that."""
+    is_echoed = isinstance(body, CompletionRequest) and body.echo
+    if not (is_echoed or (isinstance(body, ChatRequest) and body.return_prompt_text)):
         return prompts
     texts = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
     return [msgspec.structs.replace(one, text=text) for one, text in zip(prompts, texts, strict=True)]
@@ -136,6 +140,9 @@ async def render_chat_prompt(
     service: Service, body: TemplateFields, messages: list[Message], allocation: ImageAllocation
 ) -> RenderedPrompt:
     """The chat as tokens, with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
+    if body.add_special_tokens and await service.tokenizer.encode("", add_special_tokens=True):
+        text = "add_special_tokens: the chat template writes the special tokens: leave it out"
+        raise InvalidRequest(text, "add_special_tokens")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest(

@@ -34,20 +34,25 @@ MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
 
-_NOTHING = "allowed_token_ids audio prediction prompt_embeds truncate_prompt_tokens"
-_EMPTY = "bad_words functions logits_processors tools"
-_FALSE = "continue_final_message echo return_token_strs use_beam_search"
+_NOTHING = "allowed_token_ids audio prediction prompt_embeds repetition_detection truncate_prompt_tokens"
+_EMPTY = "bad_words functions logits_processors logprob_token_ids tools"
+_EMPTY_OBJECT = "ec_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs"
+_FALSE = "continue_final_message echo return_prompt_text return_token_strs use_beam_search watermarking"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         **dict.fromkeys(_NOTHING.split(), (None,)),
         **dict.fromkeys(_EMPTY.split(), (None, [])),
+        **dict.fromkeys(_EMPTY_OBJECT.split(), (None, {})),
         **dict.fromkeys(_FALSE.split(), (None, False)),
         "best_of": (None, 1),
         "function_call": (None, "none"),
         "length_penalty": (None, 1, 1.0),
         "modalities": (None, ["text"]),
         "spaces_between_special_tokens": (None, True),
+        "return_weight_versions": (None, False),
+        "routed_experts_prompt_start": (None, 0),
         "suffix": (None, ""),
+        "thinking_token_budget": (None, -1),
         "tool_choice": (None, "none"),
         "top_logprobs": (None, 0),
     }
@@ -494,6 +499,7 @@ class TemplateFields(BaseModel):
     model_config = LENIENT
 
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     continue_final_message: bool | None = False
     tools: ToolList | None = None
     documents: Documents | None = None
@@ -513,6 +519,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
+    return_prompt_text: bool | None = False
 
     @property
     def reused_prompt_ids(self) -> Any:
@@ -538,7 +545,6 @@ class TokenizeRequest(TemplateFields):
     model: ModelName | None = None
     prompt: Unicode | None = Field(None, json_schema_extra={"minLength": 1})
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = True
 
 
 class DetokenizeRequest(BaseModel):

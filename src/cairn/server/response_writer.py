@@ -12,7 +12,7 @@ from cairn.errors import RequestError
 from cairn.http.error_responses import encode_error
 from cairn.server.chat_message import ChatMessage
 from cairn.server.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
-from cairn.server.requests import CompletionRequest, SamplingFields
+from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 
 @dataclass(slots=True)
@@ -266,12 +266,19 @@ class ChatWriter(ResponseWriter):
             body["prompt_token_ids"] = self.prompts[0].token_ids
         if self.body.prompt_logprobs is not None and self.prompt_logprobs[0] is not None:
             body["prompt_logprobs"] = self.formatter.prompt(self.prompt_logprobs[0])
-        return body
+        return body | self._prompt_text()
 
     def write_opening(self) -> list[dict[str, Any]]:
         ids = {"prompt_token_ids": self.prompts[0].token_ids} if self.body.return_token_ids else {}
         opened = [self._choice(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
-        return [self._envelope(self.chunk_object, [choice]) | ids for choice in opened]
+        chunks = [self._envelope(self.chunk_object, [choice]) | ids for choice in opened]
+        chunks[0] |= self._prompt_text()
+        return chunks
+
+    def _prompt_text(self) -> dict[str, Any]:
+        """vLLM's `prompt_text`, where it is asked for."""
+        is_asked = isinstance(self.body, ChatRequest) and self.body.return_prompt_text
+        return {"prompt_text": self.prompts[0].text} if is_asked else {}
 
     def _write_choice(self, choice: Choice) -> dict[str, Any]:
         message = self.new_message()

@@ -152,6 +152,7 @@ class ChatResponse(BaseResponse):
     kv_transfer_params: dict[str, Any] | None
     cairn: CacheUse
     prompt_token_ids: NotRequired[list[Count]]
+    prompt_text: NotRequired[str]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
@@ -176,6 +177,7 @@ class ChatChunk(BaseChunk):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     prompt_token_ids: NotRequired[list[Count]]
+    prompt_text: NotRequired[str]
 
 
 class ContentBlock(TypedDict):

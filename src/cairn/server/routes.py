@@ -18,7 +18,7 @@ from cairn.server.engine_request import build_engine_request, encode_bad_words
 from cairn.server.generate import Deadline, Generation
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.prompts import (
-    add_echo_text,
+    add_prompt_text,
     check_model,
     encode_prompts,
     render_chat_prompt,
@@ -164,7 +164,7 @@ async def _prepare(
         )
         for prompt in prompts
     )
-    prompts = await add_echo_text(service, body, prompts)
+    prompts = await add_prompt_text(service, body, prompts)
     n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more
     created, model = int(service.wall()), service.options.model_name
     formatter = service.logprobs_formatter.with_token_ids(body.return_tokens_as_token_ids)
