@@ -57,6 +57,7 @@ class SamplingParams:
 
     `seed`: None lets the engine choose one. `allowed_token_ids`: only these may come; None: all. `bad_words`: the
     tokens of texts that may not come in the answer; the last one of each may not follow the others.
+    `logprob_token_ids`: where log-probabilities are told at all, those of these tokens instead of the likeliest ones.
     """
 
     temperature: float = 1.0
@@ -70,6 +71,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def has_penalties(self) -> bool:

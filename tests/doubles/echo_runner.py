@@ -92,7 +92,7 @@ class EchoRunner:
 
 def _drawn(slot: int, sample: SamplingMetadata) -> SampledToken:
     token = next((token for token in _wishes(sample) if _may_come(token, sample)), END_OF_SEQUENCE)
-    told = None if sample.logprobs is None else _logprobs(token, sample.logprobs)
+    told = None if sample.logprobs is None else _logprobs(token, sample.logprobs, sample.params.logprob_token_ids)
     return SampledToken(slot, token, told)
 
 
@@ -118,6 +118,6 @@ def _may_come(token: int, sample: SamplingMetadata) -> bool:
     return allowed and listed and token not in sample.banned_tokens and token not in sample.bad_word_ends()
 
 
-def _logprobs(token: int, top: int) -> Logprobs:
-    ids = np.array([[token, *range(top)]], np.int32)
+def _logprobs(token: int, top: int, listed: tuple[int, ...] = ()) -> Logprobs:
+    ids = np.array([[token, *(listed or range(top))]], np.int32)
     return Logprobs(ids, (-1 - ids / 1024).astype(np.float32), ids[:, 0] + 1)

@@ -207,6 +207,23 @@ def test_logprobs_are_the_softmax_of_what_was_sampled_from(tiny_model):
         place += 1
 
 
+def test_log_probabilities_of_listed_tokens(tiny_model):
+    engine = Engine(tiny_model)
+    listed = [7, 3, 4000]
+    engine.submit("a", TEXT[:70], logprobs=2, logprob_token_ids=listed, n=2)
+    engine.submit("b", TEXT[:70], logprobs=2)
+    engine.run()
+    for place, output in enumerate(one for one in engine.outputs["a"] if one.index == 0):
+        ((_, ((token, value), *others)),) = output.logprobs
+        truth = engine.logits[1, 70 + place].double().log_softmax(-1)
+        assert [token] == output.token_ids and [other for other, _ in others] == listed
+        assert [value, *(own for _, own in others)] == pytest.approx(
+            [truth[i].item() for i in (token, *listed)], abs=1e-4
+        )
+    assert answer(engine.outputs["a"]) == answer(engine.outputs["b"])
+    assert all(len(output.logprobs) == 1 and output.logprobs.width == 3 for output in engine.outputs["b"])
+
+
 def test_prompt_logprobs_are_what_the_prompt_prefix_would_have_been_sampled_from(tiny_model):
     prompt = TEXT[:130]
     engine = Engine(tiny_model, max_num_batched_tokens=68, max_num_seqs=1)
@@ -354,6 +371,9 @@ BAD = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
     ({"logprobs": 21}, "logprobs"),
+    ({"logprob_token_ids": [128]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1] * 129}, "logprob_token_ids"),
     ({"logprobs": -1}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),

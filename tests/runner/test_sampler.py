@@ -442,6 +442,21 @@ def test_logprobs_of_drawn_tokens_are_each_row_s_own() -> None:
     assert staged(partial(SampledLogprobs, [None, None])).compute(logits[:2], torch.tensor([1, 2])) == []
 
 
+def test_rows_may_list_the_tokens_that_are_told_of() -> None:
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
+    tokens, tops = torch.tensor([5, 6, 7, 8, 9, 10]), [2, 2, None, 0, 5, 2]
+    lists = [(3, 39), (), (4,), (0, 1), (7,), (9, 2)]
+    parts = staged(partial(SampledLogprobs, tops, token_ids=lists)).compute(logits, tokens)
+    assert sorted(rows for rows, _ in parts) == [[0, 3, 5], [1], [4]]
+    values = logits.log_softmax(-1)
+    for rows, found in parts:
+        for i, row in enumerate(rows):
+            others = list(lists[row]) or values[row].topk(2).indices.tolist()
+            assert found.token_ids[i].tolist() == [int(tokens[row]), *others]
+            assert torch.equal(found.values[i], values[row][found.token_ids[i].long()])
+            assert int(found.ranks[i]) == int((values[row] > values[row][tokens[row]]).sum()) + 1
+
+
 def test_prompts_are_scored_a_share_at_a_time() -> None:
     weight, hidden = torch.randn(8, 20), torch.randn(150, 8)
     sizes = []

@@ -93,6 +93,35 @@ def test_tokens_are_called_by_their_ids(server, thinker):
         assert streamed["content"] == [entry]
 
 
+# -- logprob_token_ids -------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_are_listed_are_told_of_beside_the_sampled_one(server):
+    value = {token: -1 - token / 1024 for token in range(259)}
+    fields = {"max_tokens": 1, "logprob_token_ids": [200, 98, 200], "return_tokens_as_token_ids": True}
+    body = {"prompt": "abc", "logprobs": 5} | fields
+    expected = {f"token_id:{token}": value[token] for token in (97, 200, 98)}
+    (choice,) = ask(server, TEXT, **body)["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [expected] and choice["logprobs"]["tokens"] == ["token_id:97"]
+    chunks = [c["logprobs"] for chunk in stream(server, TEXT, **body) for c in chunk["choices"] if c["logprobs"]]
+    assert [chunk["top_logprobs"] for chunk in chunks] == [[expected]]
+    for sampled, top in ((97, 5), (98, None), (200, 0)):
+        body = {"messages": [USER], "logprobs": True, "top_logprobs": top, "allowed_token_ids": [sampled]} | fields
+        (entry,) = ask(server, CHAT, **body)["choices"][0]["logprobs"]["content"]
+        told = {one["token"]: one["logprob"] for one in entry["top_logprobs"]}
+        assert told == {f"token_id:{token}": value[token] for token in (sampled, 200, 98)}
+        assert len(entry["top_logprobs"]) == len(told) and entry["top_logprobs"][0]["token"] == entry["token"]
+    assert ask(server, TEXT, prompt="abc", logprobs=1, max_tokens=1, logprob_token_ids=[])["choices"][0]["logprobs"]
+    for path, wrong in (
+        (TEXT, {"prompt": "x", "logprob_token_ids": [5]}),
+        (TEXT, {"prompt": "x", "logprob_token_ids": [5], "logprobs": 1, "echo": True, "max_tokens": 0}),
+        (TEXT, {"prompt": "x", "logprob_token_ids": [259], "logprobs": 1}),
+        (TEXT, {"prompt": "x", "logprob_token_ids": list(range(129)), "logprobs": 1}),
+        (CHAT, {"messages": [USER], "logprob_token_ids": [5]}),
+    ):
+        assert refused(server, path, **wrong) == "logprob_token_ids"
+
+
 # -- include_reasoning -------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +143,7 @@ def test_include_reasoning_false_leaves_reasoning_and_its_tokens_out(thinker, se
     # A model without reasoning has nothing to hide.
     plain = ask(server, CHAT, **body, include_reasoning=False)["choices"][0]
     assert plain["logprobs"]["content"] and plain["token_ids"]
-    assert refused(server, CHAT, messages=[USER], include_reasoning="no") == "include_reasoning"
+    assert refused(server, CHAT, messages=[USER], include_reasoning="maybe") == "include_reasoning"
 
 
 # -- kv_transfer_params.prompt_token_ids -------------------------------------------------------------------------------
@@ -196,7 +225,7 @@ def test_stream_interval_is_how_many_tokens_a_chunk_has(server, path):
             assert text == ("user\nhm</thi" if index == 0 else "ser\nhm</thin")
             assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
     assert ask(server, path, **body, stream_interval=4)["usage"]["completion_tokens"] == 24
-    for wrong in (0, -1, 1.5, True, 1 << 31):
+    for wrong in (0, -1, 1.5, 1 << 31):
         assert refused(server, path, **body, stream_interval=wrong) == "stream_interval"
 
 

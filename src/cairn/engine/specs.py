@@ -175,6 +175,7 @@ class SpecBuilder:
             ("stop_token_ids", request.stop_conditions.stop_token_ids),
             ("logit_bias", (token for token, _ in request.sampling.logit_bias)),
             ("allowed_token_ids", request.sampling.allowed_token_ids or ()),
+            ("logprob_token_ids", request.sampling.logprob_token_ids),
             ("bad_words", chain.from_iterable(request.sampling.bad_words)),
         )
         for name, tokens in named:

@@ -22,35 +22,51 @@ class LogprobTensors(NamedTuple):
     ranks: Tensor
 
 
-def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
-    """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best. `logits`: float32 [n, vocab], before any
-    logits processor."""
+def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int, listed: Tensor | None = None) -> LogprobTensors:
+    """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best, or of the tokens `listed`, int64 [n, k].
+    `logits`: float32 [n, vocab], before any logits processor."""
     values = logits.log_softmax(-1)
     own = values.gather(1, tokens[:, None])
     ranks = (values > own).sum(-1) + 1
-    best = values.topk(min(num_top, values.shape[1]), dim=-1)
-    token_ids = torch.cat([tokens[:, None], best.indices], dim=1)
-    return LogprobTensors(token_ids.int(), torch.cat([own, best.values], dim=1), ranks.int())
+    if listed is None:
+        other_values, listed = values.topk(min(num_top, values.shape[1]), dim=-1)
+    else:
+        other_values = values.gather(1, listed)
+    token_ids = torch.cat([tokens[:, None], listed], dim=1)
+    return LogprobTensors(token_ids.int(), torch.cat([own, other_values], dim=1), ranks.int())
 
 
 class SampledLogprobs:
-    """Log-probabilities of the tokens that a step samples. Rows with the same number of top tokens go together."""
+    """Log-probabilities of the tokens that a step samples. Rows with the same number of other tokens go together."""
 
-    def __init__(self, num_top: Sequence[int | None], staging: Staging) -> None:
-        """`num_top`: top tokens to report for each row; None: no logprobs."""
+    def __init__(
+        self, num_top: Sequence[int | None], staging: Staging, token_ids: Sequence[tuple[int, ...]] = ()
+    ) -> None:
+        """`num_top`: top tokens to report for each row; None: no logprobs. `token_ids`: for each row the tokens to
+        report instead, empty for the top ones; may be left out where no row has any."""
         self._groups = []
-        for number in sorted({number for number in num_top if number is not None}):
-            group = [row for row, own in enumerate(num_top) if own == number]
+        groups: dict[tuple[bool, int], list[int]] = {}
+        for row, number in enumerate(num_top):
+            if number is not None:
+                listed = token_ids[row] if token_ids else ()
+                groups.setdefault((bool(listed), len(listed) or number), []).append(row)
+        for (is_listed, number), group in groups.items():
             for start in range(0, len(group), MAX_ROWS):
                 rows = group[start : start + MAX_ROWS]
-                self._groups.append((number, rows, staging.add(np.array(rows))))
+                tokens = staging.add(np.array([token_ids[row] for row in rows], np.int64)) if is_listed else None
+                self._groups.append((number, rows, staging.add(np.array(rows)), tokens))
 
     def compute(self, logits: Tensor, tokens: Tensor) -> list[tuple[list[int], LogprobTensors]]:
         """Groups of rows and their logprobs, from float32 [n, vocab] and the sampled tokens, int64 [n]; to be called
         once the staging has been sent."""
         return [
-            (rows, compute_logprobs(logits[index.tensor], tokens[index.tensor], number))
-            for number, rows, index in self._groups
+            (
+                rows,
+                compute_logprobs(
+                    logits[index.tensor], tokens[index.tensor], number, None if listed is None else listed.tensor
+                ),
+            )
+            for number, rows, index, listed in self._groups
         ]
 
 

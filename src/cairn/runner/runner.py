@@ -170,7 +170,8 @@ class Runner(StepRunner):
             admits = [self._input_batch.admit(slot) for slot in samples.slots.tolist()]
             params = [admit.sampling for admit in admits]
             step.sampler = Sampler(params, samples.positions.tolist(), self._model.vocab_size, staging)
-            step.logprobs = SampledLogprobs([admit.logprobs for admit in admits], staging)
+            token_ids = [one.logprob_token_ids for one in params]
+            step.logprobs = SampledLogprobs([admit.logprobs for admit in admits], staging, token_ids)
 
     def _stage_histories(self, plan: StepPlan, staging: Staging) -> Iterator[Callable[[], None]]:
         """The token counts of new requests with penalties."""

@@ -44,6 +44,8 @@ def build_engine_request(
         sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
     if body.allowed_token_ids is not None:
         sampling["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    if body.logprob_token_ids:
+        sampling["logprob_token_ids"] = _logprob_token_ids(body, body.logprob_token_ids)
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs
@@ -68,6 +70,16 @@ def build_engine_request(
 def _fields_sent(body: SamplingFields, names: Sequence[str]) -> dict[str, Any]:
     """Without those that are left to the engine's defaults."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def _logprob_token_ids(body: SamplingFields, tokens: list[int]) -> tuple[int, ...]:
+    """Each once. Raises InvalidRequest where no log-probabilities are asked for."""
+    name = "logprob_token_ids"
+    if body.get_num_logprobs() is None:
+        raise InvalidRequest(f"{name} needs logprobs: send logprobs with it", name)
+    if body.max_tokens == 0:
+        raise InvalidRequest(f"{name} is about tokens of the answer, and max_tokens is 0: leave it out", name)
+    return tuple(dict.fromkeys(tokens))
 
 
 def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> None:

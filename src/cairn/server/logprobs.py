@@ -38,23 +38,30 @@ class TextOffsetTracker:
 
 class LogprobsFormatter:
     """Log-probabilities with the tokens' texts, or with `as_token_ids` their ids as `token_id:5`. `token_bytes`: see
-    `TextTokenizer`."""
+    `TextTokenizer`. `has_listed`: the tokens beside each one are those that the client has listed; in chats they then
+    begin with the token itself."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, as_token_ids: bool = False) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], *, as_token_ids: bool = False, has_listed: bool = False
+    ) -> None:
         self._bytes = lru_cache(_CACHE_SIZE)(token_bytes)
         self._as_token_ids = as_token_ids
+        self._has_listed = has_listed
 
-    def with_token_ids(self, as_token_ids: bool | None) -> "LogprobsFormatter":
-        """One that names tokens in this way; None: in the same way."""
-        if as_token_ids is None or as_token_ids == self._as_token_ids:
+    def configure(self, as_token_ids: bool | None, *, has_listed: bool) -> "LogprobsFormatter":
+        """The formatter of one request; `as_token_ids` None: as this one."""
+        as_token_ids = self._as_token_ids if as_token_ids is None else as_token_ids
+        if (as_token_ids, has_listed) == (self._as_token_ids, self._has_listed):
             return self
-        return LogprobsFormatter(self._bytes, as_token_ids=as_token_ids)
+        return LogprobsFormatter(self._bytes, as_token_ids=as_token_ids, has_listed=has_listed)
 
     def chat(self, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A chat choice's `logprobs`."""
         content = []
         for _, ((token, value), *best) in logprobs:
             entry = self._entry(token, value)
+            if self._has_listed:
+                best = [*({token: value} | dict(best)).items()]
             entry["top_logprobs"] = [self._entry(*pair) for pair in best]
             content.append(entry)
         return {"content": content}

@@ -35,7 +35,7 @@ MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
 
 _NOTHING = "allowed_token_ids audio prediction prompt_embeds repetition_detection truncate_prompt_tokens"
-_EMPTY = "bad_words functions logits_processors logprob_token_ids tools"
+_EMPTY = "bad_words functions logits_processors tools"
 _EMPTY_OBJECT = "ec_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs"
 _FALSE = "continue_final_message echo return_prompt_text return_token_strs use_beam_search watermarking"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -386,7 +386,8 @@ class SamplingFields(BaseModel):
     """The fields that completions and chats share. `priority`: smaller ones first. `truncation_side`: which end of the
     prompt `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities
     call a token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer
-    are sent together; the first one and the last ones come at once."""
+    are sent together; the first one and the last ones come at once. `logprob_token_ids`: tokens whose log-probabilities
+    are told instead of those of the likeliest ones."""
 
     model_config = LENIENT
 
@@ -413,6 +414,7 @@ class SamplingFields(BaseModel):
     truncate_prompt_tokens: TruncateTo | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Int64 | None = in_range("prompt_logprobs")
+    logprob_token_ids: TokenIds | None = in_range("logprob_token_ids")
     priority: Int64 | None = in_range("priority")
     cache_salt: CacheSalt | None = in_range("cache_salt")
     stream: bool | None = False

@@ -167,7 +167,8 @@ async def _prepare(
     prompts = await add_prompt_text(service, body, prompts)
     n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more
     created, model = int(service.wall()), service.options.model_name
-    formatter = service.logprobs_formatter.with_token_ids(body.return_tokens_as_token_ids)
+    has_listed = bool(body.logprob_token_ids)
+    formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)
     fields = (answer_id, created, model, body, prompts, n, formatter, new_message)
     return Generation(service, requests, writer_type(*fields), arrival_time, deadline)
 

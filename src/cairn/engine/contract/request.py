@@ -73,6 +73,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "min_tokens": Range(0, _INT31 - 1),
         "logprobs": Range(0, 20),
         "prompt_logprobs": Range(0, 20),
+        "logprob_token_ids": Range(0, 128, lengths="token ids"),
         "priority": Range(-_INT31, _INT31 - 1),
         "stop": Range(0, 16, lengths="texts"),
         "stop[]": Range(1, 256, lengths="characters"),
