@@ -20,6 +20,7 @@ MOST_FIELDS = 15
 NAMED_ELSEWHERE = frozenset(
     (
         *("ServeSettings", "EngineOptions", "ServerOptions", "ProxyOptions", "SamplingFields", "_LogLine"),
+        *("ResponsesRequest", "ResponsesResponse", "ResponsesEvent"),
         *("NemotronHConfig", "Qwen35Config", "FalconH1Config"),
     )
 )

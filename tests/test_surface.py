@@ -23,12 +23,13 @@ FLAGS = """
 --forwarded-allow-ips --gpu-memory-utilization --help --host --image-fetch-timeout
 --in-flight-sharing --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file
 --kv-transfer-config --language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
---max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens --max-num-seqs --max-waiting
---mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager --no-enable-auto-tool-choice --no-check-plans
+--max-image-bytes --max-image-pixels --max-model-len --max-num-batched-tokens --max-num-seqs
+--max-stored-responses --max-waiting --mm-encoder-cache-bytes --no-disable-hybrid-kv-cache-manager
+--no-enable-auto-tool-choice --no-check-plans
 --no-enable-prefix-caching --reasoning-parser --tool-call-parser --no-enforce-eager --no-exact --no-in-flight-sharing
 --no-language-model-only --no-return-tokens-as-token-ids --no-trust-remote-code --port --quantization --request-log
 --request-log-bytes --request-timeout --return-tokens-as-token-ids --revision --seed --served-model-name
---shutdown-timeout --start-timeout --tensor-parallel-size --trust-remote-code
+--shutdown-timeout --start-timeout --stored-response-bytes --tensor-parallel-size --trust-remote-code
 --trust-request-chat-template --no-trust-request-chat-template
 """
 

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from cairn.engine.contract import RANGES
+from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -25,6 +26,11 @@ RIGHT = [
     ("POST", "/v1/chat/completions", 50, {200, 400}),
     ("POST", "/v1/messages", 50, {200, 400}),
     ("POST", "/v1/messages/count_tokens", 25, {200, 400}),
+    ("POST", "/v1/responses", 80, {200, 400, 404}),
+    ("GET", "/v1/responses/{response_id}", 10, {400, 404}),
+    ("DELETE", "/v1/responses/{response_id}", 5, {404}),
+    ("POST", "/v1/responses/{response_id}/cancel", 5, {404}),
+    ("GET", "/v1/responses/{response_id}/input_items", 10, {404}),
     ("POST", "/tokenize", 120, {200, 400}),  # few have either a prompt or messages
     ("POST", "/detokenize", 30, {200, 400}),
     ("POST", "/reset_prefix_cache", 5, {200, 400}),
@@ -38,6 +44,9 @@ WRONG = [
     ("POST", "/v1/chat/completions", 50),
     ("POST", "/v1/messages", 50),
     ("POST", "/v1/messages/count_tokens", 25),
+    ("POST", "/v1/responses", 80),
+    ("GET", "/v1/responses/{response_id}", 10),
+    ("GET", "/v1/responses/{response_id}/input_items", 10),
     ("POST", "/tokenize", 25),
     ("POST", "/detokenize", 30),
     ("POST", "/reset_prefix_cache", 5),
@@ -90,7 +99,7 @@ def test_the_document_has_every_operation(schema):
     assert found == {(method, path) for method, path, *_ in RIGHT}
 
 
-@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest])
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest])
 def test_the_document_has_every_field(server, body):
     document = server.get("/openapi.json").json()
     told = document["components"]["schemas"][body.__name__]["properties"]
@@ -103,7 +112,7 @@ def test_the_document_types_every_body(server):
     """Whatever is sent and said as JSON has a type with fields of its own; tests hold both to it (`ApiContract`)."""
     document = server.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
-    paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
     wanted = {("post", path) for path in (*paths, "/tokenize", "/detokenize")}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

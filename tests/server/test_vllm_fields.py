@@ -27,7 +27,7 @@ BODIES = {
     "/tokenize": CHAT,
     "/detokenize": {"tokens": [1]},
 }
-VOLATILE = ("id", "created", "created_at", "completed_at", "cairn")
+VOLATILE = ("id", "created", "created_at", "completed_at", "usage", "cairn")
 """What two equal requests are answered differently with."""
 
 
@@ -42,7 +42,13 @@ def status_of(endpoint, field):
 
 def answer_of(response):
     assert response.status_code == 200, response.text
-    return {name: value for name, value in response.json().items() if name not in VOLATILE}
+    return without_volatile(response.json())
+
+
+def without_volatile(value):
+    if isinstance(value, dict):
+        return {name: without_volatile(one) for name, one in value.items() if name not in VOLATILE}
+    return [without_volatile(one) for one in value] if isinstance(value, list) else value
 
 
 def problems_of(server, endpoint, field, declared):
@@ -73,8 +79,6 @@ def problems_of(server, endpoint, field, declared):
 @pytest.mark.parametrize("endpoint", list(FIELDS["0.33.0"]))
 def test_every_field_of_vllms_has_the_status_that_it_is_said_to_have(server, endpoint):
     document = server.get("/openapi.json").json()
-    if endpoint == "/v1/responses" and endpoint not in document["paths"]:
-        pytest.skip("there is no such endpoint")
     content = document["paths"][endpoint]["post"]["requestBody"]["content"]["application/json"]
     name = content["schema"]["$ref"].rpartition("/")[2]
     declared = document["components"]["schemas"][name]["properties"]

@@ -20,6 +20,11 @@ def record_api_key(scope: Scope, key: bytes) -> None:
     scope[_SCOPE_KEY] = f"key:{hashlib.blake2b(key, digest_size=12, person=b'cairn.client').hexdigest()}"
 
 
+def get_key_digest(scope: Scope) -> str:
+    """Of the request's API key; empty where none is asked for."""
+    return scope.get(_SCOPE_KEY) or ""
+
+
 def get_client_id(scope: Scope) -> str:
     """At most 64 characters: a digest of the request's API key, else the address that it came from, else nothing."""
     key: str | None = scope.get(_SCOPE_KEY)

@@ -12,6 +12,7 @@ from cairn.http.application import http_application
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.anthropic import routes as anthropic_routes
 from cairn.server.error_handlers import install_error_handlers
+from cairn.server.openai_responses import routes as responses_routes
 from cairn.server.openapi import build_openapi_document
 from cairn.server.service import Service
 from cairn.server.stat_logger import ThroughputLogger
@@ -23,7 +24,7 @@ _OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "
 _GATED_PATHS = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/tokenize", "/detokenize"),
+        *("/v1/responses", "/tokenize", "/detokenize"),
     )
 )
 
@@ -58,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(routes.router())
     app.include_router(anthropic_routes.router())
+    app.include_router(responses_routes.router())
     app.include_router(status_routes.router())
     app.include_router(cache_routes.router())
     install_error_handlers(app)

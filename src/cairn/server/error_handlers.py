@@ -142,7 +142,8 @@ def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidBody
         reason = f"{kind}: " if kind in _RANGE_RULES else ""
         rule += f" ({reason}got {shown if len(shown) <= _MAX_INPUT_CHARS else shown[:_MAX_INPUT_CHARS] + '…'})"
     is_inner = path[-1] in ("content", "cache_control") or not _WHOLE_FIELDS.isdisjoint(path[:-1])
-    param = _join(path[:1] if is_inner else path)
+    # OpenAI's Responses API names the place itself.
+    param = _join(path[:1] if is_inner and path[0] != "input" else path)
     return InvalidBody(f"{_join(path)} {rule}", param)
 
 

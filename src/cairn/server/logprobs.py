@@ -55,6 +55,10 @@ class LogprobsFormatter:
             return self
         return LogprobsFormatter(self._bytes, as_token_ids=as_token_ids, has_listed=has_listed)
 
+    def spell(self, token: int) -> bytes:
+        """The token's text."""
+        return self._bytes(token)
+
     def chat(self, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A chat choice's `logprobs`."""
         content = []

@@ -24,6 +24,11 @@ _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "/v1/chat/completions": (responses.ChatResponse,),
         "/v1/messages": (responses.MessagesResponse,),
         "/v1/messages/count_tokens": (responses.CountTokensResponse,),
+        "/v1/responses": (responses.ResponsesResponse,),
+        "/v1/responses/{response_id}": (responses.ResponsesResponse,),
+        "/v1/responses/{response_id}/cancel": (responses.ResponsesResponse,),
+        "/v1/responses/{response_id}/input_items": (responses.InputItemList,),
+        "DELETE /v1/responses/{response_id}": (responses.DeletedResponse,),
         "/tokenize": (responses.TokenizeResponse,),
         "/detokenize": (responses.DetokenizeResponse,),
         "/v1/models": (responses.ModelList,),
@@ -34,8 +39,9 @@ _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "/cache": (responses.CacheHead, CacheView),
     }
 )
-"""By path: the types whose fields the JSON body of a 200 has."""
+"""By path, or method and path: the types whose fields the JSON body of a 200 has."""
 
+_LOOKUPS = ("/v1/models/", "/v1/responses/")
 _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
     {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}}
 )
@@ -44,13 +50,14 @@ _CHUNKS: Mapping[str, Any] = MappingProxyType(
         "/v1/completions": responses.CompletionChunk,
         "/v1/chat/completions": responses.ChatChunk,
         "/v1/messages": responses.MessagesEvent,
+        "/v1/responses": responses.ResponsesEvent,
     }
 )
 _ERRORS: Mapping[int, str] = MappingProxyType(
     {
         400: "the request is wrong; `param` names the field",
         401: "the API key is missing or wrong",
-        404: "another model is served here",
+        404: "another model is served here, or what is named is not kept",
         408: "the body did not come in time",
         409: "pages are held: nothing has been dropped",
         413: "the body is too large",
@@ -71,7 +78,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
     for path, method, operation in operations:
         statuses = operation["responses"]
         statuses.pop("422", None)
-        statuses["200"] = {"description": "done", **_content(path)}
+        statuses["200"] = {"description": "done", **_content(path, method)}
         if path in gated:
             operation.setdefault("parameters", []).append(dict(_REQUEST_ID))
         for status in _error_statuses(path, method, operation, gated):
@@ -101,12 +108,12 @@ def _reference(kind: Any) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
-def _content(path: str) -> Schema:
+def _content(path: str, method: str) -> Schema:
     if path in _EMPTY_BODIES:
         return {}
     if path in _TEXT_BODIES:
         return {"content": {_TEXT_BODIES[path]: {"schema": {"type": "string"}}}}
-    parts = [_reference(kind) for kind in _RESPONSES[path]]
+    parts = [_reference(kind) for kind in _RESPONSES.get(f"{method.upper()} {path}", _RESPONSES.get(path, ()))]
     content: Schema = {"application/json": {"schema": parts[0] if len(parts) == 1 else {"allOf": parts}}}
     if path in _CHUNKS:
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(_CHUNKS[path])}
@@ -121,7 +128,7 @@ def _error_statuses(path: str, method: str, operation: dict[str, Any], gated: Se
         yield 400
     if method == "post":
         yield from (408, 413)
-    if path in gated or path.startswith("/v1/models/"):
+    if path in gated or path.startswith(_LOOKUPS):
         yield 404
     if path in gated:
         yield from (429, 500, 502, 503, 504)

@@ -41,6 +41,12 @@ class ServerOptions(BaseModel):
     shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
     request_timeout: float = Field(3600.0, description="seconds an answer may take", gt=0, le=86400)
     max_body_bytes: Bytes = Field(ByteSize(16 << 20), description="largest request body", validate_default=False)
+    max_stored_responses: int = Field(
+        4096, description="responses of /v1/responses kept for clients to go on from; 0 for none", ge=0, le=1 << 24
+    )
+    stored_response_bytes: Bytes = Field(
+        ByteSize(256 << 20), description="bytes of those responses and their input together", validate_default=False
+    )
     enable_auto_tool_choice: bool = Field(True, description="look for tool calls in answers when the model may choose")
     tool_call_parser: Literal["hermes", "json", "none", "qwen3_coder", "qwen3_xml", "xml"] | None = Field(
         None, description="how tool calls are written; as in the chat template unless given"

@@ -296,13 +296,13 @@ class Tool(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-def _as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """Templates write tools with the client's order of fields, and with unknown fields."""
     handler(value)
     return value
 
 
-ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(_as_sent)]], Field(max_length=MAX_TOOLS)]
+ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(as_sent)]], Field(max_length=MAX_TOOLS)]
 ToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("object")],
     kind_discriminator('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
@@ -558,9 +558,11 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds
 
 
-def refuse_unsupported(body: BaseModel) -> None:
-    """Raises InvalidRequest for the first field that is not supported yet and would change something."""
+def refuse_unsupported(body: BaseModel, neutral_values: Mapping[str, tuple[Any, ...]] = _NEUTRAL) -> None:
+    """Raises InvalidRequest for the first field that is not supported yet and would change something.
+
+    `neutral_values`: by such a field, the values that change nothing."""
     for name, value in (body.model_extra or {}).items():
-        neutral = _NEUTRAL.get(name)
+        neutral = neutral_values.get(name)
         if neutral is not None and not any(type(value) is type(other) and value == other for other in neutral):
             raise InvalidRequest(f"{name} is not supported yet: leave it out", name)

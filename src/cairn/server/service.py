@@ -14,6 +14,7 @@ from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
 from cairn.server.logprobs import LogprobsFormatter
 from cairn.server.metrics import Metrics
+from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
 from cairn.types import Clock, SystemClock
@@ -104,6 +105,7 @@ class Service:
         self.new_id = new_id
         self.started = int(wall())
         self.default_sampling = default_sampling
+        self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
         self.images = images or MediaConnector(limits.images)
         info = engine.info
         self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)

@@ -1,14 +1,10 @@
 """From a body of /v1/messages to one of /v1/chat/completions."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
-
-from cairn.errors import InvalidRequest, RequestError
+from cairn.errors import InvalidRequest
 from cairn.server.anthropic.requests import (
     AnthropicTool,
     AssistantMessage,
@@ -18,57 +14,19 @@ from cairn.server.anthropic.requests import (
     ToolResultBlock,
     UserMessage,
 )
-from cairn.server.error_handlers import explain_validation_error
-from cairn.server.requests import ChatRequest, refuse_unsupported
+from cairn.server.chat_translation import ChatTranslation
+from cairn.server.requests import refuse_unsupported
 
-_PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {"stop": "stop_sequences", "response_format": "output_config", "continue_final_message": "messages"}
 )
 """Fields of chats under the names that they have here."""
 
 
-@dataclass(slots=True)
-class ChatTranslation:
-    """A chat and where its messages come from: one of Anthropic's may become several, because each result of a tool is
-    a message of its own.
-
-    `places`: by message, its path in the body; `blocks`: by message, the path of each part of its content.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    blocks: list[list[str]] = field(default_factory=list)
-    request: ChatRequest = field(init=False)
-
-    def add(self, message: dict[str, Any], place: str, blocks: list[str] | None = None) -> None:
-        self.messages.append(message)
-        self.places.append(place)
-        self.blocks.append(blocks or [])
-
-    def rename_error(self, error: RequestError) -> RequestError:
-        """An error about the chat as one about the body that it is made of."""
-        if not isinstance(error, InvalidRequest):
-            return error
-        message = _PLACE.sub(self._original_place, error.message)
-        param = None if error.param is None else _PLACE.sub(self._original_place, error.param)
-        if param is not None and param in _RENAMED:
-            message, param = message.replace(param, _RENAMED[param], 1), _RENAMED[param]
-        return InvalidRequest(message, param)
-
-    def _original_place(self, found: re.Match[str]) -> str:
-        number, part = int(found[1]), found[2]
-        if number >= len(self.places):
-            return found[0]
-        if part is None or int(part) >= len(self.blocks[number]):
-            return self.places[number]
-        return self.blocks[number][int(part)]
-
-
 def to_chat(body: CountTokensRequest) -> ChatTranslation:
     """The same as a chat. Raises InvalidRequest naming the field."""
     refuse_unsupported(body)
-    chat = ChatTranslation()
+    chat = ChatTranslation(_RENAMED)
     if body.system:
         chat.add({"role": "system", "content": _parts_or_text(body.system)}, "system")
     open_calls: set[str] = set()
@@ -103,13 +61,7 @@ def to_chat(body: CountTokensRequest) -> ChatTranslation:
             "cache_salt": body.cache_salt,
             "kv_transfer_params": body.kv_transfer_params,
         }
-    try:
-        chat.request = ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        # Both schemas bound what they share alike; where they ever do not, it is the client's error still.
-        first = error.errors()[0]
-        found = explain_validation_error({**first, "loc": ("body", *first["loc"])}, fields)
-        raise chat.rename_error(found) from None
+    chat.validate(fields)
     return chat
 
 

@@ -1,0 +1,63 @@
+"""A chat that is made of another API's body, and errors about the one told as errors about the other."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from cairn.errors import InvalidRequest, RequestError
+from cairn.server.error_handlers import explain_validation_error
+from cairn.server.requests import ChatRequest
+
+_PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
+
+
+@dataclass(slots=True)
+class ChatTranslation:
+    """A chat and where its messages come from: one of the other API's may become several, or several become one.
+
+    `renamed`: fields of chats and what they are called in the body, of two that fit the longer one first. `places`: by
+    message, its path in the body; `blocks`: by message, the path of each part of its content.
+    """
+
+    renamed: Mapping[str, str]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    blocks: list[list[str]] = field(default_factory=list)
+    request: ChatRequest = field(init=False)
+
+    def add(self, message: dict[str, Any], place: str, blocks: list[str] | None = None) -> None:
+        self.messages.append(message)
+        self.places.append(place)
+        self.blocks.append(blocks or [])
+
+    def validate(self, fields: dict[str, Any]) -> None:
+        """Make the request of these fields of a chat. Raises InvalidRequest that names the field of the body."""
+        try:
+            self.request = ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            # Both schemas bound what they share alike; where they ever do not, it is the client's error still.
+            first = error.errors()[0]
+            found = explain_validation_error({**first, "loc": ("body", *first["loc"])}, fields)
+            raise self.rename_error(found) from None
+
+    def rename_error(self, error: RequestError) -> RequestError:
+        """An error about the chat as one about the body that it is made of."""
+        if not isinstance(error, InvalidRequest):
+            return error
+        message = _PLACE.sub(self._original_place, error.message)
+        param = None if error.param is None else _PLACE.sub(self._original_place, error.param)
+        for name, own in self.renamed.items():
+            if param == name.partition(".")[0] and (name == param or name in message):
+                return type(error)(message.replace(name, own, 1), own)
+        return type(error)(message, param)
+
+    def _original_place(self, found: re.Match[str]) -> str:
+        number, part = int(found[1]), found[2]
+        if number >= len(self.places):
+            return found[0]
+        if part is None or int(part) >= len(self.blocks[number]):
+            return self.places[number]
+        return self.blocks[number][int(part)]

@@ -1,0 +1,295 @@
+"""The body of POST /v1/responses, as OpenAI defines it, with the fields that vLLM adds."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, Field, Tag, WrapValidator
+from typing_extensions import TypedDict
+
+from cairn.engine.contract import RANGES
+from cairn.server.requests import (
+    LENIENT,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    BiasValue,
+    CacheControl,
+    CacheSalt,
+    ExtraArgs,
+    Int64,
+    ItemTextPart,
+    JsonSchema,
+    ModelName,
+    ReasoningEffort,
+    RefusalPart,
+    Stops,
+    StructuredOutputs,
+    TemplateKwargs,
+    Text,
+    TextPart,
+    TokenIds,
+    TokenKey,
+    Unicode,
+    as_sent,
+    in_range,
+    kind_discriminator,
+)
+
+_MAX_PAIRS = 16
+_NOTHING = (
+    "background_options context_management conversation ec_transfer_params guided_choice guided_grammar guided_json "
+    "guided_regex max_completion_tokens max_tokens messages min_tokens moderation n previous_input_messages "
+    "prompt prompt_logprobs reasoning_effort response_format truncate_prompt_tokens"
+)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(_NOTHING.split(), (None,)),
+        **dict.fromkeys(("background", "enable_response_messages", "logprobs", "watermarking"), (None, False)),
+        **dict.fromkeys(("bad_words", "functions"), (None, [])),
+        "spaces_between_special_tokens": (None, True),
+        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), (None, {})),
+    }
+)
+"""Fields that have no meaning or no support here, with the values that change nothing."""
+
+ItemId: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+# -- input -------------------------------------------------------------------------------------------------------------
+
+
+class InputImage(TypedDict):
+    """An image: a data URI, http or https. `detail` changes nothing."""
+
+    type: Literal["input_image"]
+    image_url: Text
+    detail: NotRequired[Literal["auto", "low", "high", "original"] | None]
+    cache_control: NotRequired[CacheControl | None]
+
+
+InputPart: TypeAlias = Annotated[TextPart | ItemTextPart | InputImage, Field(discriminator="type")]
+MessagePart: TypeAlias = Annotated[TextPart | ItemTextPart | InputImage | RefusalPart, Field(discriminator="type")]
+InputParts: TypeAlias = Annotated[list[InputPart], Field(min_length=1)]
+
+
+class MessageItem(TypedDict):
+    """A message. `developer` means `system`; images are the user's, refusals the assistant's. The assistant's as the
+    last item, with a status that is not completed, is what the answer begins with."""
+
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Annotated[
+        Annotated[Unicode, Tag("text")] | Annotated[list[MessagePart], Tag("list")],
+        kind_discriminator("text or a list of parts"),
+    ]
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class FunctionCallItem(TypedDict):
+    """A tool call of an earlier answer. `arguments`: JSON."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: Text
+    arguments: Unicode
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class FunctionCallOutputItem(TypedDict):
+    """What a tool call has given."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: Annotated[
+        Annotated[Unicode, Tag("text")] | Annotated[InputParts, Tag("list")],
+        kind_discriminator("text or a list of parts"),
+    ]
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class ReasoningText(TypedDict):
+    """A piece of reasoning, or of what is said of it."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Unicode
+
+
+class ReasoningItem(TypedDict):
+    """Reasoning of an earlier answer; without `content`, its summary is read."""
+
+    type: Literal["reasoning"]
+    id: NotRequired[ItemId | None]
+    summary: NotRequired[list[ReasoningText] | None]
+    content: NotRequired[list[ReasoningText] | None]
+    encrypted_content: NotRequired[Unicode | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class ItemReference(TypedDict):
+    """An item of a response that this server has stored."""
+
+    type: NotRequired[Literal["item_reference"]]
+    id: ItemId
+
+
+def _name_type(value: Any) -> Any:
+    """Messages, and references, may come without a type."""
+    if isinstance(value, dict) and value.get("type") is None:
+        return value | {"type": "message" if "role" in value or "id" not in value else "item_reference"}
+    return value
+
+
+InputItem: TypeAlias = Annotated[
+    Annotated[
+        MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_name_type),
+]
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(TypedDict):
+    """A function that the model may call. Tools that OpenAI runs itself, and custom ones, are refused."""
+
+    type: Literal["function"]
+    name: Text
+    description: NotRequired[Unicode | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+    cache_control: NotRequired[CacheControl | None]
+
+
+class FunctionChoice(TypedDict):
+    """The one function that has to be called."""
+
+    type: Literal["function"]
+    name: Text
+
+
+ResponsesToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[FunctionChoice, Tag("object")],
+    kind_discriminator('"none", "auto", "required" or {"type": "function", "name": ...}'),
+]
+
+# -- the form of an answer ---------------------------------------------------------------------------------------------
+
+
+class PlainTextFormat(TypedDict):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaTextFormat(TypedDict):
+    """JSON that is valid by a schema."""
+
+    type: Literal["json_schema"]
+    schema: JsonSchema
+    name: NotRequired[Annotated[str, Field(max_length=256)] | None]
+    description: NotRequired[Unicode | None]
+    strict: NotRequired[bool | None]
+
+
+class TextConfig(TypedDict):
+    """The form of the answer. `verbosity` changes nothing."""
+
+    format: NotRequired[Annotated[PlainTextFormat | SchemaTextFormat, Field(discriminator="type")] | None]
+    verbosity: NotRequired[Literal["low", "medium", "high"] | None]
+
+
+class ReasoningConfig(TypedDict):
+    """How much to reason. No summaries are made: `summary` and `generate_summary` change nothing."""
+
+    effort: NotRequired[ReasoningEffort | None]
+    summary: NotRequired[Literal["auto", "concise", "detailed"] | None]
+    generate_summary: NotRequired[Literal["auto", "concise", "detailed"] | None]
+
+
+Includable: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+]
+"""Log-probabilities are included; reasoning is never encrypted, images are there anyway, and the tools that OpenAI runs
+itself are not here: the others change nothing."""
+
+
+class ResponsesStreamOptions(TypedDict):
+    """`include_obfuscation` changes nothing: nothing is added to events."""
+
+    include_obfuscation: NotRequired[bool | None]
+
+
+class ResponsesRequest(BaseModel):
+    """POST /v1/responses.
+
+    `max_tool_calls` bounds calls of tools that OpenAI runs itself, of which there are none here; `user`,
+    `safety_identifier` and `service_tier` change nothing either. `prompt_cache_key`: as in chats.
+    """
+
+    model_config = LENIENT
+
+    model: ModelName | None = None
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("list")],
+        kind_discriminator("text or a list of items"),
+    ]
+    instructions: Unicode | None = None
+    previous_response_id: ItemId | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    stream_options: ResponsesStreamOptions | None = None
+    tools: list[Annotated[FunctionTool, WrapValidator(as_sent)]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    max_tool_calls: Int64 | None = Field(None, json_schema_extra={"minimum": 1})
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include_reasoning: bool | None = True
+    include: list[Includable] | None = Field(None, max_length=16)
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    max_output_tokens: Int64 | None = in_range("max_tokens")
+    temperature: float | None = in_range("temperature")
+    top_p: float | None = in_range("top_p")
+    top_k: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"].high})
+    min_p: float | None = in_range("min_p")
+    top_logprobs: Int64 | None = in_range("logprobs")
+    frequency_penalty: float | None = in_range("frequency_penalty")
+    presence_penalty: float | None = in_range("presence_penalty")
+    repetition_penalty: float | None = in_range("repetition_penalty")
+    logit_bias: dict[TokenKey, BiasValue] | None = in_range("logit_bias")
+    seed: Int64 | None = None
+    stop: Stops | None = None
+    stop_token_ids: TokenIds | None = in_range("stop_token_ids")
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    priority: Int64 | None = in_range("priority")
+    cache_salt: CacheSalt | None = in_range("cache_salt")
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: ExtraArgs | None = None
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
+    prompt_cache_key: str | None = Field(None, max_length=256)
+    user: str | None = Field(None, max_length=256)
+    safety_identifier: str | None = Field(None, max_length=256)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=_MAX_PAIRS),
+        ]
+        | None
+    ) = None

@@ -1,0 +1,142 @@
+"""POST /v1/responses, and what may be done with a response that has been stored."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from cairn.engine.contract import RenderedPrompt
+from cairn.errors import InvalidRequest, NotFound, RequestError
+from cairn.http.clients import get_key_digest
+from cairn.server.openai_responses.requests import ResponsesRequest
+from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
+from cairn.server.openai_responses.translation import get_response_id, make_input_items, to_chat
+from cairn.server.openai_responses.writer import ResponsesWriter
+from cairn.server.prompts import check_model, render_chat_prompt
+from cairn.server.requests import CacheSalt
+from cairn.server.routes import ImageAllocationDep, JsonBodyRoute, ServiceDep, generate, json_response
+from cairn.server.service import Service
+
+_PATH = "/v1/responses/{response_id}"
+_PREVIOUS = "previous_response_id"
+
+SaltQuery = Annotated[CacheSalt | None, Query(description="that the response was made with")]
+
+
+def router() -> APIRouter:
+    routes = APIRouter(route_class=JsonBodyRoute)
+    routes.add_api_route("/v1/responses", create_response, methods=["POST"], response_model=None)
+    routes.add_api_route(_PATH, get_response, methods=["GET"], response_model=None)
+    routes.add_api_route(_PATH, delete_response, methods=["DELETE"], response_model=None)
+    routes.add_api_route(f"{_PATH}/cancel", cancel_response, methods=["POST"], response_model=None)
+    routes.add_api_route(f"{_PATH}/input_items", list_input_items, methods=["GET"], response_model=None)
+    return routes
+
+
+async def create_response(
+    http: Request, body: ResponsesRequest, service: ServiceDep, allocation: ImageAllocationDep
+) -> Response:
+    check_model(service, body.model)
+    owner, response_id = _owner(http, body.cache_salt), f"resp_{service.new_id()}"
+    history = _load_history(service, owner, body.previous_response_id)
+    items = make_input_items(body, response_id, partial(_find_item, service.responses, owner))
+    chat = to_chat(body, history, items)
+    encoded = msgspec.json.encode(items)
+    keep: Callable[[bytes], None] | None = None
+    if body.store is not False and not chat.request.is_kv_export and service.responses.can_hold(len(encoded)):
+
+        def keep(response: bytes) -> None:
+            stored = StoredResponse(response, encoded, body.previous_response_id)
+            service.responses.put(owner, response_id, stored)
+
+    def make_writer(_: str, *fields: Any) -> ResponsesWriter:
+        return ResponsesWriter(response_id, *fields, asked=body, wall=service.wall, keep=keep)
+
+    async def render() -> list[RenderedPrompt]:
+        return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
+
+    try:
+        return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
+    except RequestError as error:
+        raise chat.rename_error(error) from None
+
+
+async def get_response(
+    http: Request,
+    response_id: str,
+    service: ServiceDep,
+    cache_salt: SaltQuery = None,
+    stream: Annotated[bool, Query(description="only responses in the background could be streamed again")] = False,
+) -> Response:
+    if stream:
+        raise InvalidRequest("stream: a response that has ended is not streamed again: leave it out", "stream")
+    return Response(_get(http, service, response_id, cache_salt).response, media_type="application/json")
+
+
+async def delete_response(
+    http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
+) -> Response:
+    service.responses.delete(_owner(http, cache_salt), response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(
+    http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
+) -> Response:
+    _get(http, service, response_id, cache_salt)
+    text = f"{response_id} was not made with background=true: close the connection to cancel a response"
+    raise InvalidRequest(text, "response_id")
+
+
+async def list_input_items(
+    http: Request,
+    response_id: str,
+    service: ServiceDep,
+    cache_salt: SaltQuery = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(max_length=256)] = None,
+) -> Response:
+    items = _get(http, service, response_id, cache_salt).decode_items()
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after: {after!r} is no item of this response's input", "after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+
+def _owner(http: Request, salt: str | None) -> Owner:
+    return get_key_digest(http.scope), salt or ""
+
+
+def _get(http: Request, service: Service, response_id: str, salt: str | None) -> StoredResponse:
+    return service.responses.get(_owner(http, salt), response_id)
+
+
+def _load_history(service: Service, owner: Owner, previous: str | None) -> list[Any]:
+    """The items of the conversation so far. Raises NotFound, and InvalidRequest for more than a body may have."""
+    if previous is None:
+        return []
+    chain, limit = service.responses.get_chain(owner, previous, _PREVIOUS), service.options.max_body_bytes
+    if (num_bytes := sum(one.num_bytes for one in chain)) > limit:
+        text = f"{_PREVIOUS}: the conversation has {num_bytes} bytes, at most {limit} are read: begin a new one"
+        raise InvalidRequest(text, _PREVIOUS)
+    return [item for one in chain for item in (*one.decode_items(), *one.decode_output())]
+
+
+def _find_item(store: ResponseStore, owner: Owner, item_id: str, param: str) -> Any:
+    """What an item_reference refers to. Raises NotFound."""
+    response_id = get_response_id(item_id)
+    if response_id is not None:
+        stored = store.get(owner, response_id, param)
+        for item in (*stored.decode_items(), *stored.decode_output()):
+            if item["id"] == item_id:
+                return item
+    raise NotFound(f"{param}: there is no item {item_id!r}: send the item itself", param)

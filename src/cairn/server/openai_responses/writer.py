@@ -1,0 +1,283 @@
+"""A chat's answer as a response of OpenAI's Responses API, whole or as its events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from cairn.engine.contract import GenerateOutput
+from cairn.errors import RequestError
+from cairn.server.openai_responses.requests import ResponsesRequest
+from cairn.server.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
+
+_Token: TypeAlias = tuple[bytes, dict[str, Any] | None]
+"""A token's text, and its log-probabilities if they were asked for."""
+
+_WITH_PARTS = frozenset(("message", "reasoning"))
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """An item of the output so far. `text`: of its part, or its arguments; `logprobs`: of its text's tokens."""
+
+    body: dict[str, Any]
+    index: int
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        return str(self.body["type"])
+
+    def part(self) -> dict[str, Any]:
+        """The one part of a message or of reasoning."""
+        text = "".join(self.text)
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
+
+    def write(self, status: str) -> dict[str, Any]:
+        """As it is now."""
+        own = {"arguments": "".join(self.text)} if self.kind == "function_call" else {"content": [self.part()]}
+        return self.body | own | {"status": status}
+
+
+@dataclass(slots=True)
+class ResponsesWriter(ChatWriter):
+    """POST /v1/responses: one answer.
+
+    `asked`: the body as it was sent; `wall`: tells the time of the end, in seconds since 1970; `keep`: is given a
+    response that has ended, as JSON; None if it is not to be stored. `items`: its output so far; `is_open`: whether the
+    last one may grow; `events`: of a stream, not sent yet; `pending`: tokens that are in no item yet.
+    """
+
+    asked: ResponsesRequest = field(kw_only=True)
+    wall: Callable[[], float] = field(kw_only=True)
+    keep: Callable[[bytes], None] | None = field(kw_only=True)
+    items: list[OutputItem] = field(init=False, default_factory=list)
+    is_open: bool = field(init=False, default=False)
+    events: list[bytes] = field(init=False, default_factory=list)
+    num_events: int = field(init=False, default=0)
+    num_reasoning_tokens: int = field(init=False, default=0)
+    pending: list[_Token] = field(init=False, default_factory=list)
+
+    # -- the answer --------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: int, output: GenerateOutput) -> Choice:
+        choice = ChatWriter.add(self, prompt, output)
+        choice.message = message = choice.message or self.new_message()
+        entries: list[Any] = [None] * len(output.token_ids)
+        if output.logprobs is not None and self.body.get_num_logprobs() is not None:
+            entries = self.formatter.chat(output.logprobs)["content"]
+        self.pending += zip(map(self.formatter.spell, output.token_ids), entries, strict=False)
+        last = output.finish_reason is not None
+        deltas = message.add_in_order(output.text, last=last, truncated=choice.is_truncated)
+        for delta, taken in zip(deltas, self._take_tokens(deltas), strict=True):
+            self._add_delta(delta, taken)
+        return choice
+
+    def _take_tokens(self, deltas: list[dict[str, Any]]) -> list[list[_Token]]:
+        """The pending tokens that each delta's text was made of. Between them is markup; behind the last one may be
+        text that the parser has not let go yet."""
+        spelled = b"".join(spelling for spelling, _ in self.pending) if deltas else b""
+        ranges, end = list[tuple[int, int]](), len(spelled)
+        for delta in reversed(deltas):
+            text = str(delta.get("reasoning") or delta.get("content") or "").encode(errors="replace")
+            start = spelled.rfind(text, 0, end)
+            # What is no valid text in the tokens has been replaced in the delta.
+            ranges.append((start, start + len(text)) if start >= 0 else (0, end))
+            end = ranges[-1][0]
+        ranges.reverse()
+        taken: list[list[_Token]] = [[] for _ in deltas]
+        rest, at = list[_Token](), 0
+        for token in self.pending if deltas else ():
+            after = at + len(token[0])
+            place = next((i for i, (first, last) in enumerate(ranges) if at < last and after > first), None)
+            if place is not None:
+                taken[place].append(token)
+            elif at >= ranges[-1][1]:
+                rest.append(token)
+            at = after
+        if deltas:
+            self.pending = [] if "tool_calls" in deltas[-1] else rest
+        return taken
+
+    def _add_delta(self, delta: dict[str, Any], tokens: list[_Token]) -> None:
+        if text := delta.get("reasoning"):
+            self.num_reasoning_tokens += len(tokens)
+            if self.asked.include_reasoning is not False:
+                item = self._open_item("reasoning", "rs", {"summary": [], "encrypted_content": None})
+                item.text.append(text)
+                self._note_delta(item, "response.reasoning_text.delta", delta=text)
+        if text := delta.get("content"):
+            item = self._open_item("message", "msg", {"role": "assistant"})
+            logprobs = [entry for _, entry in tokens if entry is not None]
+            item.text.append(text)
+            item.logprobs += logprobs
+            self._note_delta(item, "response.output_text.delta", delta=text, logprobs=logprobs)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                named = {"call_id": call["id"], "name": call["function"]["name"]}
+                self._open_item("function_call", "fc", named)
+            if text := call["function"]["arguments"]:
+                self.items[-1].text.append(text)
+                self._note_delta(self.items[-1], "response.function_call_arguments.delta", delta=text)
+
+    def _open_item(self, kind: str, prefix: str, fields: dict[str, Any]) -> OutputItem:
+        """The open item if it is of this kind and no tool call, else a new one."""
+        if self.is_open:
+            if self.items[-1].kind == kind != "function_call":
+                return self.items[-1]
+            self._close_item("completed")
+        index = len(self.items)
+        item = OutputItem({"id": f"{prefix}_{self.id.removeprefix('resp_')}_{index}", "type": kind} | fields, index)
+        self.items.append(item)
+        self.is_open = True
+        opened = item.write("in_progress")
+        self._note("response.output_item.added", output_index=index, item=opened | _emptied(kind))
+        if kind in _WITH_PARTS:
+            self._note_delta(item, "response.content_part.added", part=item.part())
+        return item
+
+    def _close_item(self, status: str) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        item = self.items[-1]
+        text = "".join(item.text)
+        match item.kind:
+            case "message":
+                self._note_delta(item, "response.output_text.done", text=text, logprobs=item.logprobs)
+            case "reasoning":
+                self._note_delta(item, "response.reasoning_text.done", text=text)
+            case _:
+                named = {"arguments": text, "name": item.body["name"]}
+                self._note_delta(item, "response.function_call_arguments.done", **named)
+        if item.kind in _WITH_PARTS:
+            self._note_delta(item, "response.content_part.done", part=item.part())
+        self._note("response.output_item.done", output_index=item.index, item=item.write(status))
+
+    # -- the whole response ------------------------------------------------------------------------------------------
+
+    def write_response(self) -> dict[str, Any]:
+        response = self._write_ending()
+        self._store(response)
+        return response
+
+    def _write_ending(self) -> dict[str, Any]:
+        params = self.kv_transfer_params
+        reason = self.choices[0].finish_reason
+        status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "stop", "completed")
+        return self._write_state(status) | {
+            "output": [
+                item.write("incomplete" if status != "completed" and item is self.items[-1] else "completed")
+                for item in self.items
+            ],
+            "completed_at": int(self.wall()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": self.usage(),
+            "kv_transfer_params": None if params is None else msgspec.Raw(params),
+            "cairn": self.cache_use(),
+        }
+
+    def _store(self, response: dict[str, Any]) -> None:
+        if self.keep is not None:
+            self.keep(msgspec.json.encode(response))
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt, num_generated = len(self.prompts[0].token_ids), len(self.choices[0].token_ids)
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": count_cached_tokens(self.caches[0]), "cache_write_tokens": 0},
+            "output_tokens": num_generated,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "total_tokens": num_prompt + num_generated,
+        }
+
+    def _write_state(self, status: str) -> dict[str, Any]:
+        """The response without its end: what was asked for, as OpenAI says it again."""
+        asked, body = self.asked, self.body
+        reasoning, text = asked.reasoning or {}, asked.text or {}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": asked.max_tool_calls,
+            "metadata": asked.metadata or {},
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+            "safety_identifier": asked.safety_identifier,
+            "service_tier": "default",
+            "store": self.keep is not None,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": asked.truncation or "disabled",
+            "usage": None,
+            "user": asked.user,
+        }
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def opening_events(self) -> list[bytes]:
+        for name in ("response.created", "response.in_progress"):
+            self._note(name, response=self._write_state("in_progress"))
+        return self._take_events()
+
+    def output_events(self, prompt: int, output: GenerateOutput) -> list[bytes]:
+        self.add(prompt, output)
+        return self._take_events()
+
+    def closing_events(self) -> list[bytes]:
+        response = self._write_ending()
+        self._store(response)
+        status = response["status"]
+        self._close_item("completed" if status == "completed" else "incomplete")
+        name = "response.completed" if status == "completed" else "response.incomplete"
+        self._note(name, response=response)
+        return self._take_events()
+
+    def error_events(self, error: RequestError) -> list[bytes]:
+        shown = error.message.encode(errors="backslashreplace").decode()
+        self._note("error", code=str(error.status), message=shown, param=error.param)
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        cause = {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": shown}
+        ending = {"error": cause, "output": [item.write("incomplete") for item in self.items], "store": False}
+        self._note("response.failed", response=self._write_state("failed") | ending)
+        return self._take_events()
+
+    def _note_delta(self, item: OutputItem, event: str, /, **fields: Any) -> None:
+        place: dict[str, Any] = {"item_id": item.body["id"], "output_index": item.index}
+        if item.kind in _WITH_PARTS:
+            place["content_index"] = 0
+        self._note(event, **place, **fields)
+
+    def _note(self, event: str, /, **fields: Any) -> None:
+        if self.body.stream:
+            data = {"type": event, "sequence_number": self.num_events} | fields
+            self.events.append(encode_event(msgspec.json.encode(data), event))
+            self.num_events += 1
+
+    def _take_events(self) -> list[bytes]:
+        events, self.events = self.events, []
+        return events
+
+
+def _emptied(kind: str) -> dict[str, Any]:
+    """What a new item has in place of what it will have."""
+    return {} if kind == "function_call" else {"content": []}
